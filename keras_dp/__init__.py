@@ -1,0 +1,16 @@
+"""keras_dp: data-parallel training for Keras 3 on TensorFlow, with one device's result."""
+
+import keras
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow in the environment before Keras is imported. "
+        f"Received: backend {keras.backend.backend()!r}"
+    )
+
+from keras_dp.model import DataParallelModel
+from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.placement import use_logical_cpus
+from keras_dp.towers import cross_tower_sum
+
+__all__ = ["DataParallelModel", "DataParallelOptimizer", "cross_tower_sum", "use_logical_cpus"]

@@ -1,0 +1,133 @@
+"""Cut nested batches into slices, and put slices together again."""
+
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+Tensor = Any
+
+
+class Slice(NamedTuple):
+    """One tower's rows of a global batch.
+
+    Attributes:
+        data: the batch's structure with b rows in every tensor. An empty slice holds one borrowed row instead, because
+            zero rows abort some kernels.
+        begin: index of the first row in the global batch, an int32 scalar.
+        rows: how many rows belong to the tower, 0 if the slice is empty, an int32 scalar.
+        batch_rows: B, the rows of the global batch, an int32 scalar.
+    """
+
+    data: Any
+    begin: Tensor
+    rows: Tensor
+    batch_rows: Tensor
+
+
+def cut(batch: Any, num_slices: int) -> tuple[Slice, ...]:
+    """Cuts a batch of B rows into N slices: slice i gets rows B*i//N to B*(i+1)//N.
+
+    Args:
+        batch: nested tensors (dense, ragged or sparse) with B rows each; None and `tf.experimental.Optional` pass through.
+        num_slices: N.
+
+    Raises:
+        ValueError: if a tensor has no rows, or the row counts are known to disagree.
+        tf.errors.InvalidArgumentError: if they turn out to disagree when the batch is cut.
+    """
+    batch = keras.tree.map_structure(_as_tensor, batch)
+    batch_rows = count_rows(batch)
+    begins = [batch_rows * i // num_slices for i in range(num_slices + 1)]
+    slices = []
+    for begin, end in zip(begins, begins[1:], strict=False):
+        last = tf.maximum(end, begin + 1)
+        data = keras.tree.map_structure(lambda leaf, begin=begin, last=last: slice_rows(leaf, begin, last), batch)
+        slices.append(Slice(data, begin, end - begin, batch_rows))
+    return tuple(slices)
+
+
+def count_rows(batch: Any) -> Tensor:
+    """B, the number of rows that all tensors of the batch agree on, as an int32 scalar."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf)]
+    if not leaves:
+        raise ValueError(f"A batch needs at least one tensor to cut into slices. Received: batch={batch}")
+    shapes = [str(leaf.shape) for leaf in leaves]
+    if any(leaf.shape.rank == 0 for leaf in leaves):
+        raise ValueError(
+            "Every tensor of a batch needs a first axis of rows, so that the batch can be cut into slices. "
+            f"Received tensors of shapes {', '.join(shapes)}."
+        )
+    if len({leaf.shape[0] for leaf in leaves} - {None}) > 1:
+        raise ValueError(
+            "All tensors of a batch must have the same number of rows (the first axis). "
+            f"Received tensors of shapes {', '.join(shapes)}."
+        )
+    rows = [_rows(leaf) for leaf in leaves]
+    agree = [
+        tf.debugging.assert_equal(
+            other, rows[0], message="All tensors of a batch must have the same number of rows (the first axis)."
+        )
+        for other in rows[1:]
+    ]
+    agree.append(tf.debugging.assert_positive(rows[0], message="A batch must have at least one row."))
+    with tf.control_dependencies([check for check in agree if check is not None]):
+        return tf.identity(rows[0])
+
+
+def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
+    """Rows `begin` to `end` of a tensor; anything else is returned as it is."""
+    if not tf.is_tensor(leaf):
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        sizes = tf.concat([[tf.cast(end - begin, tf.int64)], leaf.dense_shape[1:]], axis=0)
+        starts = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
+        return tf.sparse.slice(leaf, starts, sizes)
+    return leaf[begin:end]
+
+
+def own_rows(data: Any, batch_slice: Slice) -> Any:
+    """Tensors that a tower computed for a slice, without those of a borrowed row."""
+    return keras.tree.map_structure(
+        lambda leaf: slice_rows(leaf, tf.constant(0), _rows(leaf) * tf.minimum(batch_slice.rows, 1)) if tf.is_tensor(leaf) else leaf,
+        data,
+    )
+
+
+def row_spec(leaf: Any) -> Any:
+    """The type of a tensor with any number of rows; what is not a tensor is returned as it is."""
+    if not tf.is_tensor(leaf):
+        return leaf
+    shape = leaf.shape if leaf.shape.rank == 0 else [None, *leaf.shape[1:]]
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, leaf.dtype)
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    return tf.TensorSpec(shape, leaf.dtype)
+
+
+def concatenate(batches: list[Any]) -> Any:
+    """Puts the rows of nested tensors of the same structure after each other."""
+    return keras.tree.map_structure(lambda *leaves: _concatenate_leaves(leaves), *batches)
+
+
+def _concatenate_leaves(leaves: tuple[Any, ...]) -> Any:
+    if leaves[0] is None:
+        return None
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=list(leaves))
+    return tf.concat(leaves, axis=0)
+
+
+def _rows(leaf: Any) -> Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
+        return leaf
+    return tf.convert_to_tensor(leaf)

@@ -1,0 +1,62 @@
+"""Feed towers: cut each global batch into slices on the host, in the input pipeline."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.batches import Slice, cut
+
+HOST = "CPU:0"
+
+
+class SliceFeed:
+    """Answers what Keras's trainer asks of its `tf.distribute` strategy: it distributes datasets and runs steps.
+
+    Keras's own data adapters, `steps_per_execution`, validation and callbacks work unchanged through it.
+
+    Args:
+        num_towers: N, the number of slices to cut a batch into.
+        is_eager: says whether steps run eagerly, in which case batches stay whole.
+    """
+
+    def __init__(self, num_towers: int, is_eager: Callable[[], bool]):
+        self.num_towers = num_towers
+        self.is_eager = is_eager
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Variables are created where they would be without us."""
+        return contextlib.nullcontext()
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """The dataset of batches as a dataset of N `Slice`s each.
+
+        Raises:
+            ValueError: if the dataset is known to be empty.
+        """
+        if dataset.cardinality() == 0:
+            raise ValueError(
+                f"The dataset is empty: there is no batch to train on, evaluate or predict. Received: {dataset.element_spec}"
+            )
+        if self.is_eager():
+            return dataset
+        # A tuple of several arguments is how tf.data hands over a batch that is a tuple.
+        dataset = dataset.map(lambda *batch: cut(batch if len(batch) > 1 else batch[0], self.num_towers))
+        options = tf.data.Options()
+        if dataset.options().autotune.enabled is None:
+            # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
+            options.autotune.enabled = False
+        return dataset.with_options(options).prefetch(1)
+
+    def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
+        """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
+        (batch,) = args
+        if not self.is_eager() and not _is_cut(batch):
+            with tf.device(HOST):
+                batch = cut(batch, self.num_towers)
+        return step(batch)
+
+
+def _is_cut(batch: Any) -> bool:
+    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], Slice)

@@ -1,0 +1,95 @@
+"""The few private names of Keras that keras_dp must touch; tests/test_keras_seams.py guards each one.
+
+Nothing else in the package imports `keras.src` or reads an attribute of Keras that begins with an underscore.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.losses import loss as keras_loss
+from keras.src.random import seed_generator
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+Tensor = Any
+
+unpack_batch = data_adapter_utils.unpack_x_y_sample_weight
+reduce_weighted_values = keras_loss.reduce_weighted_values
+
+
+def flatten_layers(model: keras.Model) -> list[keras.Layer]:
+    """The model and every layer inside it, however deeply nested."""
+    return list(model._flatten_layers())
+
+
+def accepts_training(model: keras.Model) -> bool:
+    """Whether `call` takes `training`; Keras does not pass it otherwise."""
+    return bool(model._call_has_training_arg)
+
+
+def symbolic_build(model: keras.Model, batch: Any) -> None:
+    """Creates the variables of a compiled model, its metrics, losses and optimizer, from the shapes of a batch."""
+    model._symbolic_build(data_batch=batch)
+
+
+def call_compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
+    """`model.compute_loss`, also where an override has no `training` argument."""
+    return model._compute_loss(x, y, y_pred, sample_weight, training=training)
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
+    """The metric behind `loss` in the logs."""
+    return model._loss_tracker
+
+
+def compile_metrics(model: keras.Model) -> keras.metrics.Metric | None:
+    """The container of the metrics given to `compile`; its `metrics` lists them once it is built."""
+    return model._compile_metrics
+
+
+def get_mask(tensor: Tensor) -> Tensor | None:
+    """The mask that Keras layers hang on their outputs."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Hangs a mask on a tensor, as Keras layers do."""
+    if mask is not None:
+        tensor._keras_mask = mask
+    return tensor
+
+
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """The states of the random generators that a model can draw from; the last is that of operations without a seed."""
+    states = [generator.state for layer in flatten_layers(model) for generator in layer._seed_generators]
+    return [*states, seed_generator.global_seed_generator().state]
+
+
+def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
+    """The axes over which a BatchNormalization layer takes its moments."""
+    return list(layer._reduction_axes)
+
+
+@contextlib.contextmanager
+def replaced_loss_reduction(reduction: Callable[..., Tensor]) -> Iterator[None]:
+    """Has every Keras loss reduce its values with `reduction` (same arguments as `reduce_weighted_values`)."""
+    with _replaced(keras_loss, "reduce_weighted_values", reduction):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_moments(moments: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Has every BatchNormalization take its moments from `moments(layer, inputs, mask)`."""
+    with _replaced(keras.layers.BatchNormalization, "_moments", moments):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

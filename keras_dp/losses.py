@@ -1,0 +1,121 @@
+"""Losses normalized by the global batch.
+
+Every tower computes the model's loss L_i and weights it with its share of the rows, b_i / B. The weighted losses of all towers
+add up to the loss of the global batch, because the three parts of L_i are made so:
+
+- a compiled loss, split by rows, is sum_i / D * B / b_i, with the true global denominator D (elements, valid mask entries
+  or sum of sample weights, as the loss's reduction says);
+- a compiled loss on the gathered batch is the whole batch's loss on every tower;
+- weight regularizers have the same value on every tower, and `add_loss` and activity regularizers are means over rows.
+"""
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp import keras_seams
+from keras_dp.towers import cross_tower_sum, current_tower, gather_rows
+
+Tensor = Any
+
+# Circle compares the rows of a batch with each other, Dice and Tversky reduce over them, and the hinges decide by all
+# labels of the batch whether these are 0 and 1.
+_COUPLE_ROWS = {"Circle", "Dice", "Tversky", "Hinge", "SquaredHinge", "circle", "dice", "tversky", "hinge", "squared_hinge"}
+_ROWWISE = {value for name, value in vars(keras.losses).items() if callable(value) and value.__name__ not in _COUPLE_ROWS}
+
+
+class NotSplitByRows(Exception):
+    """A loss turned out to have no value for each row, so that it needs the gathered batch."""
+
+
+def split_by_rows(model: keras.Model) -> bool:
+    """Whether every compiled loss is known to compute each row's value from that row alone.
+
+    True for almost all losses of Keras under the default `compute_loss`. What users write themselves may couple the rows of
+    a batch without showing it: an in-batch contrastive loss returns one value for each row, too.
+    """
+    if overrides_compute_loss(model):
+        return False
+    return all(_is_rowwise(loss) for loss in keras.tree.flatten(model.loss) if loss is not None)
+
+
+def overrides_compute_loss(model: keras.Model) -> bool:
+    """Whether the model computes its loss in a way of its own."""
+    return getattr(model.compute_loss, "__func__", None) is not keras.Model.compute_loss
+
+
+def _is_rowwise(loss: Any) -> bool:
+    if isinstance(loss, str):
+        return loss.lower() in ("crossentropy", "ce") or _is_rowwise(keras.losses.get(loss))
+    if not isinstance(loss, keras.losses.Loss):
+        return inspect.isfunction(loss) and loss in _ROWWISE
+    if type(loss) not in _ROWWISE or loss.reduction in (None, "none"):
+        return False
+    axis = loss.get_config().get("axis", -1)
+    return isinstance(axis, int) and (axis == -1 or axis > 0)
+
+
+def rowwise_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
+    """The tower's part of the global loss, from its own rows. Over all towers the results add up to the loss.
+
+    Raises:
+        NotSplitByRows: if a loss has no value for each row.
+    """
+    with keras_seams.replaced_loss_reduction(_reduce_over_global_batch):
+        return _share(keras_seams.call_compute_loss(model, x, y, y_pred, sample_weight, training))
+
+
+def gathered_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
+    """The tower's part of the global loss, from all B rows, for losses that need them. Same arguments as `rowwise_loss`."""
+    if overrides_compute_loss(model):
+        x = _gather(x)
+    return _share(keras_seams.call_compute_loss(model, x, _gather(y), _gather(y_pred), _gather(sample_weight), training))
+
+
+def _gather(batch: Any) -> Any:
+    def gather(leaf: Any) -> Any:
+        return keras_seams.set_mask(gather_rows(leaf), gather_rows(keras_seams.get_mask(leaf)))
+
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else gather(leaf), batch)
+
+
+def _share(loss: Tensor) -> Tensor:
+    return loss * current_tower().share(loss.dtype)
+
+
+def _reduce_over_global_batch(
+    values: Tensor,
+    sample_weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: str | None = None,
+) -> Tensor:
+    """Keras's `reduce_weighted_values` with global denominators, times B / b.
+
+    Numerators and denominators are Keras's own sums, so that shapes broadcast and masks merge with weights as there.
+    """
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0 or values.shape[0] is not None or reduction in (None, "none"):
+        raise NotSplitByRows
+    local_sum = keras_seams.reduce_weighted_values
+
+    def ones_like(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tf.ones_like(tensor, dtype=values.dtype)
+
+    total = local_sum(values, sample_weight=sample_weight, mask=mask, reduction="sum", dtype=dtype)
+    factor = tf.ones((), total.dtype)
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        merged, mask = (sample_weight, mask) if sample_weight is not None else (mask, None)
+        denominator = cross_tower_sum(local_sum(merged, mask=mask, reduction="sum", dtype=dtype))
+    elif reduction != "sum":
+        weights = ones_like(sample_weight if sample_weight is not None else mask)
+        denominator = cross_tower_sum(local_sum(ones_like(values), sample_weight=weights, reduction="sum", dtype=dtype))
+        if mask is not None:
+            entries = cross_tower_sum(tf.cast(tf.size(mask), total.dtype))
+            factor = tf.math.divide_no_nan(entries, cross_tower_sum(tf.reduce_sum(tf.cast(mask, total.dtype))))
+    else:
+        denominator = tf.ones((), total.dtype)
+    share = current_tower().share(total.dtype)
+    return tf.math.divide_no_nan(total * factor, denominator * share)

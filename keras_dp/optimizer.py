@@ -1,0 +1,161 @@
+"""DataParallelOptimizer: sum the towers' gradients on the parameter device, then let the user's optimizer apply them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp import placement
+
+Tensor = Any
+Gradient = Any
+
+
+@keras.saving.register_keras_serializable("keras_dp")
+class DataParallelOptimizer(keras.optimizers.Optimizer):
+    """Combines the gradients of N towers and applies them once, with any Keras optimizer.
+
+    `DataParallelModel.compile` makes one around the optimizer that it is given. In a training loop of your own:
+
+    >>> import keras, keras_dp
+    >>> weight = keras.Variable([1.0, 2.0])
+    >>> optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(1.0))
+    >>> optimizer.apply_tower_gradients([[[0.1, 0.2]], [[0.3, 0.4]]], [weight])
+    >>> weight.numpy().round(1).tolist()
+    [0.6, 1.4]
+
+    Everything that the inner optimizer does to a gradient (clipping, accumulation, loss scaling, moving averages, weight
+    decay) it does to the combined one, as on one device. Its learning rate, iterations and variables are shown as this
+    optimizer's own.
+
+    Args:
+        inner_optimizer: a `keras.optimizers.Optimizer`, or its name.
+        parameter_device: where gradients are summed, as "GPU:0" or "CPU:0"; None sums each where its variable lives.
+    """
+
+    def __init__(self, inner_optimizer: Any, parameter_device: str | None = None, name: str | None = None):
+        inner_optimizer = keras.optimizers.get(inner_optimizer)
+        if isinstance(inner_optimizer, DataParallelOptimizer):
+            raise ValueError("The optimizer is a DataParallelOptimizer already. Wrap the Keras optimizer inside it only once.")
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.parameter_device = None if parameter_device is None else placement.existing_device(parameter_device)
+
+    def apply_tower_gradients(
+        self, tower_gradients: Sequence[Sequence[Gradient]], variables: Sequence[Any], reduction: str = "sum"
+    ) -> None:
+        """Combines N x K gradients and applies them to K variables.
+
+        Args:
+            tower_gradients: N lists (one for each tower) of K gradients: tensors, `tf.IndexedSlices`, or None where the
+                tower's loss does not depend on the variable.
+            variables: K variables, as `keras.Variable` or `tf.Variable`.
+            reduction: "sum" for losses normalized by the global batch, whose towers add up to the whole (what
+                DataParallelModel does); "mean" for losses that are means over a tower's own rows, of equal number.
+
+        Raises:
+            ValueError: if the lists do not match, or the reduction is unknown.
+        """
+        self.apply(self.combine(tower_gradients, variables, reduction), variables)
+
+    def combine(
+        self, tower_gradients: Sequence[Sequence[Gradient]], variables: Sequence[Any], reduction: str = "sum"
+    ) -> list[Gradient]:
+        """The K gradients of the global batch from N x K gradients; see `apply_tower_gradients`."""
+        if reduction not in ("sum", "mean"):
+            raise ValueError(f'`reduction` must be "sum" or "mean". Received: reduction={reduction!r}')
+        lengths = [len(gradients) for gradients in tower_gradients]
+        if not lengths or set(lengths) != {len(variables)}:
+            raise ValueError(
+                "`tower_gradients` must hold one list for each tower, with one gradient for each variable. "
+                f"Received: lists of {lengths} gradients for {len(variables)} variables."
+            )
+        combined = []
+        for variable, *gradients in zip(variables, *tower_gradients, strict=True):
+            with tf.device(self.parameter_device or placement.home(variable)):
+                total = sum_gradients(gradients)
+                combined.append(total if total is None or reduction == "sum" else _scale(total, 1 / len(gradients)))
+        return combined
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the inner optimizer's variables, unless it has them."""
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        self.built = True
+
+    def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Applies combined gradients with the inner optimizer."""
+        self.inner_optimizer.apply(grads, trainable_variables)
+        self.built = True
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss multiplied by the inner optimizer's loss scale."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Lets the inner optimizer put its moving averages in place, where it keeps them."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        return self.inner_optimizer.variables
+
+    @property
+    def iterations(self) -> Any:
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the inner optimizer's variables."""
+        self.inner_optimizer.set_weights(weights)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the inner optimizer's variables, as if it were saved itself."""
+        self.inner_optimizer.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the inner optimizer's variables, as if it were loaded itself."""
+        self.inner_optimizer.load_own_variables(store)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "parameter_device": self.parameter_device,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> "DataParallelOptimizer":
+        inner_optimizer = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
+        return cls(**{**config, "inner_optimizer": inner_optimizer})
+
+
+def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
+    """The sum of N gradients with respect to one variable, None if there is none.
+
+    `tf.IndexedSlices` are put after each other, not made dense: lazy optimizers update only the rows that occur.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
+        return tf.IndexedSlices(
+            tf.concat([gradient.values for gradient in present], axis=0),
+            tf.concat([gradient.indices for gradient in present], axis=0),
+            present[0].dense_shape,
+        )
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+
+
+def _scale(gradient: Gradient, factor: float) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor

@@ -1,0 +1,209 @@
+"""Trace one tower, stamp N copies of it into the current graph; the only file that knows GraphDefs."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+
+from keras_dp.batches import Slice, row_spec
+from keras_dp.towers import Tower, enter_tower
+
+Tensor = Any
+
+_VARIABLE_WRITE = re.compile(r"Assign\w*VariableOp|Resource(Sparse)?Apply\w*|ResourceScatter\w*|ResourceStridedSliceAssign")
+
+
+def stamp_towers(
+    function: Callable[..., Any],
+    shared: Any,
+    slices: Sequence[Slice],
+    devices: list[str],
+    sum_device: str,
+) -> list[Any]:
+    """Runs `function` as one tower on every device, with all cross-tower sums taken on `sum_device`.
+
+    The function is traced once. The traced graph is copied once per device into the current graph, and each mark that
+    `cross_tower_sum` left in it becomes one AddN over the towers.
+
+    Args:
+        function: `function(tower, shared)` returns nested tensors, which may hold None.
+        shared: nested tensors that all towers get.
+        slices: N `Slice`s of the global batch, one for each tower.
+        devices: N device names.
+        sum_device: where the sums over the towers are taken.
+
+    Returns:
+        A list of N results of `function`.
+
+    Raises:
+        ValueError: if the function writes to variables that are not Keras variables of the model, or differentiates a
+            `tf.py_function`.
+    """
+    result_of: dict[str, Any] = {}
+
+    def traced(shared: Any, index: Tensor, batch_slice: Any) -> list[Tensor]:
+        with enter_tower(Tower(index, batch_slice)) as tower:
+            result = function(tower, shared)
+        result_of.update(structure=result, marks=tower.marks)
+        return [leaf for leaf in _flatten(result) if leaf is not None]
+
+    indices = [tf.constant(i) for i in range(len(devices))]
+    arguments = (tf.nest.map_structure(_spec, shared), _spec(indices[0]), tf.nest.map_structure(row_spec, slices[0]))
+    with tf.device(None):
+        concrete = tf.function(traced, autograph=False).get_concrete_function(*arguments)
+    graph_def = concrete.graph.as_graph_def()
+    _refuse_variable_writes(concrete.graph, graph_def)
+    _refuse_differentiated_python(graph_def)
+
+    current_graph = tf.compat.v1.get_default_graph()
+    captures = [current_graph.capture(tensor) for tensor in concrete.captured_inputs]
+    inputs = [
+        [leaf for leaf in _flatten((shared, index, batch_slice)) if tf.is_tensor(leaf)] + captures
+        for index, batch_slice in zip(indices, slices, strict=True)
+    ]
+    flat_results = _stamp(concrete.graph, graph_def, set(result_of["marks"]), devices, sum_device, inputs)
+    # The functions behind py_function and numpy_function live as long as the graph that they were traced in.
+    _keep_alive(current_graph, concrete)
+    return [_pack(result_of["structure"], flat) for flat in flat_results]
+
+
+def _stamp(
+    tower: tf.Graph,
+    graph_def: graph_pb2.GraphDef,
+    marks: set[str],
+    devices: list[str],
+    sum_device: str,
+    inputs: list[list[Tensor]],
+) -> list[list[Tensor]]:
+    placeholders = [tensor.op.name for tensor in tower.inputs]
+    needed = _needed(graph_def, [t.op.name for t in tower.outputs] + [op.name for op in tower.control_outputs])
+    stamped = graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
+    used = set()
+    for node in graph_def.node:
+        if node.name not in needed:
+            continue
+        if node.name in placeholders:
+            used.add(node.name)
+            continue
+        if node.name in marks:
+            stamped.node.append(_sum_node(node, len(devices), sum_device))
+        for i, device in enumerate(devices):
+            stamped.node.append(_copy_node(node, i, device, marks))
+    feeds = {
+        f"{_in_tower(i, name)}:0": tensor
+        for i, tensors in enumerate(inputs)
+        for name, tensor in zip(placeholders, tensors, strict=True)
+        if name in used
+    }
+    # An output may be an input that nothing touched.
+    fetches = [_in_tower(i, t.name) for i in range(len(devices)) for t in tower.outputs if t.op.name not in placeholders]
+    fetched = iter(tf.graph_util.import_graph_def(stamped, feeds, fetches, name="towers"))
+    results = []
+    for tensors in inputs:
+        by_placeholder = dict(zip(placeholders, tensors, strict=True))
+        result = [by_placeholder[t.op.name] if t.op.name in by_placeholder else next(fetched) for t in tower.outputs]
+        for tensor, traced in zip(result, tower.outputs, strict=True):
+            tensor.set_shape(traced.shape)
+        results.append(result)
+    return results
+
+
+def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, marks: set[str]) -> node_def_pb2.NodeDef:
+    copy = node_def_pb2.NodeDef()
+    copy.CopyFrom(node)
+    copy.name = _in_tower(i, node.name)
+    copy.device = node.device or device
+    # Colocation names an operation that may have been an input; the device is explicit now.
+    copy.attr.pop("_class", None)
+    del copy.input[:]
+    copy.input.extend([_sum_name(node.name)] if node.name in marks else [_in_tower(i, name) for name in node.input])
+    return copy
+
+
+def _sum_node(node: node_def_pb2.NodeDef, num_towers: int, device: str) -> node_def_pb2.NodeDef:
+    total = node_def_pb2.NodeDef(op="AddN", name=_sum_name(node.name), device=device)
+    total.input.extend(_in_tower(i, node.input[0]) for i in range(num_towers))
+    total.attr["N"].i = num_towers
+    total.attr["T"].CopyFrom(node.attr["T"])
+    return total
+
+
+def _in_tower(i: int, name: str) -> str:
+    return f"^tower_{i}/{name[1:]}" if name.startswith("^") else f"tower_{i}/{name}"
+
+
+def _sum_name(name: str) -> str:
+    return f"cross_tower_sums/{name}"
+
+
+def _needed(graph_def: graph_pb2.GraphDef, names: Iterable[str]) -> set[str]:
+    """The nodes that the named ones depend on, and themselves."""
+    inputs_of = {node.name: node.input for node in graph_def.node}
+    needed: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop().lstrip("^").split(":")[0]
+        if name not in needed:
+            needed.add(name)
+            waiting.extend(inputs_of[name])
+    return needed
+
+
+def _refuse_variable_writes(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> None:
+    for node in _all_nodes(graph_def):
+        if _VARIABLE_WRITE.fullmatch(node.op):
+            raise ValueError(
+                "The model writes to a tf.Variable that Keras does not know of; every tower would write to it once more. Make "
+                "it a keras.Variable (in a layer: self.add_weight(..., trainable=False)), whose updates are combined over "
+                f"the towers. Received: operation {node.op} named {node.name!r}{_where(graph, node.name)}"
+            )
+
+
+def _refuse_differentiated_python(graph_def: graph_pb2.GraphDef) -> None:
+    python = [node for node in _all_nodes(graph_def) if node.op == "EagerPyFunc"]
+    for node in python:
+        if "gradient_tape" in node.name or node.name.startswith("gradients/"):
+            names = ", ".join(repr(other.name) for other in python if other is not node)
+            raise ValueError(
+                "The loss depends on trainable weights through a tf.py_function, whose gradient tapes the towers would take "
+                "from each other. Write it with TensorFlow operations, or wrap the gradient in tf.stop_gradient. "
+                f"Received: {names}"
+            )
+
+
+def _all_nodes(graph_def: graph_pb2.GraphDef) -> Iterable[node_def_pb2.NodeDef]:
+    yield from graph_def.node
+    for function in graph_def.library.function:
+        yield from function.node_def
+
+
+def _where(graph: tf.Graph, name: str) -> str:
+    """The user's line that made an operation, if it is known."""
+    try:
+        frames = graph.get_operation_by_name(name).traceback
+    except KeyError:
+        return ""
+    for frame in reversed(list(frames)):
+        if not any(part in frame.filename for part in ("/tensorflow/", "/keras/src/", "\\tensorflow\\", "\\keras\\src\\")):
+            return f", {frame.filename}, line {frame.lineno}: {frame.line}"
+    return ""
+
+
+def _keep_alive(graph: tf.Graph, concrete: Any) -> None:
+    graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete]
+
+
+def _flatten(structure: Any) -> list[Any]:
+    return tf.nest.flatten(structure, expand_composites=True)
+
+
+def _pack(structure: Any, flat: list[Tensor]) -> Any:
+    tensors = iter(flat)
+    filled = [None if leaf is None else next(tensors) for leaf in _flatten(structure)]
+    return tf.nest.pack_sequence_as(structure, filled, expand_composites=True)
+
+
+def _spec(leaf: Any) -> Any:
+    return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf

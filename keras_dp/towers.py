@@ -1,0 +1,128 @@
+"""The current tower, and `cross_tower_sum`: the only way towers talk to each other."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp.batches import Slice
+
+Tensor = Any
+
+_local = threading.local()
+
+
+class Tower:
+    """The tower that is being traced.
+
+    Attributes:
+        index: which of the N towers this is, an int32 scalar tensor.
+        slice: the tower's `Slice` of the global batch.
+        marks: names of the operations in the tower's graph that stamping turns into sums over the towers.
+    """
+
+    def __init__(self, index: Tensor, batch_slice: Slice):
+        self.index = index
+        self.slice = batch_slice
+        self.marks: list[str] = []
+        self._graph = tf.compat.v1.get_default_graph()
+        self._casts: dict[tuple[str, tf.DType], Tensor] = {}
+
+    def alive(self, dtype: tf.DType) -> Tensor:
+        """1 if the tower has rows of its own, 0 if its slice is empty and it works on a borrowed row."""
+        return self._cast("alive", tf.minimum(self.slice.rows, 1), dtype)
+
+    def share(self, dtype: tf.DType) -> Tensor:
+        """The tower's share of the rows of the global batch; the shares of all towers add up to 1."""
+        return self._cast("share", tf.cast(self.slice.rows, tf.float64) / tf.cast(self.slice.batch_rows, tf.float64), dtype)
+
+    def _cast(self, name: str, value: Tensor, dtype: tf.DType) -> Tensor:
+        key = (name, tf.as_dtype(dtype))
+        if key not in self._casts:
+            self._casts[key] = tf.cast(value, dtype)
+        return self._casts[key]
+
+    def mark(self, x: Tensor) -> Tensor:
+        """The identity, noted as a sum over the towers. Its gradient is again a sum over the towers."""
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise RuntimeError(
+                "cross_tower_sum() was called inside a tf.cond branch, a loop, a nested tf.function or vectorized_map. The "
+                "towers cannot meet there: whether and how often each one gets there may differ. Move the call to the top "
+                f"level of the model's call() or loss. Received: x={x}"
+            )
+
+        @tf.custom_gradient
+        def mark(x: Tensor) -> Any:
+            marked = tf.identity(x, name="cross_tower_sum")
+            self.marks.append(marked.op.name)
+            return marked, lambda upstream: self.mark(upstream)
+
+        return mark(x)
+
+
+def current_tower() -> Tower | None:
+    """The tower that is being traced on this thread, or None outside of towers."""
+    return getattr(_local, "tower", None)
+
+
+@contextlib.contextmanager
+def enter_tower(tower: Tower) -> Iterator[Tower]:
+    """Makes `tower` the current one."""
+    if current_tower() is not None:
+        raise RuntimeError("A tower cannot be traced inside another tower: is the inner model a DataParallelModel?")
+    _local.tower = tower
+    try:
+        yield tower
+    finally:
+        _local.tower = None
+
+
+def cross_tower_sum(x: Any) -> Any:
+    """The sum of `x` over all towers, on every tower; the identity outside of towers.
+
+    A tower whose slice of the global batch is empty adds nothing. The gradient is exact: the sum over the towers of the
+    gradients with respect to their results. Use it in your own layers and losses wherever the whole global batch counts:
+
+    >>> import keras_dp, numpy as np
+    >>> rows = np.float32(3.0)
+    >>> float(keras_dp.cross_tower_sum(rows))
+    3.0
+
+    Args:
+        x: a tensor of numbers, with the same shape on every tower.
+
+    Returns:
+        A tensor of the shape and dtype of `x`.
+
+    Raises:
+        RuntimeError: if called on a tower inside a `tf.cond`, a loop, a nested `tf.function` or `vectorized_map`.
+        TypeError: if `x` is not a dense tensor of numbers.
+    """
+    tower = current_tower()
+    if tower is None or isinstance(x, keras.KerasTensor):
+        return x
+    x = keras.ops.convert_to_tensor(x)
+    if not isinstance(x, tf.Tensor) or not (x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_complex):
+        raise TypeError(f"cross_tower_sum() takes a dense tensor of numbers. Received: x={x}")
+    return tower.mark(x * tower.alive(x.dtype))
+
+
+def gather_rows(x: Any) -> Any:
+    """All B rows of the global batch, on every tower, from each tower's rows `x` (b x ...); exact gradients.
+
+    Each tower pads its rows with zeros at its place in the global batch; the sum over the towers is the whole.
+    """
+    tower = current_tower()
+    if tower is None or x is None:
+        return x
+    if x.dtype == tf.bool:
+        return tf.cast(gather_rows(tf.cast(x, tf.int32)), tf.bool)
+    _, begin, _, batch_rows = tower.slice
+    after = batch_rows - begin - tf.shape(x)[0]
+    paddings = tf.concat([[[begin, after]], tf.zeros([x.shape.rank - 1, 2], tf.int32)], axis=0)
+    gathered = cross_tower_sum(tf.pad(x, paddings))
+    gathered.set_shape([None, *x.shape[1:]])
+    return gathered
