@@ -36,7 +36,7 @@ def cut(batch: Any, num_slices: int) -> tuple[Slice, ...]:
         ValueError: if a tensor has no rows, or the row counts are known to disagree.
         tf.errors.InvalidArgumentError: if they turn out to disagree when the batch is cut.
     """
-    batch = keras.tree.map_structure(_as_tensor, batch)
+    batch = keras.tree.map_structure(as_tensor, batch)
     batch_rows = count_rows(batch)
     begins = [batch_rows * i // num_slices for i in range(num_slices + 1)]
     slices = []
@@ -95,15 +95,16 @@ def own_rows(data: Any, batch_slice: Slice) -> Any:
 
 
 def row_spec(leaf: Any) -> Any:
-    """The type of a tensor with any number of rows; what is not a tensor is returned as it is."""
-    if not tf.is_tensor(leaf):
-        return leaf
-    shape = leaf.shape if leaf.shape.rank == 0 else [None, *leaf.shape[1:]]
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.SparseTensorSpec(shape, leaf.dtype)
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    return tf.TensorSpec(shape, leaf.dtype)
+    """The type of a tensor, or its type spec, with any number of rows; None for what is not a tensor."""
+    if isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec) or not (tf.is_tensor(leaf) or isinstance(leaf, tf.TypeSpec)):
+        return None
+    spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+    shape = [None, *spec.shape[1:]] if spec.shape.rank else spec.shape
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec(shape, spec.dtype)
 
 
 def concatenate(batches: list[Any]) -> Any:
@@ -127,7 +128,8 @@ def _rows(leaf: Any) -> Tensor:
     return tf.shape(leaf)[0]
 
 
-def _as_tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> Any:
+    """A leaf of a batch as a tensor; None and `tf.experimental.Optional` stay."""
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
         return leaf
     return tf.convert_to_tensor(leaf)

@@ -19,11 +19,13 @@ class SliceFeed:
     Args:
         num_towers: N, the number of slices to cut a batch into.
         is_eager: says whether steps run eagerly, in which case batches stay whole.
+        prepare: called with the type of a dataset's batches, before any step is traced.
     """
 
-    def __init__(self, num_towers: int, is_eager: Callable[[], bool]):
+    def __init__(self, num_towers: int, is_eager: Callable[[], bool], prepare: Callable[[Any], None]):
         self.num_towers = num_towers
         self.is_eager = is_eager
+        self.prepare = prepare
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Variables are created where they would be without us."""
@@ -41,6 +43,7 @@ class SliceFeed:
             )
         if self.is_eager():
             return dataset
+        self.prepare(dataset.element_spec)
         # A tuple of several arguments is how tf.data hands over a batch that is a tuple.
         dataset = dataset.map(lambda *batch: cut(batch if len(batch) > 1 else batch[0], self.num_towers))
         options = tf.data.Options()

@@ -28,6 +28,11 @@ def accepts_training(model: keras.Model) -> bool:
     return bool(model._call_has_training_arg)
 
 
+def is_built(model: keras.Model) -> bool:
+    """Whether the model and all its layers have their variables."""
+    return all(layer.built for layer in flatten_layers(model))
+
+
 def symbolic_build(model: keras.Model, batch: Any) -> None:
     """Creates the variables of a compiled model, its metrics, losses and optimizer, from the shapes of a batch."""
     model._symbolic_build(data_batch=batch)

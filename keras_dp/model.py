@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams, losses, metrics, placement
-from keras_dp.batches import Slice, concatenate, own_rows, row_spec
+from keras_dp.batches import Slice, as_tensor, concatenate, own_rows, row_spec
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
@@ -57,14 +57,13 @@ class DataParallelModel(keras.Model):
         self.loss_scope = loss_scope
         self._devices = tuple(placement.tower_devices(devices))
         self._told_eager = False
-        self._feed = SliceFeed(len(self._devices), self._is_eager)
+        self._feed = SliceFeed(len(self._devices), self._is_eager, self._prepare)
         self.built = inner_model.built
 
     def train_step(self, data: Any) -> Logs:
         """One step of training on N slices: stamp the towers, sum, apply once."""
         if self._is_eager():
             return self._on_one_device(self.inner_model.train_step, data)
-        self._build(data[0].data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("train", variables, data)
         gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
@@ -79,7 +78,6 @@ class DataParallelModel(keras.Model):
         """One step of evaluation on N slices."""
         if self._is_eager():
             return self._on_one_device(self.inner_model.test_step, data)
-        self._build(data[0].data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("test", variables, data)
         total = _combine(towers)
@@ -91,7 +89,6 @@ class DataParallelModel(keras.Model):
         """The outputs for N slices, in the order of the global batch."""
         if self._is_eager():
             return self._on_one_device(self.inner_model.predict_step, data)
-        self._build(data[0].data)
         towers = self._stamp("predict", Variables.of(self.inner_model), data)
         with tf.device(HOST):
             return _whole_batch([tower.y_pred for tower in towers], data)
@@ -133,17 +130,16 @@ class DataParallelModel(keras.Model):
         x, y, sample_weight = keras_seams.unpack_batch(_whole_batch([s.data for s in slices], slices))
         return model.compute_metrics(x, y, y_pred, sample_weight)
 
-    def _build(self, batch: Any) -> None:
-        """Creates all variables before the step is traced: TensorFlow traces a function twice that makes some."""
-        if self.inner_model.built and not self.compiled:
-            return
+    def _prepare(self, batch: Any) -> None:
+        """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
+        model = self.inner_model
         specs = keras.tree.map_structure(row_spec, batch)
-        with tf.init_scope():
-            if self.compiled:
-                keras_seams.symbolic_build(self.inner_model, specs)
-            else:
-                x, _, _ = keras_seams.unpack_batch(specs)
-                self.inner_model(keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x))
+        x, y, _ = keras_seams.unpack_batch(specs)
+        if not keras_seams.is_built(model):
+            model(keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x))
+        if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
+            keras_seams.symbolic_build(model, specs)
+        keras_seams.seed_states(model)
         self.built = True
 
     def _is_eager(self) -> bool:
@@ -157,6 +153,26 @@ class DataParallelModel(keras.Model):
                 "The result is the same."
             )
         return step(data)
+
+    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
+        """One step of training on one global batch; see `keras.Model.train_on_batch`."""
+        return super().train_on_batch(*self._host_batch(x, y, sample_weight), **kwargs)
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
+        """One step of evaluation on one global batch; see `keras.Model.test_on_batch`."""
+        return super().test_on_batch(*self._host_batch(x, y, sample_weight), **kwargs)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """The outputs for one global batch; see `keras.Model.predict_on_batch`."""
+        return super().predict_on_batch(*self._host_batch(x))
+
+    def _host_batch(self, *batch: Any) -> tuple[Any, ...]:
+        """A batch of arrays as tensors on the host, where it is cut into slices."""
+        with tf.device(HOST):
+            batch = keras.tree.map_structure(as_tensor, batch)
+        if not self._is_eager():
+            self._prepare(batch)
+        return batch
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         """Compiles the inner model with the same arguments as `keras.Model.compile`, and the towers around it.

@@ -20,10 +20,10 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
 
     >>> import keras, keras_dp
     >>> weight = keras.Variable([1.0, 2.0])
-    >>> optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(1.0))
-    >>> optimizer.apply_tower_gradients([[[0.1, 0.2]], [[0.3, 0.4]]], [weight])
-    >>> weight.numpy().round(1).tolist()
-    [0.6, 1.4]
+    >>> optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(0.5))
+    >>> optimizer.apply_tower_gradients([[[1.0, 0.0]], [[1.0, 1.0]]], [weight])
+    >>> weight.numpy().tolist()
+    [0.0, 1.5]
 
     Everything that the inner optimizer does to a gradient (clipping, accumulation, loss scaling, moving averages, weight
     decay) it does to the combined one, as on one device. Its learning rate, iterations and variables are shown as this

@@ -1,0 +1,122 @@
+"""The promise: towers train the weights, and show the numbers, of plain Keras on one device."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses, optimizers
+
+import keras_dp
+from comparison import assert_towers_match_one_device, largest_difference, train, twins
+
+TOWERS = [1, 2, 3, 4]
+# 36 rows in even batches; 41 rows in batches that no number of towers but one divides; a last batch with fewer rows than towers.
+BATCHES = {"even": (36, 12), "uneven": (41, 13), "nearly empty": (34, 11)}
+
+rng = np.random.default_rng(0)
+
+
+def images(rows):
+    return rng.normal(size=(rows, 8, 8, 3)), rng.integers(0, 4, rows)
+
+
+def sequences(rows):
+    tokens = rng.integers(1, 20, (rows, 6))
+    lengths = rng.integers(1, 7, rows)
+    return np.where(np.arange(6) < lengths[:, None], tokens, 0), rng.integers(0, 4, rows)
+
+
+def dense():
+    return keras.Sequential([keras.Input((8, 8, 3)), layers.Flatten(), layers.Dense(16, "tanh"), layers.Dense(4)])
+
+
+def conv_with_batch_norm():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 3)),
+            layers.Conv2D(6, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.MaxPooling2D(),
+            layers.Conv2D(6, 3),
+            layers.BatchNormalization(scale=False),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(4),
+        ]
+    )
+
+
+def recurrent(layer):
+    return keras.Sequential(
+        [keras.Input((6,), dtype="int32"), layers.Embedding(20, 5, mask_zero=True), layer(7), layers.Dense(4)]
+    )
+
+
+def attention():
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(20, 8, mask_zero=True)(tokens)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+    return keras.Model(tokens, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(9, "relu")
+        self.norm = layers.BatchNormalization()
+        self.out = layers.Dense(4)
+
+    def call(self, inputs, training=None):
+        x = self.hidden(keras.ops.reshape(inputs, (-1, 192)))
+        return self.out(self.norm(x, training=training))
+
+
+MODELS = {
+    "dense": (dense, images),
+    "conv and batch norm": (conv_with_batch_norm, images),
+    "lstm with mask": (lambda: recurrent(layers.LSTM), sequences),
+    "gru with mask": (lambda: recurrent(layers.GRU), sequences),
+    "attention": (attention, sequences),
+    "subclassed": (Subclassed, images),
+}
+
+OPTIMIZERS = {
+    "sgd with momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: optimizers.Adam(0.01),
+    "global clipnorm": lambda: optimizers.SGD(0.1, global_clipnorm=0.1),
+    "gradient accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
+}
+
+
+def compile_arguments(optimizer):
+    return lambda: {
+        "optimizer": OPTIMIZERS[optimizer](),
+        "loss": losses.SparseCategoricalCrossentropy(from_logits=True),
+        "metrics": ["accuracy"],
+    }
+
+
+@pytest.mark.parametrize("num_towers", TOWERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_with_every_kind_of_batch(model, num_towers):
+    build, make_data = MODELS[model]
+    datasets = [(make_data(rows), batch_size) for rows, batch_size in BATCHES.values()]
+    assert_towers_match_one_device(build, compile_arguments("adam"), datasets, num_towers)
+
+
+@pytest.mark.parametrize("num_towers", [2, 4])
+@pytest.mark.parametrize("model", ["conv and batch norm", "lstm with mask"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(optimizer, model, num_towers):
+    build, make_data = MODELS[model]
+    assert_towers_match_one_device(build, compile_arguments(optimizer), [(make_data(34), 11)], num_towers, epochs=3)
+
+
+@pytest.mark.parametrize("num_towers", [2, 3])
+def test_negative_control_without_synchronized_moments(num_towers, monkeypatch):
+    """The comparison sees what it is there to see: with each tower's own moments, the weights differ."""
+    x, y = images(40)
+    one, inner = twins(conv_with_batch_norm)
+    train(one, compile_arguments("adam"), [((x, y), 10)])
+    monkeypatch.setattr("keras_dp.batch_norm.cross_tower_sum", lambda x: x)
+    train(keras_dp.DataParallelModel(inner, devices=num_towers), compile_arguments("adam"), [((x, y), 10)])
+    assert largest_difference(one, inner) > 1e-4
