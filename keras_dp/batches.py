@@ -1,5 +1,6 @@
 """Cut nested batches into slices, and put slices together again."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import keras
@@ -40,7 +41,7 @@ def cut(batch: Any, num_slices: int) -> tuple[Slice, ...]:
     batch_rows = count_rows(batch)
     begins = [batch_rows * i // num_slices for i in range(num_slices + 1)]
     slices = []
-    for begin, end in zip(begins, begins[1:], strict=False):
+    for begin, end in itertools.pairwise(begins):
         last = tf.maximum(end, begin + 1)
         data = keras.tree.map_structure(lambda leaf, begin=begin, last=last: slice_rows(leaf, begin, last), batch)
         slices.append(Slice(data, begin, end - begin, batch_rows))
@@ -88,17 +89,17 @@ def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
 
 def own_rows(data: Any, batch_slice: Slice) -> Any:
     """Tensors that a tower computed for a slice, without those of a borrowed row."""
+    alive = tf.minimum(batch_slice.rows, 1)
     return keras.tree.map_structure(
-        lambda leaf: slice_rows(leaf, tf.constant(0), _rows(leaf) * tf.minimum(batch_slice.rows, 1)) if tf.is_tensor(leaf) else leaf,
-        data,
+        lambda leaf: slice_rows(leaf, tf.constant(0), _rows(leaf) * alive) if tf.is_tensor(leaf) else leaf, data
     )
 
 
 def row_spec(leaf: Any) -> Any:
     """The type of a tensor, or its type spec, with any number of rows; None for what is not a tensor."""
-    if isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec) or not (tf.is_tensor(leaf) or isinstance(leaf, tf.TypeSpec)):
+    spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+    if not isinstance(spec, tf.TypeSpec) or isinstance(spec, tf.OptionalSpec):
         return None
-    spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
     shape = [None, *spec.shape[1:]] if spec.shape.rank else spec.shape
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensorSpec(shape, spec.dtype)

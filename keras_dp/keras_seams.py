@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 Tensor = Any
 
-unpack_batch = data_adapter_utils.unpack_x_y_sample_weight
 reduce_weighted_values = keras_loss.reduce_weighted_values
 
 
@@ -31,6 +31,13 @@ def accepts_training(model: keras.Model) -> bool:
 def is_built(model: keras.Model) -> bool:
     """Whether the model and all its layers have their variables."""
     return all(layer.built for layer in flatten_layers(model))
+
+
+def build(model: keras.Model, x: Any) -> None:
+    """Creates the variables of a model, from the shapes of its inputs."""
+    inputs = keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
+    arguments = {"training": False} if accepts_training(model) else {}
+    keras_backend.compute_output_spec(model, inputs, **arguments)
 
 
 def symbolic_build(model: keras.Model, batch: Any) -> None:
@@ -71,9 +78,35 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return [*states, seed_generator.global_seed_generator().state]
 
 
+def move_variable(variable: keras.Variable, device: str) -> None:
+    """Puts the value of a variable on another device; the variable stays the same object."""
+    old = variable.value
+    with tf.device(device):
+        variable._value = tf.Variable(old, trainable=old.trainable, name=variable.name, dtype=old.dtype)
+
+
+def know_moved_variables(optimizer: keras.optimizers.Optimizer) -> None:
+    """Has a built optimizer find its variables again after they were moved."""
+    for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if part is not None and part.built:
+            part._trainable_variables_indices = {part._var_key(v): i for i, v in enumerate(part._trainable_variables)}
+
+
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     """The axes over which a BatchNormalization layer takes its moments."""
     return list(layer._reduction_axes)
+
+
+own_moments = keras.layers.BatchNormalization._moments
+
+
+def update_moving_statistics(layer: keras.layers.BatchNormalization, mean: Tensor, variance: Tensor) -> None:
+    """Updates a layer's moving statistics with the moments of one batch, as the layer does in `call`."""
+    if layer.renorm:
+        layer._update_renorm_statistics(mean, variance)
+        return
+    for moving, moment in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        moving.assign(keras.ops.cast(moving, moment.dtype) * layer.momentum + moment * (1.0 - layer.momentum))
 
 
 @contextlib.contextmanager

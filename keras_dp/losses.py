@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams
-from keras_dp.towers import cross_tower_sum, current_tower, gather_rows
+from keras_dp.towers import cross_tower_sum, gather_rows, tower_in_trace
 
 Tensor = Any
 
@@ -26,7 +26,7 @@ _COUPLE_ROWS = {"Circle", "Dice", "Tversky", "Hinge", "SquaredHinge", "circle", 
 _ROWWISE = {value for name, value in vars(keras.losses).items() if callable(value) and value.__name__ not in _COUPLE_ROWS}
 
 
-class NotSplitByRows(Exception):
+class NotSplitByRowsError(Exception):
     """A loss turned out to have no value for each row, so that it needs the gathered batch."""
 
 
@@ -61,9 +61,22 @@ def rowwise_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight:
     """The tower's part of the global loss, from its own rows. Over all towers the results add up to the loss.
 
     Raises:
-        NotSplitByRows: if a loss has no value for each row.
+        NotSplitByRowsError: if a loss has no value for each row.
     """
     with keras_seams.replaced_loss_reduction(_reduce_over_global_batch):
+        return _share(keras_seams.call_compute_loss(model, x, y, y_pred, sample_weight, training))
+
+
+def tower_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
+    """As `rowwise_loss`, but a loss without a value for each row is taken for a mean over the tower's rows."""
+
+    def reduce_or_keep(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return _reduce_over_global_batch(values, *args, **kwargs)
+        except NotSplitByRowsError:
+            return keras_seams.reduce_weighted_values(values, *args, **kwargs)
+
+    with keras_seams.replaced_loss_reduction(reduce_or_keep):
         return _share(keras_seams.call_compute_loss(model, x, y, y_pred, sample_weight, training))
 
 
@@ -82,7 +95,7 @@ def _gather(batch: Any) -> Any:
 
 
 def _share(loss: Tensor) -> Tensor:
-    return loss * current_tower().share(loss.dtype)
+    return loss * tower_in_trace().share(loss.dtype)
 
 
 def _reduce_over_global_batch(
@@ -98,7 +111,7 @@ def _reduce_over_global_batch(
     """
     values = tf.convert_to_tensor(values)
     if values.shape.rank == 0 or values.shape[0] is not None or reduction in (None, "none"):
-        raise NotSplitByRows
+        raise NotSplitByRowsError
     local_sum = keras_seams.reduce_weighted_values
 
     def ones_like(tensor: Tensor | None) -> Tensor | None:
@@ -117,5 +130,4 @@ def _reduce_over_global_batch(
             factor = tf.math.divide_no_nan(entries, cross_tower_sum(tf.reduce_sum(tf.cast(mask, total.dtype))))
     else:
         denominator = tf.ones((), total.dtype)
-    share = current_tower().share(total.dtype)
-    return tf.math.divide_no_nan(total * factor, denominator * share)
+    return tf.math.divide_no_nan(total * factor, denominator * tower_in_trace().share(total.dtype))

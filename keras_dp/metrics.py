@@ -3,10 +3,8 @@
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_dp import keras_seams
-from keras_dp.towers import Tower
 
 Tensor = Any
 

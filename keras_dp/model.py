@@ -2,26 +2,30 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams, losses, metrics, placement
+from keras_dp.batch_norm import MODES
 from keras_dp.batches import Slice, as_tensor, concatenate, own_rows, row_spec
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
 from keras_dp.tower_step import TowerResult, TowerStep, Variables
+from keras_dp.wrapper import ModelWrapper, refuse_strategy
 
 Tensor = Any
 Logs = dict[str, Any]
 
 logger = logging.getLogger("keras_dp")
 
+NO_BATCHES = "{}() was given no batch at all: the dataset or generator is empty."
 
-class DataParallelModel(keras.Model):
+
+class DataParallelModel(ModelWrapper):
     """Trains a Keras model on several devices at once, with the result of one device.
 
     >>> import keras, keras_dp
@@ -40,25 +44,42 @@ class DataParallelModel(keras.Model):
         inner_model: any `keras.Model`, built or not.
         devices: None for all GPUs, or all logical CPUs if there is no GPU; an integer n for the first n of those; or names
             such as "GPU:0".
+        parameter_device: where the variables live, and where gradients are summed and applied: None for where the variables
+            are; a device's name, to which they are moved; or "sharded" for each on one of the towers' devices, balanced by
+            bytes.
+        batch_norm: "sync" normalizes with the moments of the global batch, as one device does. "local" normalizes each slice
+            with its own moments and keeps the moving statistics of the global batch; "first" keeps those of the first tower.
         loss_scope: "tower" computes the loss from each tower's own rows, "batch" from the whole gathered batch, on every
             tower. "auto" takes "tower" for the losses of Keras, and "batch" for a loss or a `compute_loss` of your own,
             whose rows might depend on each other. If they do not, "tower" is as exact, and cheaper.
+        gradient_dtype: "bfloat16" or "float16" to send gradients from the towers in half the bytes, at the cost of exactness;
+            they are summed in the variable's dtype. None sends them as they are.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or there are no such devices.
     """
 
-    def __init__(self, inner_model: keras.Model, devices: int | Sequence[str] | None = None, loss_scope: str = "auto"):
-        _refuse_model(inner_model)
-        if loss_scope not in ("auto", "tower", "batch"):
-            raise ValueError(f'`loss_scope` must be "auto", "tower" or "batch". Received: loss_scope={loss_scope!r}')
-        super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
-        self.inner_model = inner_model
+    def __init__(
+        self,
+        inner_model: keras.Model,
+        devices: int | Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        batch_norm: str = "sync",
+        loss_scope: str = "auto",
+        gradient_dtype: str | None = None,
+    ):
+        _refuse_unknown("batch_norm", batch_norm, MODES)
+        _refuse_unknown("loss_scope", loss_scope, ("auto", "tower", "batch"))
+        _refuse_unknown("gradient_dtype", gradient_dtype, (None, "bfloat16", "float16"))
+        super().__init__(inner_model)
+        self.batch_norm = batch_norm
         self.loss_scope = loss_scope
+        self.gradient_dtype = gradient_dtype
         self._devices = tuple(placement.tower_devices(devices))
+        self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
         self._feed = SliceFeed(len(self._devices), self._is_eager, self._prepare)
-        self.built = inner_model.built
+        self._place_variables()
 
     def train_step(self, data: Any) -> Logs:
         """One step of training on N slices: stamp the towers, sum, apply once."""
@@ -98,25 +119,27 @@ class DataParallelModel(keras.Model):
         shared = variables.read() | {"loss_scale": self._loss_scale() if step == "train" else None}
         sum_device = placement.home(variables.weights[0]) if variables.weights else self._devices[0]
 
-        def stamp(loss_scope: str) -> list[TowerResult]:
-            tower_step = TowerStep(self.inner_model, variables, loss_scope)
-            return stamp_towers(getattr(tower_step, step), shared, slices, self.devices, sum_device)
+        def stamp(compute_loss: Callable[..., Tensor]) -> list[TowerResult]:
+            tower = TowerStep(self.inner_model, variables, compute_loss, self.batch_norm, self.gradient_dtype)
+            return stamp_towers(getattr(tower, step), shared, slices, self.devices, sum_device)
 
-        if self.loss_scope != "auto":
-            return stamp(self.loss_scope)
-        if step != "predict" and not losses.split_by_rows(self.inner_model):
-            return stamp("batch")
+        if self.loss_scope == "tower":
+            return stamp(losses.tower_loss)
+        if step != "predict" and (self.loss_scope == "batch" or not losses.split_by_rows(self.inner_model)):
+            return stamp(losses.gathered_loss)
         try:
-            return stamp("tower")
-        except losses.NotSplitByRows:
-            return stamp("batch")
+            return stamp(losses.rowwise_loss)
+        except losses.NotSplitByRowsError:
+            return stamp(losses.gathered_loss)
 
     def _loss_scale(self) -> Tensor | None:
         one = tf.ones(())
         scale = self.optimizer.scale_loss(one)
         return None if scale is one else scale
 
-    def _update_metrics(self, variables: Variables, towers: list[TowerResult], slices: Sequence[Slice], total: TowerResult) -> Logs:
+    def _update_metrics(
+        self, variables: Variables, towers: list[TowerResult], slices: Sequence[Slice], total: TowerResult
+    ) -> Logs:
         model = self.inner_model
         keras_seams.loss_tracker(model).update_state(total.loss, sample_weight=slices[0].batch_rows)
         for variable, gain in zip(variables.metrics, total.metrics, strict=True):
@@ -127,20 +150,26 @@ class DataParallelModel(keras.Model):
         y_pred = _whole_batch([tower.y_pred for tower in towers], slices)
         masks = _whole_batch([tower.mask for tower in towers], slices)
         y_pred = keras.tree.map_structure(keras_seams.set_mask, y_pred, masks)
-        x, y, sample_weight = keras_seams.unpack_batch(_whole_batch([s.data for s in slices], slices))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_whole_batch([s.data for s in slices], slices))
         return model.compute_metrics(x, y, y_pred, sample_weight)
 
     def _prepare(self, batch: Any) -> None:
         """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
         model = self.inner_model
         specs = keras.tree.map_structure(row_spec, batch)
-        x, y, _ = keras_seams.unpack_batch(specs)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
         if not keras_seams.is_built(model):
-            model(keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x))
+            keras_seams.build(model, x)
+        self._place_variables()
         if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
             keras_seams.symbolic_build(model, specs)
         keras_seams.seed_states(model)
         self.built = True
+
+    def _place_variables(self) -> None:
+        """Moves the variables of a built model to where they should live."""
+        if self._wanted_device is not None and keras_seams.is_built(self.inner_model):
+            placement.place(self.inner_model, self._wanted_device, self.devices)
 
     def _is_eager(self) -> bool:
         return self.run_eagerly or tf.config.functions_run_eagerly()
@@ -153,6 +182,45 @@ class DataParallelModel(keras.Model):
                 "The result is the same."
             )
         return step(data)
+
+    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
+        """Trains on N towers; see `keras.Model.fit`.
+
+        Raises:
+            ValueError: if there was nothing to train on.
+        """
+        iterations = int(self.optimizer.iterations) if self.compiled else 0
+        history = super().fit(*args, **kwargs)
+        if history.epoch and int(self.optimizer.iterations) == iterations:
+            self._refuse_no_batches("fit")
+        return history
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates on N towers; see `keras.Model.evaluate`.
+
+        Raises:
+            ValueError: if there was nothing to evaluate.
+        """
+        results = super().evaluate(*args, **kwargs)
+        self._refuse_no_batches("evaluate")
+        return results
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predicts on N towers, in the order of the rows; see `keras.Model.predict`.
+
+        Raises:
+            ValueError: if there was nothing to predict.
+        """
+        try:
+            return super().predict(*args, **kwargs)
+        except UnboundLocalError as error:
+            if "batch_outputs" not in str(error):
+                raise
+            raise ValueError(NO_BATCHES.format("predict")) from error
+
+    def _refuse_no_batches(self, method: str) -> None:
+        if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
+            raise ValueError(NO_BATCHES.format(method))
 
     def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
         """One step of training on one global batch; see `keras.Model.train_on_batch`."""
@@ -182,17 +250,22 @@ class DataParallelModel(keras.Model):
             *args: the further arguments of the inner model's `compile`.
             **kwargs: the same. `jit_compile=True` does not reach the step of several devices, which XLA would put on one.
         """
-        _refuse_strategy()
-        if isinstance(optimizer, DataParallelOptimizer):
-            parallel_optimizer = optimizer
-            self.inner_model.compile(optimizer.inner_optimizer, *args, **kwargs)
-            # Mixed precision may have wrapped it in a LossScaleOptimizer.
-            parallel_optimizer.inner_optimizer = self.inner_model.optimizer
-        else:
-            self.inner_model.compile(optimizer, *args, **kwargs)
-            parallel_optimizer = DataParallelOptimizer(self.inner_model.optimizer)
+        refuse_strategy()
+        if not isinstance(optimizer, DataParallelOptimizer):
+            optimizer = DataParallelOptimizer(optimizer)
+        elif optimizer.parameter_device not in (None, self.parameter_device):
+            raise ValueError(
+                "The model and the optimizer have different parameter devices; give it to the model alone. Received: "
+                f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
+            )
+        self.inner_model.compile(optimizer.inner_optimizer, *args, **kwargs)
+        # Mixed precision may have wrapped it in a LossScaleOptimizer.
+        optimizer.inner_optimizer = self.inner_model.optimizer
+        if kwargs.get("jit_compile") is True:
+            logger.warning("jit_compile=True: XLA compiles the inner model's own functions, but not the step of several devices.")
+        keras_seams.know_moved_variables(optimizer.inner_optimizer)
         super().compile(
-            parallel_optimizer,
+            optimizer,
             run_eagerly=self.inner_model.run_eagerly,
             steps_per_execution=self.inner_model.steps_per_execution,
             jit_compile=False,
@@ -211,6 +284,14 @@ class DataParallelModel(keras.Model):
         return len(self._devices)
 
     @property
+    def parameter_device(self) -> str:
+        """Where the variables live: a device, several if they are spread, or "sharded"."""
+        if self._wanted_device is not None:
+            return self._wanted_device
+        homes = {placement.home(variable): None for variable in self.inner_model.weights}
+        return ", ".join(homes) or placement.available_devices()[0]
+
+    @property
     def distribute_strategy(self) -> SliceFeed:
         """What Keras's trainer takes for a `tf.distribute` strategy: it feeds the towers."""
         return self._feed
@@ -224,25 +305,10 @@ class DataParallelModel(keras.Model):
     def jit_compile(self, value: Any) -> None:
         pass
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """The inner model's outputs, on one device."""
-        if keras_seams.accepts_training(self.inner_model):
-            return self.inner_model(inputs, training=training)
-        return self.inner_model(inputs)
 
-    @property
-    def layers(self) -> list[keras.Layer]:
-        """The inner model's layers."""
-        return self.inner_model.layers
-
-    @property
-    def metrics(self) -> list[keras.metrics.Metric]:
-        """The inner model's metrics."""
-        return self.inner_model.metrics
-
-    def get_metrics_result(self) -> Logs:
-        """The inner model's metric results."""
-        return self.inner_model.get_metrics_result()
+def _refuse_unknown(name: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}. Received: {name}={value!r}")
 
 
 def _combine(towers: list[TowerResult]) -> TowerResult:
@@ -269,7 +335,7 @@ def _combine_values(values: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _assign(variables: Variables, total: TowerResult) -> None:
-    for variable, value in zip(variables.state + variables.seeds, total.state + total.seeds, strict=True):
+    for variable, value in zip(variables.state + variables.seeds, [*total.state, *total.seeds], strict=True):
         if value is not None:
             variable.assign(value)
 
@@ -285,31 +351,3 @@ def _after_all(*structures: Any) -> Iterator[None]:
 def _whole_batch(parts: list[Any], slices: Sequence[Slice]) -> Any:
     """The rows of all towers after each other, without borrowed ones."""
     return concatenate([own_rows(part, batch_slice) for part, batch_slice in zip(parts, slices, strict=True)])
-
-
-def _refuse_strategy() -> None:
-    if tf.distribute.has_strategy():
-        raise ValueError(
-            "keras_dp distributes the model itself and cannot run inside a tf.distribute scope. Remove `with strategy.scope():`. "
-            f"Received: {tf.distribute.get_strategy()}"
-        )
-
-
-def _refuse_model(model: Any) -> None:
-    _refuse_strategy()
-    if not isinstance(model, keras.Model):
-        raise ValueError(f"DataParallelModel wraps a keras.Model. Received: {model!r} of type {type(model)}")
-    if isinstance(model, DataParallelModel):
-        raise ValueError(f"The model is wrapped in a DataParallelModel already. Received: {model.name!r}, use it as it is.")
-    if model.distribute_strategy is not tf.distribute.get_strategy():
-        raise ValueError(
-            "The model was built inside a tf.distribute scope, so that its variables are mirrored already. Build it outside. "
-            f"Received: {model.name!r}, built under {model.distribute_strategy}"
-        )
-    for name in ("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function"):
-        if getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name):
-            raise ValueError(
-                f"The model has its own {name}(), which cannot be cut into towers. Override compute_loss() instead, and use "
-                "keras_dp.cross_tower_sum() in layers and losses where all rows of the global batch count. "
-                f"Received: {model.name!r} of type {type(model).__name__}"
-            )

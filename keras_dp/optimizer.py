@@ -74,7 +74,7 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
         combined = []
         for variable, *gradients in zip(variables, *tower_gradients, strict=True):
             with tf.device(self.parameter_device or placement.home(variable)):
-                total = sum_gradients(gradients)
+                total = sum_gradients([_cast(gradient, variable.dtype) for gradient in gradients])
                 combined.append(total if total is None or reduction == "sum" else _scale(total, 1 / len(gradients)))
         return combined
 
@@ -153,6 +153,12 @@ def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
             present[0].dense_shape,
         )
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+
+
+def _cast(gradient: Gradient, dtype: Any) -> Gradient:
+    if gradient is None or not tf.is_tensor(gradient) or gradient.dtype == dtype:
+        return gradient
+    return tf.cast(gradient, dtype)
 
 
 def _scale(gradient: Gradient, factor: float) -> Gradient:

@@ -1,9 +1,13 @@
 """Devices: which there are, which run towers, and where variables live."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
+
+from keras_dp import keras_seams
 
 
 def use_logical_cpus(count: int) -> None:
@@ -60,7 +64,9 @@ def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
             )
         return default[:devices]
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not all(isinstance(d, str) for d in devices):
-        raise ValueError(f'`devices` must be None, an integer or a list of names such as "GPU:0". Received: devices={devices!r}')
+        raise ValueError(
+            f'`devices` must be None, an integer or a list of names such as "GPU:0". Received: devices={devices!r}'
+        )
     if not devices:
         raise ValueError(f"A DataParallelModel needs at least one tower. Received: devices={devices!r}")
     names = [existing_device(name) for name in devices]
@@ -68,6 +74,47 @@ def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
     if repeated:
         raise ValueError(f"Each tower needs a device of its own. Received {', '.join(repeated)} more than once: {devices!r}")
     return names
+
+
+def parameter_device(name: str) -> str:
+    """A device's short name, or "sharded".
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    return name if name == "sharded" else existing_device(name)
+
+
+def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> None:
+    """Moves a built model's floating-point variables; what was compiled for their old places is forgotten.
+
+    Args:
+        model: its variables stay the same objects, with the same values.
+        parameter_device: where to, or "sharded" for each variable on one of `devices`, so that the bytes are balanced.
+        devices: the towers' devices.
+    """
+    variables = [v for v in model.weights if tf.as_dtype(v.dtype).is_floating]
+    homes = _balanced(variables, devices) if parameter_device == "sharded" else [parameter_device] * len(variables)
+    moved = [(v, device) for v, device in zip(variables, homes, strict=True) if home(v) != device]
+    for variable, device in moved:
+        keras_seams.move_variable(variable, device)
+    for layer in keras_seams.flatten_layers(model) if moved else []:
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def _balanced(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:
+    """A device for each variable: the largest first, each to the device that has the fewest bytes so far."""
+    loads = dict.fromkeys(devices, 0)
+    chosen = {}
+    for i in sorted(range(len(variables)), key=lambda i: -_bytes(variables[i])):
+        chosen[i] = min(loads, key=lambda device: loads[device])
+        loads[chosen[i]] += _bytes(variables[i])
+    return [chosen[i] for i in range(len(variables))]
+
+
+def _bytes(variable: keras.Variable) -> int:
+    return int(math.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
 
 
 def existing_device(name: str) -> str:
@@ -83,7 +130,7 @@ def existing_device(name: str) -> str:
 
 
 def short_name(device: str) -> str:
-    """ "GPU:0" for "/job:localhost/replica:0/task:0/device:GPU:0", "gpu:0" and the like."""
+    """The form "GPU:0" of "/job:localhost/replica:0/task:0/device:GPU:0", "gpu:0" and the like."""
     return device.split("device:")[-1].lstrip("/").upper()
 
 

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.batches import Slice, row_spec
-from keras_dp.towers import Tower, enter_tower
+from keras_dp.towers import NOT_AT_TOP_LEVEL, Tower, enter_tower
 
 Tensor = Any
 
@@ -38,6 +39,7 @@ def stamp_towers(
         A list of N results of `function`.
 
     Raises:
+        RuntimeError: if a cross-tower sum stands where stamping cannot see it.
         ValueError: if the function writes to variables that are not Keras variables of the model, or differentiates a
             `tf.py_function`.
     """
@@ -54,6 +56,7 @@ def stamp_towers(
     with tf.device(None):
         concrete = tf.function(traced, autograph=False).get_concrete_function(*arguments)
     graph_def = concrete.graph.as_graph_def()
+    _refuse_lost_marks(concrete.graph, graph_def, result_of["marks"])
     _refuse_variable_writes(concrete.graph, graph_def)
     _refuse_differentiated_python(graph_def)
 
@@ -151,6 +154,15 @@ def _needed(graph_def: graph_pb2.GraphDef, names: Iterable[str]) -> set[str]:
     return needed
 
 
+def _refuse_lost_marks(graph: tf.Graph, graph_def: graph_pb2.GraphDef, marks: Iterable[str]) -> None:
+    """Refuses marks inside a `vectorized_map`, which copies them unseen: they depend on its loop index, a placeholder."""
+    inputs = {tensor.op.name for tensor in graph.inputs}
+    foreign = {node.name for node in graph_def.node if node.op.startswith("Placeholder")} - inputs
+    for mark in marks if foreign else []:
+        if foreign & _needed(graph_def, [mark]):
+            raise RuntimeError(f"{NOT_AT_TOP_LEVEL} Received: operation {mark!r}{_where(graph, mark)}")
+
+
 def _refuse_variable_writes(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> None:
     for node in _all_nodes(graph_def):
         if _VARIABLE_WRITE.fullmatch(node.op):
@@ -186,8 +198,8 @@ def _where(graph: tf.Graph, name: str) -> str:
     except KeyError:
         return ""
     for frame in reversed(list(frames)):
-        if not any(part in frame.filename for part in ("/tensorflow/", "/keras/src/", "\\tensorflow\\", "\\keras\\src\\")):
-            return f", {frame.filename}, line {frame.lineno}: {frame.line}"
+        if not any(package in Path(frame.filename).parts for package in ("tensorflow", "keras", "keras_dp")):
+            return f", made in {frame.filename}, line {frame.lineno}"
     return ""
 
 

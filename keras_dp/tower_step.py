@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_dp import batch_norm, keras_seams, losses, metrics
+from keras_dp import keras_seams, metrics
+from keras_dp.batch_norm import batch_norm_mode
 from keras_dp.towers import Tower
 
 Tensor = Any
@@ -64,10 +65,10 @@ class TowerResult(NamedTuple):
     y_pred: Any
     mask: Any = None
     loss: Tensor | None = None
-    gradients: list[Any] = []
-    state: list[Tensor | None] = []
-    seeds: list[Tensor | None] = []
-    metrics: list[Tensor | None] = []
+    gradients: Sequence[Any] = ()
+    state: Sequence[Tensor | None] = ()
+    seeds: Sequence[Tensor | None] = ()
+    metrics: Sequence[Tensor | None] = ()
 
 
 class TowerStep:
@@ -76,25 +77,36 @@ class TowerStep:
     Args:
         model: the inner model, built.
         variables: its variables.
-        loss_scope: "tower" for losses from the tower's own rows, "batch" for losses from the gathered batch.
+        compute_loss: one of the functions of `losses`.
+        batch_norm: a mode of `batch_norm_mode`.
+        gradient_dtype: what gradients are cast to before they leave the tower, None for nothing.
     """
 
-    def __init__(self, model: keras.Model, variables: Variables, loss_scope: str):
+    def __init__(
+        self,
+        model: keras.Model,
+        variables: Variables,
+        compute_loss: Callable[..., Tensor],
+        batch_norm: str,
+        gradient_dtype: str | None,
+    ):
         self.model = model
         self.variables = variables
-        self.compute_loss = losses.rowwise_loss if loss_scope == "tower" else losses.gathered_loss
+        self.compute_loss = compute_loss
+        self.batch_norm = batch_norm
+        self.gradient_dtype = gradient_dtype
 
     def train(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
         """Forward, loss, backward and metrics. `shared` holds the variables' values and the loss scale, None if 1."""
         weights = shared["weights"]
-        with _TowerScope(self.model, self.variables, tower, shared) as scope, batch_norm.synchronized():
+        with _TowerScope(self.model, self.variables, tower, shared) as scope, batch_norm_mode(self.batch_norm):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(weights)
                 y_pred, loss = self._forward(scope, tower, training=True)
                 scaled = loss if shared["loss_scale"] is None else loss * tf.cast(shared["loss_scale"], loss.dtype)
             gradients = tape.gradient(scaled, weights)
             self._update_metrics(scope, tower, y_pred)
-        gradients = [_without_borrowed_rows(gradient, tower) for gradient in gradients]
+        gradients = [self._on_the_wire(_without_borrowed_rows(gradient, tower)) for gradient in gradients]
         return scope.result(y_pred, loss, gradients)
 
     def test(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
@@ -106,24 +118,27 @@ class TowerStep:
 
     def predict(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
         """Forward."""
-        x, _, _ = keras_seams.unpack_batch(tower.slice.data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
         with _TowerScope(self.model, self.variables, tower, shared) as scope:
             return scope.result(self._call(x, training=False))
 
     def _forward(self, scope: "_TowerScope", tower: Tower, training: bool) -> tuple[Any, Tensor]:
-        x, y, sample_weight = keras_seams.unpack_batch(tower.slice.data)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
         y_pred = self._call(x, training)
         scope.collect_metrics(tower.alive)
         loss = self.compute_loss(self.model, x, y, y_pred, sample_weight, training)
         scope.collect_metrics(tower.share)
         return y_pred, loss
 
+    def _on_the_wire(self, gradient: Any) -> Any:
+        return gradient if gradient is None or self.gradient_dtype is None else tf.cast(gradient, self.gradient_dtype)
+
     def _call(self, x: Any, training: bool) -> Any:
         return self.model(x, training=training) if keras_seams.accepts_training(self.model) else self.model(x)
 
     def _update_metrics(self, scope: "_TowerScope", tower: Tower, y_pred: Any) -> None:
         if metrics.add_up(self.model, y_pred):
-            x, y, sample_weight = keras_seams.unpack_batch(tower.slice.data)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
             self.model.compute_metrics(x, y, y_pred, sample_weight)
             scope.collect_metrics(tower.alive)
 

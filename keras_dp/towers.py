@@ -12,6 +12,12 @@ from keras_dp.batches import Slice
 
 Tensor = Any
 
+NOT_AT_TOP_LEVEL = (
+    "cross_tower_sum() was called inside a tf.cond branch, a loop, a nested tf.function or vectorized_map. The towers cannot "
+    "meet there: whether and how often each one gets there may differ. Move the call to the top level of the model's call() or "
+    "of the loss."
+)
+
 _local = threading.local()
 
 
@@ -48,11 +54,7 @@ class Tower:
     def mark(self, x: Tensor) -> Tensor:
         """The identity, noted as a sum over the towers. Its gradient is again a sum over the towers."""
         if tf.compat.v1.get_default_graph() is not self._graph:
-            raise RuntimeError(
-                "cross_tower_sum() was called inside a tf.cond branch, a loop, a nested tf.function or vectorized_map. The "
-                "towers cannot meet there: whether and how often each one gets there may differ. Move the call to the top "
-                f"level of the model's call() or loss. Received: x={x}"
-            )
+            raise RuntimeError(f"{NOT_AT_TOP_LEVEL} Received: x={x}")
 
         @tf.custom_gradient
         def mark(x: Tensor) -> Any:
@@ -66,6 +68,14 @@ class Tower:
 def current_tower() -> Tower | None:
     """The tower that is being traced on this thread, or None outside of towers."""
     return getattr(_local, "tower", None)
+
+
+def tower_in_trace() -> Tower:
+    """The tower that is being traced; for code that only towers run."""
+    tower = current_tower()
+    if tower is None:
+        raise RuntimeError("There is no tower: this is computed only while a tower is traced.")
+    return tower
 
 
 @contextlib.contextmanager
@@ -118,6 +128,8 @@ def gather_rows(x: Any) -> Any:
     tower = current_tower()
     if tower is None or x is None:
         return x
+    if not isinstance(x, tf.Tensor):
+        raise TypeError(f"Only dense tensors can be gathered from the towers. Received: {x}")
     if x.dtype == tf.bool:
         return tf.cast(gather_rows(tf.cast(x, tf.int32)), tf.bool)
     _, begin, _, batch_rows = tower.slice

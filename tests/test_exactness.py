@@ -3,13 +3,13 @@
 import keras
 import numpy as np
 import pytest
+from comparison import assert_towers_match_one_device, largest_difference, train, twins
 from keras import layers, losses, optimizers
 
 import keras_dp
-from comparison import assert_towers_match_one_device, largest_difference, train, twins
 
 TOWERS = [1, 2, 3, 4]
-# 36 rows in even batches; 41 rows in batches that no number of towers but one divides; a last batch with fewer rows than towers.
+# Rows and batch size: 36 rows in even batches; 41 in batches that towers divide unevenly; 34 with a last batch of one row.
 BATCHES = {"even": (36, 12), "uneven": (41, 13), "nearly empty": (34, 11)}
 
 rng = np.random.default_rng(0)
