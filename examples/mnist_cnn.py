@@ -1,6 +1,7 @@
 """Trains a small convolutional network on MNIST. Without the lines marked `# keras_dp` it is a plain Keras script."""
 
 import argparse
+import math
 
 import keras
 import mnist_data
@@ -33,7 +34,9 @@ for filters in (16, 32, 64):
 model.add(keras.layers.Flatten())
 model.add(keras.layers.Dense(10, activation="softmax"))
 model = keras_dp.DataParallelModel(model, devices=args.towers)  # keras_dp
-model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+steps = args.epochs * math.ceil(len(x_train) / args.batch_size)
+optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.002, steps))
+model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 
 throughput = Throughput(len(x_train), args.batch_size)
 model.fit(x_train, y_train, batch_size=args.batch_size, epochs=args.epochs, callbacks=[throughput])

@@ -60,6 +60,12 @@ def compile_metrics(model: keras.Model) -> keras.metrics.Metric | None:
     return model._compile_metrics
 
 
+def reduces_last_axis(loss_or_metric: Any) -> bool:
+    """Whether a loss or metric around a function works along the last axis, or along another one that is not the rows'."""
+    axis = getattr(loss_or_metric, "_fn_kwargs", {}).get("axis", -1)
+    return isinstance(axis, int) and (axis == -1 or axis > 0)
+
+
 def get_mask(tensor: Tensor) -> Tensor | None:
     """The mask that Keras layers hang on their outputs."""
     return getattr(tensor, "_keras_mask", None)

@@ -51,10 +51,7 @@ def _is_rowwise(loss: Any) -> bool:
         return loss.lower() in ("crossentropy", "ce") or _is_rowwise(keras.losses.get(loss))
     if not isinstance(loss, keras.losses.Loss):
         return inspect.isfunction(loss) and loss in _ROWWISE
-    if type(loss) not in _ROWWISE or loss.reduction in (None, "none"):
-        return False
-    axis = loss.get_config().get("axis", -1)
-    return isinstance(axis, int) and (axis == -1 or axis > 0)
+    return type(loss) in _ROWWISE and loss.reduction not in (None, "none") and keras_seams.reduces_last_axis(loss)
 
 
 def rowwise_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:

@@ -19,7 +19,7 @@ _ADDITIVE = {
 
 def is_additive(metric: keras.metrics.Metric) -> bool:
     """Whether the states of a metric over parts of a batch add up to its state over the batch: so for those of Keras."""
-    return type(metric) in _ADDITIVE and metric.get_config().get("axis", -1) == -1
+    return type(metric) in _ADDITIVE and keras_seams.reduces_last_axis(metric)
 
 
 def add_up(model: keras.Model, y_pred: Any) -> bool:

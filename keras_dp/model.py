@@ -262,7 +262,9 @@ class DataParallelModel(ModelWrapper):
         # Mixed precision may have wrapped it in a LossScaleOptimizer.
         optimizer.inner_optimizer = self.inner_model.optimizer
         if kwargs.get("jit_compile") is True:
-            logger.warning("jit_compile=True: XLA compiles the inner model's own functions, but not the step of several devices.")
+            logger.warning(
+                "jit_compile=True: XLA compiles the inner model's own functions, but not the step of several devices."
+            )
         keras_seams.know_moved_variables(optimizer.inner_optimizer)
         super().compile(
             optimizer,

@@ -42,6 +42,7 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self.parameter_device = None if parameter_device is None else placement.existing_device(parameter_device)
 
+    @tf.autograph.experimental.do_not_convert
     def apply_tower_gradients(
         self, tower_gradients: Sequence[Sequence[Gradient]], variables: Sequence[Any], reduction: str = "sum"
     ) -> None:
@@ -59,6 +60,7 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
         """
         self.apply(self.combine(tower_gradients, variables, reduction), variables)
 
+    @tf.autograph.experimental.do_not_convert
     def combine(
         self, tower_gradients: Sequence[Sequence[Gradient]], variables: Sequence[Any], reduction: str = "sum"
     ) -> list[Gradient]:

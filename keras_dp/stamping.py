@@ -61,10 +61,10 @@ def stamp_towers(
     _refuse_differentiated_python(graph_def)
 
     current_graph = tf.compat.v1.get_default_graph()
-    captures = [current_graph.capture(tensor) for tensor in concrete.captured_inputs]
     inputs = [
-        [leaf for leaf in _flatten((shared, index, batch_slice)) if tf.is_tensor(leaf)] + captures
-        for index, batch_slice in zip(indices, slices, strict=True)
+        # Eager tensors are captured once, and handed to all towers.
+        [current_graph.capture(leaf) for leaf in [*_flatten(arguments), *concrete.captured_inputs] if tf.is_tensor(leaf)]
+        for arguments in ((shared, index, batch_slice) for index, batch_slice in zip(indices, slices, strict=True))
     ]
     flat_results = _stamp(concrete.graph, graph_def, set(result_of["marks"]), devices, sum_device, inputs)
     # The functions behind py_function and numpy_function live as long as the graph that they were traced in.
@@ -100,17 +100,12 @@ def _stamp(
         for name, tensor in zip(placeholders, tensors, strict=True)
         if name in used
     }
-    # An output may be an input that nothing touched.
-    fetches = [_in_tower(i, t.name) for i in range(len(devices)) for t in tower.outputs if t.op.name not in placeholders]
-    fetched = iter(tf.graph_util.import_graph_def(stamped, feeds, fetches, name="towers"))
-    results = []
-    for tensors in inputs:
-        by_placeholder = dict(zip(placeholders, tensors, strict=True))
-        result = [by_placeholder[t.op.name] if t.op.name in by_placeholder else next(fetched) for t in tower.outputs]
-        for tensor, traced in zip(result, tower.outputs, strict=True):
-            tensor.set_shape(traced.shape)
-        results.append(result)
-    return results
+    fetches = [_in_tower(i, tensor.name) for i in range(len(devices)) for tensor in tower.outputs]
+    fetched = tf.graph_util.import_graph_def(stamped, feeds, fetches, name="towers")
+    for tensor, traced in zip(fetched, list(tower.outputs) * len(devices), strict=True):
+        tensor.set_shape(traced.shape)
+    count = len(tower.outputs)
+    return [fetched[i * count : (i + 1) * count] for i in range(len(devices))]
 
 
 def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, marks: set[str]) -> node_def_pb2.NodeDef:

@@ -108,8 +108,8 @@ def measure(engine, model_name, towers, steps):
             jit_compile=False,
         )
     step_times = StepTimes()
-    history = model.fit(dataset, steps_per_epoch=WARM_UP_STEPS + steps, callbacks=[step_times], verbose=0).history
-    return {"milliseconds": step_times.milliseconds[WARM_UP_STEPS:], "loss": history["loss"][0]}
+    history = model.fit(dataset, steps_per_epoch=WARM_UP_STEPS + steps, shuffle=False, callbacks=[step_times], verbose=0)
+    return {"milliseconds": step_times.milliseconds[WARM_UP_STEPS:], "loss": history.history["loss"][0]}
 
 
 def measure_in_new_process(engine, model_name, towers, steps):
@@ -158,7 +158,7 @@ def main():
     if args.engine:
         print(json.dumps(measure(args.engine, args.models[0], args.towers, args.steps)))
         return
-    print(f"{args.towers} towers, {args.steps} steps after {WARM_UP_STEPS} of warm-up, {args.repetitions} repetitions")
+    print(f"towers: {args.towers}, repetitions: {args.repetitions}, steps: {args.steps} after {WARM_UP_STEPS} of warm-up")
     for model_name in args.models:
         rounds = [
             {engine: measure_in_new_process(engine, model_name, args.towers, args.steps) for engine in ENGINES}

@@ -1,0 +1,154 @@
+"""DataParallelOptimizer combines gradients as asked, and is its inner optimizer in everything else."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dp
+
+
+def variable(values=(1.0, 2.0)):
+    return keras.Variable(np.array(values), name="weight")
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize(("reduction", "expected"), [("sum", [1 - 0.6, 2 - 1.2]), ("mean", [1 - 0.2, 2 - 0.4])])
+def test_sums_or_averages_dense_gradients(reduction, expected, in_graph):
+    weight = variable()
+    optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([weight])
+
+    def apply():
+        gradients = [[tf.constant([i / 10, i / 5], tf.float64)] for i in (1, 2, 3)]
+        optimizer.apply_tower_gradients(gradients, [weight], reduction)
+
+    (tf.function(apply) if in_graph else apply)()
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12)
+    assert int(optimizer.iterations) == 1
+
+
+def test_a_custom_loop_over_two_devices_is_one_device():
+    """Losses that are means over equal slices average to the mean over the batch."""
+    x, y = np.random.default_rng(0).normal(size=(8, 3)), np.random.default_rng(1).normal(size=(8, 1))
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    one, many = models
+    one.compile(keras.optimizers.Adam(0.1), "mse")
+    one.fit(x, y, batch_size=8, epochs=3, verbose=0)
+
+    optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.1))
+    for _ in range(3):
+        tower_gradients = []
+        for i in range(2):
+            with tf.device(f"CPU:{i}"), tf.GradientTape() as tape:
+                loss = tf.reduce_mean((many(x[4 * i : 4 * i + 4]) - y[4 * i : 4 * i + 4]) ** 2)
+            tower_gradients.append(tape.gradient(loss, many.trainable_variables))
+        optimizer.apply_tower_gradients(tower_gradients, many.trainable_variables, reduction="mean")
+    for a, b in zip(one.get_weights(), many.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_sparse_gradients_stay_sparse_and_keep_their_order():
+    weight = keras.Variable(np.zeros((5, 2)))
+    optimizer = keras_dp.DataParallelOptimizer("sgd")
+    sparse = [tf.IndexedSlices(tf.fill([len(rows), 2], float(rows[0])), tf.constant(rows), (5, 2)) for rows in ([3, 1], [1])]
+    (total,) = optimizer.combine([[gradient] for gradient in sparse], [weight])
+    assert isinstance(total, tf.IndexedSlices)
+    assert total.indices.numpy().tolist() == [3, 1, 1]
+    assert total.values.numpy()[:, 0].tolist() == [3, 3, 1]
+    (mean,) = optimizer.combine([[gradient] for gradient in sparse], [weight], "mean")
+    assert mean.values.numpy()[:, 0].tolist() == [1.5, 1.5, 0.5]
+
+
+def test_missing_and_mixed_gradients():
+    weights = [variable(), variable(), variable()]
+    optimizer = keras_dp.DataParallelOptimizer("sgd")
+    dense, sparse = tf.constant([1.0, 2.0]), tf.IndexedSlices(tf.constant([5.0]), tf.constant([1]), (2,))
+    total = optimizer.combine([[None, dense, dense], [None, None, sparse]], weights)
+    assert total[0] is None
+    assert total[1].numpy().tolist() == [1, 2]
+    assert total[2].numpy().tolist() == [1, 7]
+
+
+def test_gradients_are_summed_on_the_parameter_device():
+    weight = variable()
+    optimizer = keras_dp.DataParallelOptimizer("sgd", parameter_device="CPU:2")
+    (total,) = optimizer.combine([[tf.constant([1.0, 2.0])]] * 2, [weight])
+    assert total.device.endswith("CPU:2")
+    (total,) = keras_dp.DataParallelOptimizer("sgd").combine([[tf.constant([1.0, 2.0])]] * 2, [weight])
+    assert total.device.endswith("CPU:0")
+
+
+def test_gradients_in_fewer_bits_are_summed_in_the_variables_dtype():
+    weight = variable()
+    gradients = [[tf.constant([256.0, 1.0], tf.bfloat16)], [tf.constant([1.0, 1.0], tf.bfloat16)]]
+    (total,) = keras_dp.DataParallelOptimizer("sgd").combine(gradients, [weight])
+    assert total.dtype == tf.float64
+    assert total.numpy().tolist() == [257, 2]  # 257 has no bfloat16.
+
+
+def test_shows_the_inner_optimizers_face():
+    inner = keras.optimizers.Adam(0.5, use_ema=True)
+    optimizer = keras_dp.DataParallelOptimizer(inner)
+    assert isinstance(optimizer, keras.optimizers.Optimizer)
+    weight = variable()
+    optimizer.build([weight])
+    assert optimizer.variables == inner.variables
+    assert optimizer.iterations is inner.iterations
+    optimizer.learning_rate = 0.25
+    assert float(optimizer.learning_rate) == float(inner.learning_rate) == 0.25
+    optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
+    assert int(inner.iterations) == 1
+    averages = optimizer.variables[2].numpy()
+    optimizer.finalize_variable_values([weight])
+    np.testing.assert_array_equal(weight.numpy(), averages)
+    scaled = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(loss_scale_factor=8.0))
+    assert scaled.scale_loss(2.0) == 16.0
+
+
+def test_round_trips_through_its_config_and_its_weights():
+    weight = variable()
+    optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.5, clipnorm=1.0), parameter_device="CPU:1")
+    optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
+    copies = [
+        keras_dp.DataParallelOptimizer.from_config(optimizer.get_config()),
+        keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer)),
+    ]
+    for copy in copies:
+        assert copy.get_config() == optimizer.get_config()
+        assert copy.parameter_device == "CPU:1"
+        assert copy.inner_optimizer.clipnorm == 1.0
+        copy.build([weight])
+        copy.set_weights([v.numpy() for v in optimizer.variables])
+        store = {}
+        optimizer.save_own_variables(store)
+        copy.load_own_variables(store)
+        for a, b in zip(optimizer.variables, copy.variables, strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_learning_rate_schedules_and_names():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5])
+    weight = variable()
+    optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(schedule))
+    for _ in range(2):
+        optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
+    np.testing.assert_allclose(weight.numpy(), [-0.5, 0.5])
+    assert isinstance(keras_dp.DataParallelOptimizer("adamw").inner_optimizer, keras.optimizers.AdamW)
+
+
+def test_refuses_what_does_not_fit():
+    optimizer = keras_dp.DataParallelOptimizer("sgd")
+    with pytest.raises(ValueError, match="only once"):
+        keras_dp.DataParallelOptimizer(optimizer)
+    with pytest.raises(ValueError, match="no device 'CPU:8'"):
+        keras_dp.DataParallelOptimizer("sgd", parameter_device="CPU:8")
+    with pytest.raises(ValueError, match='"sum" or "mean".*reduction=\'max\''):
+        optimizer.apply_tower_gradients([[np.ones(2)]], [variable()], "max")
+    with pytest.raises(ValueError, match=r"lists of \[2, 1\] gradients for 2 variables"):
+        optimizer.apply_tower_gradients([[np.ones(2)] * 2, [np.ones(2)]], [variable(), variable()])
+    with pytest.raises(ValueError, match=r"lists of \[\] gradients"):
+        optimizer.apply_tower_gradients([], [variable()])
