@@ -2,10 +2,10 @@
 
 import keras
 
-if keras.backend.backend() != "tensorflow":
+if keras.config.backend() != "tensorflow":
     raise ImportError(
         "keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow in the environment before Keras is imported. "
-        f"Received: backend {keras.backend.backend()!r}"
+        f"Received: backend {keras.config.backend()!r}"
     )
 
 from keras_dp.model import DataParallelModel

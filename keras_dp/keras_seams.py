@@ -42,7 +42,13 @@ def build(model: keras.Model, x: Any) -> None:
 
 def symbolic_build(model: keras.Model, batch: Any) -> None:
     """Creates the variables of a compiled model, its metrics, losses and optimizer, from the shapes of a batch."""
-    model._symbolic_build(data_batch=batch)
+    try:
+        model._symbolic_build(data_batch=batch)
+    except RuntimeError as error:
+        if not isinstance(error.__context__, Exception):
+            raise
+        # Keras wraps what the user's own code raised.
+        raise error.__context__ from None
 
 
 def call_compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
@@ -66,16 +72,31 @@ def reduces_last_axis(loss_or_metric: Any) -> bool:
     return isinstance(axis, int) and (axis == -1 or axis > 0)
 
 
-def get_mask(tensor: Tensor) -> Tensor | None:
-    """The mask that Keras layers hang on their outputs."""
-    return getattr(tensor, "_keras_mask", None)
+def annotations(output: Tensor) -> dict[str, Tensor | None]:
+    """What Keras knows of a model's output beside its values.
+
+    The mask of its rows, and the logits behind it, from which crossentropies are computed more accurately: Keras's own
+    activations hang them on their results, and behind TensorFlow's it looks up the operation's input.
+    """
+    logits = getattr(output, "_keras_logits", None)
+    operation = getattr(output, "op", None) if logits is None else None
+    behind = {kind: operation.inputs[0] if operation and operation.type == kind else None for kind in _ACTIVATIONS}
+    return {"mask": getattr(output, "_keras_mask", None), "logits": logits, **behind}
 
 
-def set_mask(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Hangs a mask on a tensor, as Keras layers do."""
-    if mask is not None:
-        tensor._keras_mask = mask
-    return tensor
+def annotate(output: Tensor, notes: dict[str, Tensor | None]) -> Tensor:
+    """An output with the same values, about which Keras knows what `annotations` gave."""
+    for kind, activation in _ACTIVATIONS.items():
+        if notes[kind] is not None:
+            output = activation(notes[kind])
+    if notes["mask"] is not None:
+        output._keras_mask = notes["mask"]
+    if notes["logits"] is not None:
+        output._keras_logits = notes["logits"]
+    return output
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:

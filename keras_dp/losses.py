@@ -86,7 +86,8 @@ def gathered_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight
 
 def _gather(batch: Any) -> Any:
     def gather(leaf: Any) -> Any:
-        return keras_seams.set_mask(gather_rows(leaf), gather_rows(keras_seams.get_mask(leaf)))
+        notes = {name: gather_rows(note) for name, note in keras_seams.annotations(leaf).items()}
+        return keras_seams.annotate(gather_rows(leaf), notes)
 
     return keras.tree.map_structure(lambda leaf: None if leaf is None else gather(leaf), batch)
 

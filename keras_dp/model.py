@@ -1,8 +1,7 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -88,12 +87,11 @@ class DataParallelModel(ModelWrapper):
         variables = Variables.of(self.inner_model)
         towers = self._stamp("train", variables, data)
         gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
-        total = _combine(towers)
-        with _after_all(gradients, total):
-            if variables.weights:
-                self.optimizer.apply(gradients, variables.weights)
-            _assign(variables, total)
-            return self._update_metrics(variables, towers, data, total)
+        gradients, total = _all_or_nothing((gradients, _combine(towers)))
+        if variables.weights:
+            self.optimizer.apply(gradients, variables.weights)
+        _assign(variables, total)
+        return self._update_metrics(variables, towers, data, total)
 
     def test_step(self, data: Any) -> Logs:
         """One step of evaluation on N slices."""
@@ -101,16 +99,17 @@ class DataParallelModel(ModelWrapper):
             return self._on_one_device(self.inner_model.test_step, data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("test", variables, data)
-        total = _combine(towers)
-        with _after_all(total):
-            _assign(variables, total)
-            return self._update_metrics(variables, towers, data, total)
+        total = _all_or_nothing(_combine(towers))
+        _assign(variables, total)
+        return self._update_metrics(variables, towers, data, total)
 
     def predict_step(self, data: Any) -> Any:
         """The outputs for N slices, in the order of the global batch."""
         if self._is_eager():
             return self._on_one_device(self.inner_model.predict_step, data)
-        towers = self._stamp("predict", Variables.of(self.inner_model), data)
+        variables = Variables.of(self.inner_model)
+        towers = self._stamp("predict", variables, data)
+        _assign(variables, _combine(towers))
         with tf.device(HOST):
             return _whole_batch([tower.y_pred for tower in towers], data)
 
@@ -147,9 +146,10 @@ class DataParallelModel(ModelWrapper):
                 variable.assign_add(gain if variable.value.dtype.is_floating else tf.round(gain))
         if metrics.add_up(model, towers[0].y_pred):
             return model.get_metrics_result()
-        y_pred = _whole_batch([tower.y_pred for tower in towers], slices)
-        masks = _whole_batch([tower.mask for tower in towers], slices)
-        y_pred = keras.tree.map_structure(keras_seams.set_mask, y_pred, masks)
+        outputs = keras.tree.flatten(_whole_batch([tower.y_pred for tower in towers], slices))
+        notes = _whole_batch([tower.annotations for tower in towers], slices)
+        annotated = [keras_seams.annotate(output, note) for output, note in zip(outputs, notes, strict=True)]
+        y_pred = keras.tree.pack_sequence_as(towers[0].y_pred, annotated)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_whole_batch([s.data for s in slices], slices))
         return model.compute_metrics(x, y, y_pred, sample_weight)
 
@@ -189,9 +189,9 @@ class DataParallelModel(ModelWrapper):
         Raises:
             ValueError: if there was nothing to train on.
         """
-        iterations = int(self.optimizer.iterations) if self.compiled else 0
         history = super().fit(*args, **kwargs)
-        if history.epoch and int(self.optimizer.iterations) == iterations:
+        # A generator that runs dry between epochs ends training, as in Keras; one that never gave a batch is a mistake.
+        if history.epoch and not any(history.history.get("loss", ())):
             self._refuse_no_batches("fit")
         return history
 
@@ -222,13 +222,13 @@ class DataParallelModel(ModelWrapper):
         if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
             raise ValueError(NO_BATCHES.format(method))
 
-    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
+    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One step of training on one global batch; see `keras.Model.train_on_batch`."""
-        return super().train_on_batch(*self._host_batch(x, y, sample_weight), **kwargs)
+        return super().train_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
 
-    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One step of evaluation on one global batch; see `keras.Model.test_on_batch`."""
-        return super().test_on_batch(*self._host_batch(x, y, sample_weight), **kwargs)
+        return super().test_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
 
     def predict_on_batch(self, x: Any) -> Any:
         """The outputs for one global batch; see `keras.Model.predict_on_batch`."""
@@ -321,7 +321,7 @@ def _combine(towers: list[TowerResult]) -> TowerResult:
 
     return TowerResult(
         y_pred=None,
-        loss=tf.add_n([tower.loss for tower in towers]),
+        loss=_combine_values([tower.loss for tower in towers]),
         state=combine("state"),
         # The first tower draws from the seeds themselves, so that its new seeds are those of one device.
         seeds=towers[0].seeds,
@@ -342,12 +342,18 @@ def _assign(variables: Variables, total: TowerResult) -> None:
             variable.assign(value)
 
 
-@contextlib.contextmanager
-def _after_all(*structures: Any) -> Iterator[None]:
-    """Holds all updates back until everything is computed: a step that fails changes nothing."""
-    leaves = tf.nest.flatten(structures, expand_composites=True)
+def _all_or_nothing(updates: Any) -> Any:
+    """The same nested tensors, each where it is, once all are computed: a step that fails half-way changes no weight."""
+
+    def hold(leaf: Tensor | None) -> Tensor | None:
+        if leaf is None:
+            return None
+        with tf.device(leaf.device):
+            return tf.identity(leaf)
+
+    leaves = tf.nest.flatten(updates, expand_composites=True)
     with tf.control_dependencies([tf.group(*(leaf for leaf in leaves if leaf is not None))]):
-        yield
+        return tf.nest.map_structure(hold, updates, expand_composites=True)
 
 
 def _whole_batch(parts: list[Any], slices: Sequence[Slice]) -> Any:

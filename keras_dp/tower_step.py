@@ -53,7 +53,8 @@ class TowerResult(NamedTuple):
     """What one tower hands back; parts that a step does not have are None or empty.
 
     Attributes:
-        y_pred: the model's outputs for the slice, with its masks in `mask`.
+        y_pred: the model's outputs for the slice.
+        annotations: what Keras knows about each of them, see `keras_seams.annotations`.
         loss: the tower's part of the loss of the global batch.
         gradients: K gradients of that part.
         state: new values of the state variables, None where unchanged: weighted with the tower's share of the rows if they
@@ -63,7 +64,7 @@ class TowerResult(NamedTuple):
     """
 
     y_pred: Any
-    mask: Any = None
+    annotations: Any = None
     loss: Tensor | None = None
     gradients: Sequence[Any] = ()
     state: Sequence[Tensor | None] = ()
@@ -125,6 +126,7 @@ class TowerStep:
     def _forward(self, scope: "_TowerScope", tower: Tower, training: bool) -> tuple[Any, Tensor]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
         y_pred = self._call(x, training)
+        scope.refuse_updates_that_do_not_add_up()
         scope.collect_metrics(tower.alive)
         loss = self.compute_loss(self.model, x, y, y_pred, sample_weight, training)
         scope.collect_metrics(tower.share)
@@ -169,6 +171,21 @@ class _TowerScope:
     def __exit__(self, *error: Any) -> None:
         self._scope.__exit__(*error)
 
+    def refuse_updates_that_do_not_add_up(self) -> None:
+        """Refuses metrics that `call` updates, slice by slice, where only the whole batch would do."""
+        for metric in self._model.metrics:
+            updated = any(
+                self._scope.get_current_value(variable) is not before
+                for variable, before in zip(self._variables.metrics, self._values["metrics"], strict=True)
+                if any(variable is own for own in metric.variables)
+            )
+            if updated and not metrics.is_additive(metric):
+                raise ValueError(
+                    f"The metric {metric.name!r} is updated inside call(), where each tower sees its own rows only, and is not "
+                    "known to add up over parts of a batch. Give it to compile(metrics=...), or override compute_metrics(): "
+                    f"both see the whole batch. Received: {metric}"
+                )
+
     def collect_metrics(self, coefficient: Callable[[tf.DType], Tensor]) -> None:
         """Takes up what the metrics' variables gained since the last call, times a coefficient of the tower."""
         for i, (variable, before) in enumerate(zip(self._variables.metrics, self._values["metrics"], strict=True)):
@@ -191,7 +208,7 @@ class _TowerScope:
         ]
         return TowerResult(
             y_pred=y_pred,
-            mask=keras.tree.map_structure(keras_seams.get_mask, y_pred),
+            annotations=[keras_seams.annotations(output) for output in keras.tree.flatten(y_pred)],
             loss=loss,
             gradients=list(gradients),
             state=state,

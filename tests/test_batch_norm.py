@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from comparison import assert_same, assert_towers_match_one_device, train, twins
 from keras import layers
 
 import keras_dp
-from comparison import assert_same, assert_towers_match_one_device, train, twins
 from keras_dp import batch_norm
 from keras_dp.batches import cut
 from keras_dp.stamping import stamp_towers

@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 import pytest
+from comparison import assert_same, assert_towers_match_one_device, train, twins
 from keras import layers, losses, ops
 
 import keras_dp
-from comparison import assert_same, assert_towers_match_one_device, train, twins
 from keras_dp.losses import split_by_rows
 
 rng = np.random.default_rng(0)

@@ -1,0 +1,171 @@
+"""The private names of Keras that keras_dp touches are there, and mean what they meant."""
+
+import ast
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_dp
+from keras_dp import keras_seams
+
+PACKAGE = Path(keras_dp.__file__).parent
+
+
+def model():
+    inner = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dropout(0.5)], name="inner")
+    outer = keras.Sequential([keras.Input((3,)), inner, layers.BatchNormalization(), layers.Dense(2)])
+    outer.compile("adam", "mse", metrics=["accuracy"])
+    return outer
+
+
+@pytest.mark.parametrize("path", sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "keras_seams.py"}), ids=lambda path: path.stem)
+def test_only_keras_seams_touches_private_names(path):
+    """Outside of it, names with an underscore belong to `self` and to our own modules."""
+    tree = ast.parse(path.read_text())
+    own = {name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef) for name in [node.name]}
+    own |= {t.attr for node in ast.walk(tree) for t in [node] if isinstance(t, ast.Attribute) and isinstance(t.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.startswith(("keras.src", "tensorflow.python")) for name in names), path
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            assert node.attr in own, f"{path.name}:{node.lineno}: {node.attr}"
+
+
+def test_flatten_layers_and_is_built():
+    names = [type(layer).__name__ for layer in keras_seams.flatten_layers(model())]
+    assert names.count("Sequential") == 2
+    assert {"Dense", "Dropout", "BatchNormalization"} <= set(names)
+    assert keras_seams.is_built(model())
+    assert not keras_seams.is_built(keras.Sequential([layers.Dense(1)]))
+
+
+def test_accepts_training():
+    class Without(keras.Model):
+        def call(self, x):
+            return x
+
+    class With(keras.Model):
+        def call(self, x, training=None):
+            return x
+
+    assert [keras_seams.accepts_training(m) for m in (Without(), With(), model())] == [False, True, True]
+
+
+def test_build_and_symbolic_build_create_all_variables():
+    unbuilt = keras.Sequential([layers.Dense(4), layers.Dense(2)])
+    unbuilt.compile("adam", "mse", metrics=["accuracy", keras.metrics.AUC(num_labels=2, multi_label=True)])
+    specs = tf.TensorSpec([None, 3], tf.float64), tf.TensorSpec([None, 2], tf.float64), None
+    keras_seams.build(unbuilt, specs[0])
+    assert [tuple(v.shape) for v in unbuilt.weights] == [(3, 4), (4,), (4, 2), (2,)]
+    assert not unbuilt.optimizer.built
+    keras_seams.symbolic_build(unbuilt, specs)
+    assert unbuilt.optimizer.built
+    assert [type(metric).__name__ for metric in keras_seams.compile_metrics(unbuilt).metrics] == ["CategoricalAccuracy", "AUC"]
+    assert len(unbuilt.metrics_variables) == 2 + 2 + 4
+
+
+def test_loss_tracker_and_compile_metrics():
+    compiled = model()
+    compiled.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    tracker = keras_seams.loss_tracker(compiled)
+    assert tracker is compiled.metrics[0]
+    assert float(tracker.count) == 4.0
+    assert [metric.name for metric in keras_seams.compile_metrics(compiled).metrics] == ["accuracy"]
+
+
+def test_call_compute_loss_with_and_without_training():
+    class Old(keras.Sequential):
+        def compute_loss(self, x, y, y_pred, sample_weight):
+            return "old"
+
+    class New(keras.Sequential):
+        def compute_loss(self, x, y, y_pred, sample_weight, training):
+            return training
+
+    assert keras_seams.call_compute_loss(Old([layers.Dense(1)]), None, None, None, None, True) == "old"
+    assert keras_seams.call_compute_loss(New([layers.Dense(1)]), None, None, None, None, False) is False
+
+
+def test_annotations_are_what_layers_hang_on_outputs():
+    masked = layers.Embedding(5, 2, mask_zero=True)(tf.constant([[1, 0]]))
+    notes = keras_seams.annotations(masked)
+    assert notes["mask"].numpy().tolist() == [[True, False]]
+    assert keras_seams.annotations(keras_seams.annotate(tf.identity(masked), notes))["mask"] is notes["mask"]
+    soft = keras.activations.softmax(tf.constant([[1.0, 2.0]]))
+    assert keras_seams.annotations(soft)["logits"].numpy().tolist() == [[1.0, 2.0]]
+
+    @tf.function(autograph=False)
+    def in_graph(x):
+        notes = keras_seams.annotations(tf.nn.softmax(x))
+        assert notes["Softmax"] is x
+        assert keras_seams.annotate(tf.identity(x), notes).op.type == "Softmax"
+        return x
+
+    in_graph(tf.constant([[1.0, 2.0]]))
+
+
+def test_seed_states_move_with_random_operations():
+    outer = model()
+    states = keras_seams.seed_states(outer)
+    assert len(states) == 2  # The dropout's, and the global one.
+    before = [state.numpy().tolist() for state in states]
+    outer(np.ones((2, 3)), training=True)
+    assert states[0].numpy().tolist() == [before[0][0], before[0][1] + 1]
+    keras.random.normal((2,))
+    assert states[1].numpy().tolist() != before[1]
+
+
+def test_loss_reduction_is_replaced_for_losses_of_all_kinds_and_put_back():
+    seen = []
+
+    def reduction(values, sample_weight=None, mask=None, reduction=None, dtype=None):
+        seen.append((tuple(values.shape), reduction))
+        return tf.constant(7.0)
+
+    with keras_seams.replaced_loss_reduction(reduction):
+        assert float(keras.losses.MeanSquaredError(reduction="sum")(np.ones((4, 2)), np.zeros((4, 2)))) == 7.0
+    assert seen == [((4,), "sum")]
+    assert float(keras.losses.MeanSquaredError()(np.ones((4, 2)), np.zeros((4, 2)))) == 1.0
+
+
+def test_moments_are_replaced_and_put_back():
+    layer = layers.BatchNormalization(momentum=0.5)
+    layer.build((None, 3))
+    assert keras_seams.reduction_axes(layer) == [0]
+    ones = tf.ones(3, tf.float64)
+    with keras_seams.replaced_moments(lambda layer, inputs, mask: (ones, 4 * ones)):
+        layer(np.zeros((2, 3)), training=True)
+    assert layer.moving_mean.numpy().tolist() == [0.5] * 3
+    assert layer.moving_variance.numpy().tolist() == [2.5] * 3
+    mean, variance = keras_seams.own_moments(layer, tf.constant([[1.0] * 3, [3.0] * 3]), None)
+    assert (float(mean[0]), float(variance[0])) == (2.0, 1.0)
+    keras_seams.update_moving_statistics(layer, ones, ones)
+    assert layer.moving_mean.numpy().tolist() == [0.75] * 3
+
+
+def test_variables_move_and_optimizers_find_them_again():
+    moved = model()
+    moved.optimizer.build(moved.trainable_variables)
+    variable = moved.trainable_variables[0]
+    value = variable.numpy()
+    keras_seams.move_variable(variable, "CPU:3")
+    assert variable.value.device.endswith("CPU:3")
+    np.testing.assert_array_equal(variable.numpy(), value)
+    gradients = [tf.ones_like(v) for v in moved.trainable_variables]
+    with pytest.raises(ValueError, match="Unknown variable"):
+        moved.optimizer.apply(gradients, moved.trainable_variables)
+    keras_seams.know_moved_variables(moved.optimizer)
+    moved.optimizer.apply(gradients, moved.trainable_variables)
+    assert (variable.numpy() < value).all()
+
+
+def test_arguments_of_losses_and_metrics_around_functions():
+    assert keras_seams.reduces_last_axis(keras.losses.MeanSquaredError())
+    assert keras_seams.reduces_last_axis(keras.losses.BinaryCrossentropy(axis=1))
+    assert not keras_seams.reduces_last_axis(keras.losses.CosineSimilarity(axis=0))
+    assert not keras_seams.reduces_last_axis(keras.metrics.CosineSimilarity(axis=0))
