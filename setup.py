@@ -20,6 +20,14 @@ setup(
     extras_require={
         "cuda": ["tensorflow[and-cuda]>=2.21,<2.22"],
         "examples": EXAMPLES,
-        "dev": [*EXAMPLES, "mypy>=1.15", "pre-commit>=4", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.11"],
+        "dev": [
+            *EXAMPLES,
+            "mypy>=1.15",
+            "pre-commit>=4",
+            "pytest>=8.3",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.11",
+        ],
     },
 )
