@@ -1,6 +1,7 @@
 """What one tower computes: forward, loss and backward, as a function of the variables' values and its slice."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -100,7 +101,7 @@ class TowerStep:
     def train(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
         """Forward, loss, backward and metrics. `shared` holds the variables' values and the loss scale, None if 1."""
         weights = shared["weights"]
-        with _TowerScope(self.model, self.variables, tower, shared) as scope, batch_norm_mode(self.batch_norm):
+        with self._enter(tower, shared) as scope:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(weights)
                 y_pred, loss = self._forward(scope, tower, training=True)
@@ -112,7 +113,7 @@ class TowerStep:
 
     def test(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
         """Forward, loss and metrics."""
-        with _TowerScope(self.model, self.variables, tower, shared) as scope:
+        with self._enter(tower, shared) as scope:
             y_pred, loss = self._forward(scope, tower, training=False)
             self._update_metrics(scope, tower, y_pred)
         return scope.result(y_pred, loss)
@@ -120,8 +121,14 @@ class TowerStep:
     def predict(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
         """Forward."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
-        with _TowerScope(self.model, self.variables, tower, shared) as scope:
-            return scope.result(self._call(x, training=False))
+        with self._enter(tower, shared) as scope:
+            y_pred = self._call(x, training=False)
+        return scope.result(y_pred)
+
+    @contextlib.contextmanager
+    def _enter(self, tower: Tower, shared: dict[str, Any]) -> Iterator["_TowerScope"]:
+        with _TowerScope(self.model, self.variables, tower, shared) as scope, batch_norm_mode(self.batch_norm):
+            yield scope
 
     def _forward(self, scope: "_TowerScope", tower: Tower, training: bool) -> tuple[Any, Tensor]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
@@ -153,13 +160,12 @@ class _TowerScope:
         self._variables = variables
         self._tower = tower
         self._values = {
+            "weights": shared["weights"],
             "state": shared["state"],
             "seeds": [_fold_in(seed, tower.index) for seed in shared["seeds"]],
             "metrics": [tf.zeros(variable.shape, variable.dtype) for variable in variables.metrics],
         }
-        pairs = list(zip(variables.weights, shared["weights"], strict=True))
-        for kind, values in self._values.items():
-            pairs += zip(getattr(variables, kind), values, strict=True)
+        pairs = [pair for kind, values in self._values.items() for pair in zip(getattr(variables, kind), values, strict=True)]
         self._scope = keras.StatelessScope(pairs, collect_losses=True)
         self._known = {id(variable) for variable, _ in pairs}
         self._metric_totals: list[Tensor | None] = [None] * len(variables.metrics)
@@ -201,7 +207,7 @@ class _TowerScope:
 
     def result(self, y_pred: Any, loss: Tensor | None = None, gradients: Sequence[Any] = ()) -> TowerResult:
         """The tower's result, with what became of the variables."""
-        self._refuse_unknown_updates()
+        self._refuse_updates()
         state = [
             new * self._tower.share(new.dtype) if new is not None and new.dtype.is_floating else new
             for new in self._updates("state")
@@ -229,7 +235,13 @@ class _TowerScope:
             updates.append(None if after is before else after)
         return updates
 
-    def _refuse_unknown_updates(self) -> None:
+    def _refuse_updates(self) -> None:
+        for variable, update in zip(self._variables.weights, self._updates("weights"), strict=True):
+            if update is not None:
+                raise ValueError(
+                    f"The trainable weight {variable.path!r} is updated inside call(), as SpectralNormalization does. Towers "
+                    "cannot do that: train the model on one device, or constrain the weight (kernel_constraint=...) instead."
+                )
         if set(self._scope.state_mapping) - self._known:
             raise ValueError(
                 f"The model {self._model.name!r} updates a keras.Variable that it does not track, so that the update would be "

@@ -94,6 +94,21 @@ def test_masked_layer():
     assert_towers_match_one_device(build, compile_arguments, [((x, rng.normal(size=(13, 3))), 6)], 3)
 
 
+def test_layers_that_train_in_evaluation_too():
+    """training=True within call() holds in evaluate and predict as well."""
+
+    class Always(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dense = layers.BatchNormalization(), layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(self.norm(x, training=True))
+
+    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    assert_towers_match_one_device(Always, compile_arguments, [(data, 7)], 3)
+
+
 def test_frozen_layers_use_and_keep_their_moving_statistics():
     def build():
         model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)])

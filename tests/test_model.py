@@ -306,6 +306,10 @@ def test_refuses_updates_that_would_be_lost():
     with pytest.raises(ValueError, match=r"updates a keras.Variable that it does not track"):
         parallel_model(Updates()).fit(X, Y, verbose=0)
 
+    spectral = keras.Sequential([keras.Input((4,)), layers.SpectralNormalization(layers.Dense(2))])
+    with pytest.raises(ValueError, match=r"trainable weight '.*kernel' is updated inside call"):
+        parallel_model(spectral).fit(X, Y, verbose=0)
+
     class InALoop(layers.Layer):
         def __init__(self):
             super().__init__()
