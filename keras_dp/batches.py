@@ -1,6 +1,7 @@
 """Cut nested batches into slices, and put slices together again."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -87,14 +88,6 @@ def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
     return leaf[begin:end]
 
 
-def own_rows(data: Any, batch_slice: Slice) -> Any:
-    """Tensors that a tower computed for a slice, without those of a borrowed row."""
-    alive = tf.minimum(batch_slice.rows, 1)
-    return keras.tree.map_structure(
-        lambda leaf: slice_rows(leaf, tf.constant(0), _rows(leaf) * alive) if tf.is_tensor(leaf) else leaf, data
-    )
-
-
 def row_spec(leaf: Any) -> Any:
     """The type of a tensor, or its type spec, with any number of rows; None for what is not a tensor."""
     spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
@@ -108,17 +101,35 @@ def row_spec(leaf: Any) -> Any:
     return tf.TensorSpec(shape, spec.dtype)
 
 
-def concatenate(batches: list[Any]) -> Any:
-    """Puts the rows of nested tensors of the same structure after each other."""
-    return keras.tree.map_structure(lambda *leaves: _concatenate_leaves(leaves), *batches)
+def whole_batch(parts: Sequence[Any], slices: Sequence[Slice]) -> Any:
+    """What the towers computed for their slices, put together to what it is for the global batch, without borrowed rows.
+
+    A scalar, as one of a model's outputs may be, becomes the mean over the rows.
+
+    Args:
+        parts: N nested tensors of the same structure.
+        slices: the N slices that they were computed for.
+    """
+
+    def put_together(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
+        if leaves[0].shape.rank == 0:
+            return _mean_scalar(leaves, slices)
+        own = [
+            slice_rows(leaf, tf.constant(0), _rows(leaf) * tf.minimum(part.rows, 1))
+            for leaf, part in zip(leaves, slices, strict=True)
+        ]
+        return tf.sparse.concat(axis=0, sp_inputs=own) if isinstance(own[0], tf.SparseTensor) else tf.concat(own, axis=0)
+
+    return keras.tree.map_structure(put_together, *parts)
 
 
-def _concatenate_leaves(leaves: tuple[Any, ...]) -> Any:
-    if leaves[0] is None:
-        return None
-    if isinstance(leaves[0], tf.SparseTensor):
-        return tf.sparse.concat(axis=0, sp_inputs=list(leaves))
-    return tf.concat(leaves, axis=0)
+def _mean_scalar(leaves: Sequence[Tensor], slices: Sequence[Slice]) -> Tensor:
+    if not leaves[0].dtype.is_floating:
+        return leaves[-1]
+    shares = [tf.cast(part.rows, tf.float64) / tf.cast(part.batch_rows, tf.float64) for part in slices]
+    return tf.add_n([leaf * tf.cast(share, leaf.dtype) for leaf, share in zip(leaves, shares, strict=True)])
 
 
 def _rows(leaf: Any) -> Tensor:

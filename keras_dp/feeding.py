@@ -44,8 +44,9 @@ class SliceFeed:
         if self.is_eager():
             return dataset
         self.prepare(dataset.element_spec)
-        # A tuple of several arguments is how tf.data hands over a batch that is a tuple.
-        dataset = dataset.map(lambda *batch: cut(batch if len(batch) > 1 else batch[0], self.num_towers))
+        # tf.data hands over a batch that is a tuple as so many arguments.
+        is_tuple = type(dataset.element_spec) is tuple
+        dataset = dataset.map(lambda *batch: cut(batch if is_tuple else batch[0], self.num_towers))
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.

@@ -71,7 +71,13 @@ def tower_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: A
         try:
             return _reduce_over_global_batch(values, *args, **kwargs)
         except NotSplitByRowsError:
-            return keras_seams.reduce_weighted_values(values, *args, **kwargs)
+            kept = keras_seams.reduce_weighted_values(values, *args, **kwargs)
+            if kept.shape.rank != 0:
+                raise ValueError(
+                    'loss_scope="tower" takes a loss that is not reduced over the rows for a mean of them. Give the loss a '
+                    f'reduction, or use loss_scope="auto". Received: a loss of shape {kept.shape}'
+                ) from None
+            return kept
 
     with keras_seams.replaced_loss_reduction(reduce_or_keep):
         return _share(keras_seams.call_compute_loss(model, x, y, y_pred, sample_weight, training))

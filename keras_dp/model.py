@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dp import keras_seams, losses, metrics, placement
 from keras_dp.batch_norm import MODES
-from keras_dp.batches import Slice, as_tensor, concatenate, own_rows, row_spec
+from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
@@ -111,7 +111,7 @@ class DataParallelModel(ModelWrapper):
         towers = self._stamp("predict", variables, data)
         _assign(variables, _combine(towers))
         with tf.device(HOST):
-            return _whole_batch([tower.y_pred for tower in towers], data)
+            return whole_batch([tower.y_pred for tower in towers], data)
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
@@ -120,7 +120,7 @@ class DataParallelModel(ModelWrapper):
 
         def stamp(compute_loss: Callable[..., Tensor]) -> list[TowerResult]:
             tower = TowerStep(self.inner_model, variables, compute_loss, self.batch_norm, self.gradient_dtype)
-            return stamp_towers(getattr(tower, step), shared, slices, self.devices, sum_device)
+            return stamp_towers(getattr(tower, step), shared, slices, self.devices, sum_device, variables.native())
 
         if self.loss_scope == "tower":
             return stamp(losses.tower_loss)
@@ -146,16 +146,21 @@ class DataParallelModel(ModelWrapper):
                 variable.assign_add(gain if variable.value.dtype.is_floating else tf.round(gain))
         if metrics.add_up(model, towers[0].y_pred):
             return model.get_metrics_result()
-        outputs = keras.tree.flatten(_whole_batch([tower.y_pred for tower in towers], slices))
-        notes = _whole_batch([tower.annotations for tower in towers], slices)
+        outputs = keras.tree.flatten(whole_batch([tower.y_pred for tower in towers], slices))
+        notes = whole_batch([tower.annotations for tower in towers], slices)
         annotated = [keras_seams.annotate(output, note) for output, note in zip(outputs, notes, strict=True)]
         y_pred = keras.tree.pack_sequence_as(towers[0].y_pred, annotated)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_whole_batch([s.data for s in slices], slices))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(whole_batch([s.data for s in slices], slices))
         return model.compute_metrics(x, y, y_pred, sample_weight)
 
     def _prepare(self, batch: Any) -> None:
         """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
         model = self.inner_model
+        if self.compiled and keras_seams.loss_tracker(model) is not self._compiled_with:
+            raise ValueError(
+                "The inner model has been compiled again since the DataParallelModel was. Call compile() on the latter, which "
+                f"compiles both. Received: {model.name!r}"
+            )
         specs = keras.tree.map_structure(row_spec, batch)
         x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
         if not keras_seams.is_built(model):
@@ -274,6 +279,7 @@ class DataParallelModel(ModelWrapper):
             auto_scale_loss=False,
         )
         self.loss = self.inner_model.loss
+        self._compiled_with = keras_seams.loss_tracker(self.inner_model)
 
     @property
     def devices(self) -> list[str]:
@@ -354,8 +360,3 @@ def _all_or_nothing(updates: Any) -> Any:
     leaves = tf.nest.flatten(updates, expand_composites=True)
     with tf.control_dependencies([tf.group(*(leaf for leaf in leaves if leaf is not None))]):
         return tf.nest.map_structure(hold, updates, expand_composites=True)
-
-
-def _whole_batch(parts: list[Any], slices: Sequence[Slice]) -> Any:
-    """The rows of all towers after each other, without borrowed ones."""
-    return concatenate([own_rows(part, batch_slice) for part, batch_slice in zip(parts, slices, strict=True)])

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.batches import Slice, row_spec
-from keras_dp.towers import NOT_AT_TOP_LEVEL, Tower, enter_tower
+from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Tower, enter_tower
 
 Tensor = Any
 
@@ -22,6 +22,7 @@ def stamp_towers(
     slices: Sequence[Slice],
     devices: list[str],
     sum_device: str,
+    replaced: Iterable[tf.Variable] = (),
 ) -> list[Any]:
     """Runs `function` as one tower on every device, with all cross-tower sums taken on `sum_device`.
 
@@ -34,13 +35,14 @@ def stamp_towers(
         slices: N `Slice`s of the global batch, one for each tower.
         devices: N device names.
         sum_device: where the sums over the towers are taken.
+        replaced: variables in place of which towers get tensors in `shared`.
 
     Returns:
         A list of N results of `function`.
 
     Raises:
         RuntimeError: if a cross-tower sum stands where stamping cannot see it.
-        ValueError: if the function writes to variables that are not Keras variables of the model, or differentiates a
+        ValueError: if the function reads a replaced variable all the same, writes to another one, or differentiates a
             `tf.py_function`.
     """
     result_of: dict[str, Any] = {}
@@ -57,6 +59,7 @@ def stamp_towers(
         concrete = tf.function(traced, autograph=False).get_concrete_function(*arguments)
     graph_def = concrete.graph.as_graph_def()
     _refuse_lost_marks(concrete.graph, graph_def, result_of["marks"])
+    _refuse_replaced_variables(concrete.captured_inputs, replaced)
     _refuse_variable_writes(concrete.graph, graph_def)
     _refuse_differentiated_python(graph_def)
 
@@ -115,6 +118,9 @@ def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, marks: set[str])
     copy.device = node.device or device
     # Colocation names an operation that may have been an input; the device is explicit now.
     copy.attr.pop("_class", None)
+    if "seed" in copy.attr and "seed2" in copy.attr and (copy.attr["seed"].i or copy.attr["seed2"].i):
+        # Random operations draw different numbers on every tower.
+        copy.attr["seed2"].i += i * SEED_STEP
     del copy.input[:]
     copy.input.extend([_sum_name(node.name)] if node.name in marks else [_in_tower(i, name) for name in node.input])
     return copy
@@ -149,6 +155,52 @@ def _needed(graph_def: graph_pb2.GraphDef, names: Iterable[str]) -> set[str]:
     return needed
 
 
+def refuse_lost_gradients(loss: Tensor, weights: dict[str, Tensor]) -> None:
+    """Refuses weights that a custom gradient reads without having them as arguments.
+
+    TensorFlow finds the gradients of variables there, but not of the tensors that stand in for them on towers: as in
+    `keras.remat`, `tf.recompute_grad` and the user's own `tf.custom_gradient`.
+
+    Args:
+        loss: a scalar in the tower's graph.
+        weights: by path, the tensors in place of the variables that have no gradient.
+
+    Raises:
+        ValueError: if the loss depends on one of them through a custom gradient.
+    """
+    without = {weight.op.name: path for path, weight in weights.items()}
+    if not without:
+        return
+    for operation in filter(_has_custom_gradient, _behind([loss]).values()):
+        # The operation's inputs are the results of the user's function and its arguments, on which the results depend.
+        inputs = {tensor.name for tensor in operation.inputs}
+        for tensor in operation.inputs:
+            between = _behind(tensor.op.inputs, stop=inputs)
+            is_result = any(other.name in inputs for inner in [tensor.op, *between.values()] for other in inner.inputs)
+            if is_result and without.keys() & between.keys():
+                paths = ", ".join(path for name, path in without.items() if name in between)
+                raise ValueError(
+                    "A weight is used inside keras.remat, tf.recompute_grad or a tf.custom_gradient, through which it would "
+                    f"not be trained on towers. Call the layer without it. Received: {paths}"
+                )
+
+
+def _behind(tensors: Iterable[Tensor], stop: Iterable[str] = ()) -> dict[str, tf.Operation]:
+    """The operations that tensors depend on, by name, except through the tensors named in `stop`."""
+    found: dict[str, tf.Operation] = {}
+    waiting = [tensor for tensor in tensors if tensor.name not in stop]
+    while waiting:
+        operation = waiting.pop().op
+        if operation.name not in found:
+            found[operation.name] = operation
+            waiting += [tensor for tensor in operation.inputs if tensor.name not in stop]
+    return found
+
+
+def _has_custom_gradient(operation: tf.Operation) -> bool:
+    return operation.type == "IdentityN" and b"_gradient_op_type" in operation.node_def.SerializeToString()
+
+
 def _refuse_lost_marks(graph: tf.Graph, graph_def: graph_pb2.GraphDef, marks: Iterable[str]) -> None:
     """Refuses marks inside a `vectorized_map`, which copies them unseen: they depend on its loop index, a placeholder."""
     inputs = {tensor.op.name for tensor in graph.inputs}
@@ -156,6 +208,16 @@ def _refuse_lost_marks(graph: tf.Graph, graph_def: graph_pb2.GraphDef, marks: It
     for mark in marks if foreign else []:
         if foreign & _needed(graph_def, [mark]):
             raise RuntimeError(f"{NOT_AT_TOP_LEVEL} Received: operation {mark!r}{_where(graph, mark)}")
+
+
+def _refuse_replaced_variables(captures: Iterable[Tensor], replaced: Iterable[tf.Variable]) -> None:
+    handles = {id(variable.handle): variable for variable in replaced}
+    for capture in captures:
+        if id(capture) in handles:
+            raise ValueError(
+                f"The variable {handles[id(capture)].name!r} is used inside a @tf.function that was traced before, outside of "
+                "the towers, so that it would not be trained. Remove the decorator: Keras compiles the whole step anyway."
+            )
 
 
 def _refuse_variable_writes(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> None:

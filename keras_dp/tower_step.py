@@ -9,12 +9,10 @@ import tensorflow as tf
 
 from keras_dp import keras_seams, metrics
 from keras_dp.batch_norm import batch_norm_mode
-from keras_dp.towers import Tower
+from keras_dp.stamping import refuse_lost_gradients
+from keras_dp.towers import SEED_STEP, Tower
 
 Tensor = Any
-
-# A large odd step between the seeds of the towers, so that they do not meet those of other generators.
-_SEED_STEP = 0x632BE5AB
 
 
 class Variables(NamedTuple):
@@ -40,6 +38,10 @@ class Variables(NamedTuple):
         taken = {id(variable) for variable in weights + seeds}
         state = [variable for variable in _unique(model.variables) if id(variable) not in taken]
         return cls(weights, state, seeds, _unique(v for metric in model.metrics for v in metric.variables))
+
+    def native(self) -> list[tf.Variable]:
+        """The `tf.Variable`s behind all of them."""
+        return [variable.value for kind in self for variable in kind]
 
     def read(self) -> dict[str, list[Tensor]]:
         """The variables' values, each read once, where it lives."""
@@ -107,6 +109,9 @@ class TowerStep:
                 y_pred, loss = self._forward(scope, tower, training=True)
                 scaled = loss if shared["loss_scale"] is None else loss * tf.cast(shared["loss_scale"], loss.dtype)
             gradients = tape.gradient(scaled, weights)
+            columns = zip(self.variables.weights, weights, gradients, strict=True)
+            without = {variable.path: weight for variable, weight, gradient in columns if gradient is None}
+            refuse_lost_gradients(scaled, without)
             self._update_metrics(scope, tower, y_pred)
         gradients = [self._on_the_wire(_without_borrowed_rows(gradient, tower)) for gradient in gradients]
         return scope.result(y_pred, loss, gradients)
@@ -251,7 +256,7 @@ class _TowerScope:
 
 def _fold_in(seed: Tensor, index: Tensor) -> Tensor:
     """A different seed for each tower, the seed itself for the first."""
-    return seed + tf.cast(index, seed.dtype) * tf.constant([_SEED_STEP, 0], seed.dtype)
+    return seed + tf.cast(index, seed.dtype) * tf.constant([SEED_STEP, 0], seed.dtype)
 
 
 def _without_borrowed_rows(gradient: Any, tower: Tower) -> Any:

@@ -12,6 +12,9 @@ from keras_dp.batches import Slice
 
 Tensor = Any
 
+# A large odd step between the seeds of the towers, so that they do not meet those of other generators.
+SEED_STEP = 0x632BE5AB
+
 NOT_AT_TOP_LEVEL = (
     "cross_tower_sum() was called inside a tf.cond branch, a loop, a nested tf.function or vectorized_map. The towers cannot "
     "meet there: whether and how often each one gets there may differ. Move the call to the top level of the model's call() or "
@@ -121,9 +124,10 @@ def cross_tower_sum(x: Any) -> Any:
 
 
 def gather_rows(x: Any) -> Any:
-    """All B rows of the global batch, on every tower, from each tower's rows `x` (b x ...); exact gradients.
+    """All rows of the global batch, on every tower, from each tower's rows `x`; with exact gradients.
 
-    Each tower pads its rows with zeros at its place in the global batch; the sum over the towers is the whole.
+    Each tower pads its rows with zeros at its place in the global batch; the sum over the towers is the whole. `x` has b rows,
+    or a multiple of them; a scalar, as one of a model's outputs may be, becomes the mean over the rows.
     """
     tower = current_tower()
     if tower is None or x is None:
@@ -132,9 +136,13 @@ def gather_rows(x: Any) -> Any:
         raise TypeError(f"Only dense tensors can be gathered from the towers. Received: {x}")
     if x.dtype == tf.bool:
         return tf.cast(gather_rows(tf.cast(x, tf.int32)), tf.bool)
-    _, begin, _, batch_rows = tower.slice
-    after = batch_rows - begin - tf.shape(x)[0]
-    paddings = tf.concat([[[begin, after]], tf.zeros([x.shape.rank - 1, 2], tf.int32)], axis=0)
+    if x.shape.rank == 0:
+        return cross_tower_sum(x * tower.share(x.dtype))
+    _, begin, rows, batch_rows = tower.slice
+    rows = tf.maximum(rows, 1)  # An empty slice has borrowed one.
+    multiple = tf.shape(x)[0] // rows
+    before, after = begin * multiple, (batch_rows - begin - rows) * multiple
+    paddings = tf.concat([[[before, after]], tf.zeros([x.shape.rank - 1, 2], tf.int32)], axis=0)
     gathered = cross_tower_sum(tf.pad(x, paddings))
     gathered.set_shape([None, *x.shape[1:]])
     return gathered

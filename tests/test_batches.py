@@ -26,8 +26,7 @@ def test_the_own_rows_of_all_slices_are_the_batch():
     x = np.arange(10.0).reshape(5, 2)
     for num_slices in (1, 2, 3, 8):
         parts = cut((x, None), num_slices)
-        own = [batches.own_rows(part.data, part) for part in parts]
-        whole, nothing = batches.concatenate(own)
+        whole, nothing = batches.whole_batch([part.data for part in parts], parts)
         np.testing.assert_array_equal(whole, x)
         assert nothing is None
 
@@ -37,9 +36,16 @@ def test_ragged_and_sparse_tensors_are_cut_by_rows():
     dense = tf.constant([[0, 1], [2, 0], [0, 0], [3, 4], [5, 0]])
     parts = cut((ragged, tf.sparse.from_dense(dense)), 2)
     assert [part.data[0].to_list() for part in parts] == [[[1], [2, 3]], [[], [4, 5, 6], [7]]]
-    whole_ragged, whole_sparse = batches.concatenate([batches.own_rows(part.data, part) for part in parts])
+    whole_ragged, whole_sparse = batches.whole_batch([part.data for part in parts], parts)
     assert whole_ragged.to_list() == ragged.to_list()
     np.testing.assert_array_equal(tf.sparse.to_dense(whole_sparse), dense)
+
+
+def test_scalars_are_means_over_the_rows():
+    parts = cut(np.arange(5.0), 3)
+    whole = batches.whole_batch([{"mean": tf.reduce_mean(part.data), "count": tf.constant(7)} for part in parts], parts)
+    assert float(whole["mean"]) == 2.0
+    assert int(whole["count"]) == 7
 
 
 def test_row_specs_leave_the_number_of_rows_open():

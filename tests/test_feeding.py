@@ -86,6 +86,10 @@ def test_evaluate_and_predict_in_order_with_any_batch_size(steps_per_execution):
         assert_same(one.evaluate(X, Y, batch_size, 0), parallel.evaluate(X, Y, batch_size, 0), 1e-12)
         assert_same(one.predict(X, batch_size, 0), parallel.predict(X, batch_size, 0), 1e-12)
     assert_same(one.evaluate(dataset(), verbose=0), parallel.evaluate(dataset(), verbose=0), 1e-12)
+    pair = keras.Input((4,)), keras.Input((2,))
+    doubled = keras.Model(list(pair), layers.Concatenate()(pair))
+    expected = np.concatenate([X, Y], axis=1)
+    np.testing.assert_array_equal(keras_dp.DataParallelModel(doubled, devices=3).predict([X, Y], verbose=0), expected)
     only_x = dataset().map(lambda x, y, w: x)
     assert_same(one.predict(only_x, verbose=0), parallel.predict(only_x, verbose=0), 1e-12)
 

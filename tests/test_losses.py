@@ -242,6 +242,32 @@ def test_hinge_decides_by_the_whole_batch_whether_labels_are_binary():
     assert_towers_match_one_device(dense(), arguments, [((X, y), 23)], 3)
 
 
+def test_the_tower_scope_needs_a_reduction():
+    parallel = keras_dp.DataParallelModel(dense()(), devices=2, loss_scope="tower")
+    parallel.compile("sgd", losses.MeanSquaredError(reduction=None))
+    with pytest.raises(ValueError, match="Give the loss a reduction"):
+        parallel.fit(X, rng.normal(size=(23, 3)), verbose=0)
+
+
+def test_losses_of_ones_own_for_several_rows_an_input():
+    """Outputs with T rows for each row of the input are gathered in their order."""
+
+    def build():
+        inputs = keras.Input((4, 5))
+        return keras.Model(inputs, layers.Lambda(lambda x: ops.reshape(x, (-1, 3)))(layers.Dense(3)(inputs)))
+
+    def loss(y_true, y_pred):
+        places = ops.cast(ops.arange(ops.shape(y_pred)[0]), y_pred.dtype)
+        return ops.mean((ops.reshape(y_true, (-1, 3)) - y_pred) ** 2 * ops.expand_dims(places, 1))
+
+    one, inner = twins(build)
+    x, y = rng.normal(size=(23, 4, 5)), rng.normal(size=(23, 4, 3))
+    for model in (one, keras_dp.DataParallelModel(inner, devices=3)):
+        model.compile("sgd", loss)
+        model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
 def test_unknown_scope():
     with pytest.raises(ValueError, match="`loss_scope` must be one of 'auto', 'tower', 'batch'.*loss_scope='rows'"):
         keras_dp.DataParallelModel(dense()(), loss_scope="rows")

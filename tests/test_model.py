@@ -142,6 +142,66 @@ def test_models_without_weights_or_without_training_argument():
     assert_same(one.predict(X, 7, 0), parallel.predict(X, 7, 0), 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+def test_stopped_and_custom_gradients_are_those_of_one_device():
+    """Only gradients that TensorFlow would find for variables, and not for the towers' tensors, are refused."""
+
+    @tf.custom_gradient
+    def rounded(x):
+        return tf.round(x), lambda upstream: upstream
+
+    class Stopped(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = layers.Dense(3), layers.Dense(3, "silu"), layers.Dense(2)
+
+        def call(self, x):
+            return self.third(rounded(10 * self.second(keras.ops.stop_gradient(self.first(x)))))
+
+    assert_towers_match_one_device(Stopped, compile_arguments, [((X, Y), 5)], 3)
+
+
+def test_random_operations_of_tensorflow_differ_between_towers():
+    class Noise(keras.Model):
+        def call(self, x):
+            return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
+
+    tf.random.set_seed(3)
+    rows = keras_dp.DataParallelModel(Noise(), devices=4).predict(np.zeros((8, 2)), verbose=0)
+    assert len(np.unique(rows)) == 16
+
+
+def test_a_scalar_among_the_outputs():
+    class WithTemperature(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+            self.temperature = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x):
+            return self.dense(x), keras.ops.exp(self.temperature)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            logits, temperature = y_pred
+            return keras.ops.mean((logits * temperature - y) ** 2)
+
+    one, inner = twins(WithTemperature)
+    for model in (one, keras_dp.DataParallelModel(inner, devices=3)):
+        model.compile("sgd")
+        model.fit(X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def test_compiling_the_inner_model_behind_our_back_is_noticed():
+    parallel = parallel_model()
+    parallel.fit(X, Y, verbose=0)
+    parallel.inner_model.compile("sgd", "mae")
+    with pytest.raises(ValueError, match="compiled again"):
+        parallel.fit(X, Y, verbose=0)
+    parallel.compile("sgd", "mae")
+    parallel.fit(X, Y, verbose=0)
+
+
 def test_dropout_differs_between_towers_and_repeats_with_the_seed():
     def dropped(devices):
         keras.utils.set_random_seed(1)
@@ -309,6 +369,26 @@ def test_refuses_updates_that_would_be_lost():
     spectral = keras.Sequential([keras.Input((4,)), layers.SpectralNormalization(layers.Dense(2))])
     with pytest.raises(ValueError, match=r"trainable weight '.*kernel' is updated inside call"):
         parallel_model(spectral).fit(X, Y, verbose=0)
+
+    class Rematerialized(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.out = layers.Dense(3, name="hidden"), layers.Dense(2)
+            self.hidden.build((None, 4))
+
+        def call(self, x):
+            return self.out(tf.recompute_grad(self.hidden)(x))
+
+    with pytest.raises(ValueError, match=r"inside keras.remat.*hidden/kernel"):
+        parallel_model(Rematerialized()).fit(X, Y, verbose=0)
+
+    class Decorated(layers.Dense):
+        @tf.function
+        def call(self, x):
+            return super().call(x)
+
+    with pytest.raises(ValueError, match=r"variable '.*/kernel:0' is used inside a @tf.function"):
+        parallel_model(keras.Sequential([keras.Input((4,)), Decorated(2)])).fit(X, Y, verbose=0)
 
     class InALoop(layers.Layer):
         def __init__(self):
