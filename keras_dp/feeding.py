@@ -1,6 +1,5 @@
 """Feed towers: cut each global batch into slices on the host, in the input pipeline."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,6 @@ class SliceFeed:
         self.num_towers = num_towers
         self.is_eager = is_eager
         self.prepare = prepare
-
-    def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Variables are created where they would be without us."""
-        return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """The dataset of batches as a dataset of N `Slice`s each.
