@@ -56,7 +56,6 @@ def make(name):
 @pytest.mark.parametrize("name", ALL)
 def test_every_metric_of_keras(name):
     """A new one in Keras comes up here by itself."""
-
     if name in FLOAT32:
         keras.config.set_floatx("float32")
     y = LABELS[:, :1] if name in SPARSE else LABELS
