@@ -20,19 +20,24 @@ def twins(build):
     return models
 
 
-def train(model, compile_arguments, datasets, evaluate_batch_size=7, **fit_arguments):
-    """Fits datasets, each ((x, y) or (x, y, sample_weight), batch size), and returns histories, evaluations and predictions."""
-    keras.utils.set_random_seed(5)
+def fit(model, compile_arguments, datasets, **fit_arguments):
+    """Compiles, fits datasets, each ((x, y) or (x, y, sample_weight), batch size), and returns the histories."""
     model.compile(**compile_arguments())
-    results = []
+    histories = []
     for (x, *targets), batch_size in datasets:
         y, sample_weight = [*targets, None, None][:2]
         arguments = {"epochs": 2, "shuffle": False, "verbose": 0, **fit_arguments}
-        history = model.fit(x, y, sample_weight=sample_weight, batch_size=batch_size, **arguments).history
-        evaluation = model.evaluate(
-            x, y, sample_weight=sample_weight, batch_size=evaluate_batch_size, verbose=0, return_dict=True
-        )
-        results.append((history, evaluation, model.predict(x, batch_size=evaluate_batch_size, verbose=0)))
+        histories.append(model.fit(x, y, sample_weight=sample_weight, batch_size=batch_size, **arguments).history)
+    return histories
+
+
+def fit_evaluate_predict(model, compile_arguments, datasets, batch_size=7, **fit_arguments):
+    """As `fit`, and what evaluate and predict give for the same data."""
+    results = [fit(model, compile_arguments, datasets, **fit_arguments)]
+    for (x, *targets), _ in datasets:
+        y, sample_weight = [*targets, None, None][:2]
+        evaluation = model.evaluate(x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True)
+        results.append((evaluation, model.predict(x, batch_size=batch_size, verbose=0)))
     return results
 
 
@@ -55,17 +60,25 @@ def largest_difference(one, other):
     return largest_change(one.get_weights(), other.get_weights())
 
 
-def assert_towers_match_one_device(build, compile_arguments, datasets, num_towers, wrapper_arguments=None, **fit_arguments):
-    """Trains both twins on the same datasets and compares weights, optimizer state, history, evaluation and predictions.
+def assert_same_script(build, script, num_towers, wrapper_arguments=None):
+    """Runs a script on a plain model and on a wrapper around its twin; compares results, weights and optimizer state.
+
+    Args:
+        build: builds the model.
+        script: takes a model, compiles and trains it, and returns nested numbers.
+        num_towers: how many devices the wrapper gets.
+        wrapper_arguments: its further arguments.
 
     Returns:
-        The two trained models.
+        The plain model and the wrapper.
     """
     one, inner = twins(build)
     before = one.get_weights()
-    expected = train(one, compile_arguments, datasets, **fit_arguments)
+    keras.utils.set_random_seed(5)
+    expected = script(one)
+    keras.utils.set_random_seed(5)
     parallel = keras_dp.DataParallelModel(inner, devices=num_towers, **wrapper_arguments or {})
-    received = train(parallel, compile_arguments, datasets, **fit_arguments)
+    received = script(parallel)
 
     tolerance = TOLERANCE[keras.config.floatx()]
     assert_same(expected, received, tolerance)
@@ -74,7 +87,25 @@ def assert_towers_match_one_device(build, compile_arguments, datasets, num_tower
         assert_same(values(one.optimizer), values(optimizer), tolerance, "optimizer")
     if len(before) == len(one.get_weights()) > 0:
         assert largest_change(before, one.get_weights()) > 1e-6, "nothing was trained"
-    return one, inner
+    return one, parallel
+
+
+def assert_same_training(build, compile_arguments, datasets, num_towers, wrapper_arguments=None, **fit_arguments):
+    """Compares `fit` alone: histories, weights and optimizer state. Returns the plain model and the wrapper."""
+    return assert_same_script(
+        build, lambda model: fit(model, compile_arguments, datasets, **fit_arguments), num_towers, wrapper_arguments
+    )
+
+
+def assert_towers_match_one_device(build, compile_arguments, datasets, num_towers, wrapper_arguments=None, **fit_arguments):
+    """Compares `fit`, `evaluate` and `predict`. Returns the two trained models."""
+    one, parallel = assert_same_script(
+        build,
+        lambda model: fit_evaluate_predict(model, compile_arguments, datasets, **fit_arguments),
+        num_towers,
+        wrapper_arguments,
+    )
+    return one, parallel.inner_model
 
 
 def largest_change(before, after):

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_towers_match_one_device, train, twins
+from comparison import assert_same, assert_towers_match_one_device, fit_evaluate_predict, twins
 from keras import layers
 
 import keras_dp
@@ -173,8 +173,10 @@ def test_group_and_layer_normalization_are_left_alone():
 def test_negative_control_local_moments_give_other_weights():
     data = rng.normal(size=(30, 3)), rng.normal(size=(30, 1))
     one, inner = twins(one_layer)
-    expected = train(one, compile_arguments, [(data, 10)])
-    received = train(keras_dp.DataParallelModel(inner, devices=2, batch_norm="local"), compile_arguments, [(data, 10)])
+    expected = fit_evaluate_predict(one, compile_arguments, [(data, 10)])
+    received = fit_evaluate_predict(
+        keras_dp.DataParallelModel(inner, devices=2, batch_norm="local"), compile_arguments, [(data, 10)]
+    )
     with pytest.raises(AssertionError):
         assert_same(expected, received, 1e-3)
 

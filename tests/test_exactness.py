@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from comparison import assert_towers_match_one_device, largest_difference, train, twins
+from comparison import assert_same_training, assert_towers_match_one_device, fit_evaluate_predict, largest_difference, twins
 from keras import layers, losses, optimizers
 
 import keras_dp
@@ -107,7 +107,7 @@ def test_every_model_with_every_kind_of_batch(model, num_towers):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(optimizer, num_towers):
     datasets = [(images(rows), batch_size) for rows, batch_size in BATCHES.values()]
-    assert_towers_match_one_device(conv_with_batch_norm, compile_arguments(optimizer), datasets, num_towers)
+    assert_same_training(conv_with_batch_norm, compile_arguments(optimizer), datasets, num_towers)
 
 
 @pytest.mark.parametrize("num_towers", [2, 3])
@@ -115,7 +115,7 @@ def test_negative_control_without_synchronized_moments(num_towers, monkeypatch):
     """The comparison sees what it is there to see: with each tower's own moments, the weights differ."""
     x, y = images(40)
     one, inner = twins(conv_with_batch_norm)
-    train(one, compile_arguments("adam"), [((x, y), 10)])
+    fit_evaluate_predict(one, compile_arguments("adam"), [((x, y), 10)])
     monkeypatch.setattr("keras_dp.batch_norm.cross_tower_sum", lambda x: x)
-    train(keras_dp.DataParallelModel(inner, devices=num_towers), compile_arguments("adam"), [((x, y), 10)])
+    fit_evaluate_predict(keras_dp.DataParallelModel(inner, devices=num_towers), compile_arguments("adam"), [((x, y), 10)])
     assert largest_difference(one, inner) > 1e-4

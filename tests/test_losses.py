@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from comparison import assert_same, assert_towers_match_one_device, train, twins
+from comparison import assert_same, assert_towers_match_one_device, fit_evaluate_predict, twins
 from keras import layers, losses, ops
 
 import keras_dp
@@ -124,8 +124,10 @@ def test_row_by_row_losses_of_ones_own_are_exact_in_the_tower_scope_too():
 def test_negative_control_coupled_rows_in_the_tower_scope():
     data = (X, rng.normal(size=(23, 3)))
     one, inner = twins(dense())
-    expected = train(one, compiled(rmse), [(data, 9)])
-    received = train(keras_dp.DataParallelModel(inner, devices=3, loss_scope="tower"), compiled(rmse), [(data, 9)])
+    expected = fit_evaluate_predict(one, compiled(rmse), [(data, 9)])
+    received = fit_evaluate_predict(
+        keras_dp.DataParallelModel(inner, devices=3, loss_scope="tower"), compiled(rmse), [(data, 9)]
+    )
     with pytest.raises(AssertionError):
         assert_same(expected, received, 1e-4)
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_towers_match_one_device, largest_change, train, twins, values
+from comparison import assert_same, assert_towers_match_one_device, fit_evaluate_predict, largest_change, twins, values
 from keras import layers
 
 import keras_dp
@@ -60,11 +60,11 @@ print("loaded")
 
 def test_training_goes_on_from_a_saved_file_as_if_it_had_not_stopped(tmp_path):
     one, inner = twins(build)
-    train(one, compile_arguments, [((X, Y), 5)])
+    fit_evaluate_predict(one, compile_arguments, [((X, Y), 5)])
     one.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
 
     parallel = keras_dp.DataParallelModel(inner, devices=3)
-    train(parallel, compile_arguments, [((X, Y), 5)])
+    fit_evaluate_predict(parallel, compile_arguments, [((X, Y), 5)])
     parallel.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     resumed = keras_dp.DataParallelModel(loaded, devices=2)
@@ -237,14 +237,14 @@ def test_dropout_differs_between_towers_and_repeats_with_the_seed():
 @pytest.mark.parametrize("how", ["run_eagerly", "run_functions_eagerly"])
 def test_running_eagerly_runs_the_inner_model_and_says_so_once(how, caplog):
     one, inner = twins(build)
-    expected = train(one, compile_arguments, [((X, Y), 5)])
+    expected = fit_evaluate_predict(one, compile_arguments, [((X, Y), 5)])
     try:
         tf.config.run_functions_eagerly(how == "run_functions_eagerly")
         if how == "run_functions_eagerly":
             tf.data.experimental.enable_debug_mode()
         arguments = {**compile_arguments(), "run_eagerly": how == "run_eagerly"}
         with caplog.at_level(logging.WARNING, "keras_dp"):
-            received = train(keras_dp.DataParallelModel(inner, devices=3), lambda: arguments, [((X, Y), 5)])
+            received = fit_evaluate_predict(keras_dp.DataParallelModel(inner, devices=3), lambda: arguments, [((X, Y), 5)])
     finally:
         tf.config.run_functions_eagerly(False)
     assert_same(expected, received, 1e-9)
@@ -410,9 +410,9 @@ def test_refuses_updates_that_would_be_lost():
 @pytest.mark.parametrize("gradient_dtype", ["bfloat16", "float16"])
 def test_gradients_in_half_the_bits_are_close_and_not_the_same(gradient_dtype):
     one, inner = twins(build)
-    train(one, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
+    fit_evaluate_predict(one, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
     parallel = keras_dp.DataParallelModel(inner, devices=3, gradient_dtype=gradient_dtype)
-    train(parallel, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
+    fit_evaluate_predict(parallel, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
     assert 1e-9 < largest_change(one.get_weights(), inner.get_weights()) < 1e-2
     with pytest.raises(ValueError, match="gradient_dtype='int8'"):
         keras_dp.DataParallelModel(build(), gradient_dtype="int8")

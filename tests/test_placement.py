@@ -6,7 +6,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from comparison import assert_same, train, twins, values
+from comparison import assert_same, fit_evaluate_predict, twins, values
 from keras import layers
 
 import keras_dp
@@ -77,11 +77,11 @@ def compile_arguments():
 def test_variables_move_and_stay_the_users(parameter_device, tmp_path):
     data = np.random.default_rng(0).normal(size=(21, 6)), np.random.default_rng(1).normal(size=(21, 2))
     one, inner = twins(build)
-    expected = train(one, compile_arguments, [(data, 8)])
+    expected = fit_evaluate_predict(one, compile_arguments, [(data, 8)])
     variables = inner.weights
     parallel = keras_dp.DataParallelModel(inner, devices=3, parameter_device=parameter_device)
     assert parallel.parameter_device == parameter_device
-    assert_same(expected, train(parallel, compile_arguments, [(data, 8)]), 1e-9)
+    assert_same(expected, fit_evaluate_predict(parallel, compile_arguments, [(data, 8)]), 1e-9)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
     assert_same(values(one.optimizer), values(inner.optimizer), 1e-9)
 
