@@ -91,7 +91,7 @@ def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
 def row_spec(leaf: Any) -> Any:
     """The type of a tensor, or its type spec, with any number of rows; None for what is not a tensor."""
     spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
-    if not isinstance(spec, tf.TypeSpec) or isinstance(spec, tf.OptionalSpec):
+    if not isinstance(spec, tf.TypeSpec) or not hasattr(spec, "shape"):
         return None
     shape = [None, *spec.shape[1:]] if spec.shape.rank else spec.shape
     if isinstance(spec, tf.SparseTensorSpec):
@@ -120,9 +120,24 @@ def whole_batch(parts: Sequence[Any], slices: Sequence[Slice]) -> Any:
             slice_rows(leaf, tf.constant(0), _rows(leaf) * tf.minimum(part.rows, 1))
             for leaf, part in zip(leaves, slices, strict=True)
         ]
-        return tf.sparse.concat(axis=0, sp_inputs=own) if isinstance(own[0], tf.SparseTensor) else tf.concat(own, axis=0)
+        if isinstance(own[0], tf.SparseTensor):
+            return tf.sparse.concat(axis=0, sp_inputs=own)
+        with tf.control_dependencies(_agree_beside_rows(own)):
+            return tf.concat(own, axis=0)
 
     return keras.tree.map_structure(put_together, *parts)
+
+
+def _agree_beside_rows(leaves: Sequence[Any]) -> list[Any]:
+    """Checks that the slices' outputs have one shape, for dense tensors whose shape is not known while tracing."""
+    if isinstance(leaves[0], tf.RaggedTensor) or leaves[0].shape[1:].is_fully_defined():
+        return []
+    message = (
+        "The outputs for the slices of a batch do not fit together: all axes but the rows must have one length. A model that "
+        "pads its inputs to the longest row pads each slice by itself; pad them before, or to a fixed length."
+    )
+    checks = [tf.debugging.assert_equal(tf.shape(leaf)[1:], tf.shape(leaves[0])[1:], message=message) for leaf in leaves[1:]]
+    return [check for check in checks if check is not None]
 
 
 def _mean_scalar(leaves: Sequence[Tensor], slices: Sequence[Slice]) -> Tensor:

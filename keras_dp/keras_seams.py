@@ -4,7 +4,8 @@ Nothing else in the package imports `keras.src` or reads an attribute of Keras t
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -34,21 +35,42 @@ def is_built(model: keras.Model) -> bool:
 
 
 def build(model: keras.Model, x: Any) -> None:
-    """Creates the variables of a model, from the shapes of its inputs."""
-    inputs = keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
+    """Creates the variables of a model, from the type specs of its inputs."""
     arguments = {"training": False} if accepts_training(model) else {}
-    keras_backend.compute_output_spec(model, inputs, **arguments)
+    keras_backend.compute_output_spec(lambda: model(keras.tree.map_structure(_placeholder, x), **arguments))
 
 
 def symbolic_build(model: keras.Model, batch: Any) -> None:
-    """Creates the variables of a compiled model, its metrics, losses and optimizer, from the shapes of a batch."""
-    try:
-        model._symbolic_build(data_batch=batch)
-    except RuntimeError as error:
-        if not isinstance(error.__context__, Exception):
-            raise
-        # Keras wraps what the user's own code raised.
-        raise error.__context__ from None
+    """Creates the variables of a compiled model's metrics, losses and optimizer, from the type specs of a batch.
+
+    As `model._symbolic_build`, which knows dense tensors only.
+    """
+    has_metrics = model._compile_metrics is not None and not model._compile_metrics.built
+    has_loss = model._compile_loss is not None and not model._compile_loss.built
+
+    def forward() -> None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_placeholder, batch))
+        y_pred = model(x, training=False) if accepts_training(model) else model(x)
+        if has_metrics:
+            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        if has_loss:
+            call_compute_loss(model, x, y, y_pred, sample_weight, training=False)
+
+    if has_metrics or has_loss:
+        keras_backend.compute_output_spec(forward)
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model._post_build()
+
+
+def _placeholder(spec: Any) -> Any:
+    """A tensor of a type spec, dense, ragged or sparse, in the current graph."""
+    if spec is None:
+        return None
+    if isinstance(spec, tf.TensorSpec):
+        return tf.compat.v1.placeholder(spec.dtype, spec.shape)
+    parts = tf.nest.map_structure(lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), spec._component_specs)
+    return spec._from_components(parts)
 
 
 def call_compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
@@ -102,7 +124,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Softmax": tf.nn.softmax,
 def seed_states(model: keras.Model) -> list[keras.Variable]:
     """The states of the random generators that a model can draw from; the last is that of operations without a seed."""
     states = [generator.state for layer in flatten_layers(model) for generator in layer._seed_generators]
-    return [*states, seed_generator.global_seed_generator().state]
+    # The first call makes that generator, with a seed from Python's random numbers: the user's own stay what they were.
+    before = random.getstate()
+    try:
+        return [*states, seed_generator.global_seed_generator().state]
+    finally:
+        random.setstate(before)
 
 
 def move_variable(variable: keras.Variable, device: str) -> None:
@@ -113,10 +140,19 @@ def move_variable(variable: keras.Variable, device: str) -> None:
 
 
 def know_moved_variables(optimizer: keras.optimizers.Optimizer) -> None:
-    """Has a built optimizer find its variables again after they were moved."""
-    for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if part is not None and part.built:
+    """Has a built optimizer, and those inside it, find their variables again after they were moved."""
+    inside = _optimizers_inside(optimizer)
+    for part in [optimizer, *inside]:
+        if part.built:
             part._trainable_variables_indices = {part._var_key(v): i for i, v in enumerate(part._trainable_variables)}
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer) and optimizer.built:
+        keys = [[part._var_key(v) for v in part._trainable_variables] for part in inside]
+        optimizer._var_to_optimizer_idx = {key: i for i, of_part in enumerate(keys) for key in of_part}
+
+
+def _optimizers_inside(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return list(getattr(optimizer, "optimizers", ())) if inner is None else [inner, *_optimizers_inside(inner)]
 
 
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
@@ -144,6 +180,13 @@ def replaced_loss_reduction(reduction: Callable[..., Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def replaced_added_loss(total: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Has every model take what a layer gave to `add_loss`, or a regularizer's loss, for `total` of it instead of its sum."""
+    with _replaced(keras.Model, "_aggregate_additional_loss", lambda model, loss: total(loss)):
+        yield
+
+
+@contextlib.contextmanager
 def replaced_moments(moments: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Has every BatchNormalization take its moments from `moments(layer, inputs, mask)`."""
     with _replaced(keras.layers.BatchNormalization, "_moments", moments):
@@ -151,10 +194,35 @@ def replaced_moments(moments: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[
 
 
 @contextlib.contextmanager
+def watched_updates(
+    metrics: Sequence[keras.metrics.Metric], watch: Callable[[keras.metrics.Metric, list[Any]], None]
+) -> Iterator[None]:
+    """Calls `watch(metric, values)` after each `metric.update_state(*values)`."""
+
+    def watched(metric: keras.metrics.Metric) -> Callable[..., Any]:
+        update_state = metric.update_state
+
+        def update_and_watch(*args: Any, **kwargs: Any) -> None:
+            update_state(*args, **kwargs)
+            watch(metric, keras.tree.flatten((args, kwargs)))
+
+        return update_and_watch
+
+    with contextlib.ExitStack() as stack:
+        for metric in metrics:
+            stack.enter_context(_replaced(metric, "update_state", watched(metric)))
+        yield
+
+
+@contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = name in vars(owner)
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)

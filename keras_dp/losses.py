@@ -6,7 +6,8 @@ add up to the loss of the global batch, because the three parts of L_i are made 
 - a compiled loss, split by rows, is sum_i / D * B / b_i, with the true global denominator D (elements, valid mask entries
   or sum of sample weights, as the loss's reduction says);
 - a compiled loss on the gathered batch is the whole batch's loss on every tower;
-- weight regularizers have the same value on every tower, and `add_loss` and activity regularizers are means over rows.
+- weight regularizers have the same value on every tower, activity regularizers are means over rows, and `add_loss` is taken
+  for such a mean if it is given a scalar, and for a sum over rows if it is given a value for each.
 """
 
 import inspect
@@ -20,9 +21,12 @@ from keras_dp.towers import cross_tower_sum, gather_rows, tower_in_trace
 
 Tensor = Any
 
-# Circle compares the rows of a batch with each other, Dice and Tversky reduce over them, and the hinges decide by all
-# labels of the batch whether these are 0 and 1.
-_COUPLE_ROWS = {"Circle", "Dice", "Tversky", "Hinge", "SquaredHinge", "circle", "dice", "tversky", "hinge", "squared_hinge"}
+# Circle compares the rows of a batch with each other, Dice and Tversky reduce over them, the hinges decide by all labels of the
+# batch whether these are 0 and 1, and the generalized crossentropy pairs all labels with all rows.
+_COUPLE_ROWS = {
+    *("Circle", "Dice", "Tversky", "Hinge", "SquaredHinge", "CategoricalGeneralizedCrossEntropy"),
+    *("circle", "dice", "tversky", "hinge", "squared_hinge", "categorical_generalized_cross_entropy"),
+}
 _ROWWISE = {value for name, value in vars(keras.losses).items() if callable(value) and value.__name__ not in _COUPLE_ROWS}
 
 
@@ -61,7 +65,7 @@ def rowwise_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight:
         NotSplitByRowsError: if a loss has no value for each row.
     """
     with keras_seams.replaced_loss_reduction(_reduce_over_global_batch):
-        return _share(keras_seams.call_compute_loss(model, x, y, y_pred, sample_weight, training))
+        return _weighted_with_share(model, x, y, y_pred, sample_weight, training)
 
 
 def tower_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
@@ -80,14 +84,14 @@ def tower_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: A
             return kept
 
     with keras_seams.replaced_loss_reduction(reduce_or_keep):
-        return _share(keras_seams.call_compute_loss(model, x, y, y_pred, sample_weight, training))
+        return _weighted_with_share(model, x, y, y_pred, sample_weight, training)
 
 
 def gathered_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
     """The tower's part of the global loss, from all B rows, for losses that need them. Same arguments as `rowwise_loss`."""
     if overrides_compute_loss(model):
         x = _gather(x)
-    return _share(keras_seams.call_compute_loss(model, x, _gather(y), _gather(y_pred), _gather(sample_weight), training))
+    return _weighted_with_share(model, x, _gather(y), _gather(y_pred), _gather(sample_weight), training)
 
 
 def _gather(batch: Any) -> Any:
@@ -98,8 +102,20 @@ def _gather(batch: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else gather(leaf), batch)
 
 
-def _share(loss: Tensor) -> Tensor:
+def _weighted_with_share(model: keras.Model, *batch: Any) -> Tensor:
+    """The model's loss times b / B; for what layers gave to `add_loss`, too."""
+    with keras_seams.replaced_added_loss(_added_loss):
+        loss = keras_seams.call_compute_loss(model, *batch)
     return loss * tower_in_trace().share(loss.dtype)
+
+
+def _added_loss(values: Tensor) -> Tensor:
+    """What Keras takes `add_loss(values)` for, their sum; times B / b if there is a value for each row."""
+    if not values.dtype.is_floating:
+        values = tf.cast(values, keras.config.floatx())
+    total = tf.reduce_sum(values)
+    has_rows = values.shape.rank != 0 and values.shape[0] is None
+    return tf.math.divide_no_nan(total, tower_in_trace().share(total.dtype)) if has_rows else total
 
 
 def _reduce_over_global_batch(
@@ -116,6 +132,8 @@ def _reduce_over_global_batch(
     values = tf.convert_to_tensor(values)
     if values.shape.rank == 0 or values.shape[0] is not None or reduction in (None, "none"):
         raise NotSplitByRowsError
+    if sample_weight is not None and _differ_in_rank(values, tf.convert_to_tensor(sample_weight)):
+        raise NotSplitByRowsError  # Rows then meet other axes, which Keras refuses unless they happen to be as long.
     local_sum = keras_seams.reduce_weighted_values
 
     def ones_like(tensor: Tensor | None) -> Tensor | None:
@@ -135,3 +153,9 @@ def _reduce_over_global_batch(
     else:
         denominator = tf.ones((), total.dtype)
     return tf.math.divide_no_nan(total * factor, denominator * tower_in_trace().share(total.dtype))
+
+
+def _differ_in_rank(values: Tensor, sample_weight: Tensor) -> bool:
+    """Whether one has an axis more than the other that Keras does not squeeze."""
+    longer, shorter = sorted((values.shape, sample_weight.shape), key=len, reverse=True)
+    return bool(len(longer) != len(shorter) and not (len(longer) == len(shorter) + 1 and longer[-1] == 1))

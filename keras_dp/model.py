@@ -1,5 +1,6 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
-from keras_dp.tower_step import TowerResult, TowerStep, Variables
+from keras_dp.tower_step import TowerResult, TowerStep, Variables, unknown_rows_explained
 from keras_dp.wrapper import ModelWrapper, refuse_strategy
 
 Tensor = Any
@@ -77,8 +78,10 @@ class DataParallelModel(ModelWrapper):
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
+        self._compiled_with: keras.metrics.Metric | None = None
         self._feed = SliceFeed(len(self._devices), self._is_eager, self._prepare)
         self._place_variables()
+        self._follow_inner_model()
 
     def train_step(self, data: Any) -> Logs:
         """One step of training on N slices: stamp the towers, sum, apply once."""
@@ -88,9 +91,9 @@ class DataParallelModel(ModelWrapper):
         towers = self._stamp("train", variables, data)
         gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
         gradients, total = _all_or_nothing((gradients, _combine(towers)))
+        _assign(variables, total)
         if variables.weights:
             self.optimizer.apply(gradients, variables.weights)
-        _assign(variables, total)
         return self._update_metrics(variables, towers, data, total)
 
     def test_step(self, data: Any) -> Logs:
@@ -115,12 +118,13 @@ class DataParallelModel(ModelWrapper):
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
-        shared = variables.read() | {"loss_scale": self._loss_scale() if step == "train" else None}
+        shared = variables.read(self.inner_model) | {"loss_scale": self._loss_scale() if step == "train" else None}
         sum_device = placement.home(variables.weights[0]) if variables.weights else self._devices[0]
 
         def stamp(compute_loss: Callable[..., Tensor]) -> list[TowerResult]:
             tower = TowerStep(self.inner_model, variables, compute_loss, self.batch_norm, self.gradient_dtype)
-            return stamp_towers(getattr(tower, step), shared, slices, self.devices, sum_device, variables.native())
+            with unknown_rows_explained():
+                return stamp_towers(getattr(tower, step), shared, slices, self.devices, sum_device, variables.native())
 
         if self.loss_scope == "tower":
             return stamp(losses.tower_loss)
@@ -156,18 +160,14 @@ class DataParallelModel(ModelWrapper):
     def _prepare(self, batch: Any) -> None:
         """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
         model = self.inner_model
-        if self.compiled and keras_seams.loss_tracker(model) is not self._compiled_with:
-            raise ValueError(
-                "The inner model has been compiled again since the DataParallelModel was. Call compile() on the latter, which "
-                f"compiles both. Received: {model.name!r}"
-            )
         specs = keras.tree.map_structure(row_spec, batch)
         x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
-        if not keras_seams.is_built(model):
-            keras_seams.build(model, x)
-        self._place_variables()
-        if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
-            keras_seams.symbolic_build(model, specs)
+        with unknown_rows_explained():
+            if not keras_seams.is_built(model):
+                keras_seams.build(model, x)
+            self._place_variables()
+            if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
+                keras_seams.symbolic_build(model, specs)
         keras_seams.seed_states(model)
         self.built = True
 
@@ -194,6 +194,7 @@ class DataParallelModel(ModelWrapper):
         Raises:
             ValueError: if there was nothing to train on.
         """
+        self._begin(keras.Model.fit, *args, **kwargs)
         history = super().fit(*args, **kwargs)
         # A generator that runs dry between epochs ends training, as in Keras; one that never gave a batch is a mistake.
         if history.epoch and not any(history.history.get("loss", ())):
@@ -206,6 +207,7 @@ class DataParallelModel(ModelWrapper):
         Raises:
             ValueError: if there was nothing to evaluate.
         """
+        self._begin(keras.Model.evaluate, *args, **kwargs)
         results = super().evaluate(*args, **kwargs)
         self._refuse_no_batches("evaluate")
         return results
@@ -216,12 +218,17 @@ class DataParallelModel(ModelWrapper):
         Raises:
             ValueError: if there was nothing to predict.
         """
+        self._begin(keras.Model.predict, *args, **kwargs)
         try:
             return super().predict(*args, **kwargs)
         except UnboundLocalError as error:
             if "batch_outputs" not in str(error):
                 raise
             raise ValueError(NO_BATCHES.format("predict")) from error
+
+    def _begin(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._follow_inner_model()
+        self.show_inner_model(inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks"))
 
     def _refuse_no_batches(self, method: str) -> None:
         if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
@@ -241,6 +248,7 @@ class DataParallelModel(ModelWrapper):
 
     def _host_batch(self, *batch: Any) -> tuple[Any, ...]:
         """A batch of arrays as tensors on the host, where it is cut into slices."""
+        self._follow_inner_model()
         with tf.device(HOST):
             batch = keras.tree.map_structure(as_tensor, batch)
         if not self._is_eager():
@@ -264,22 +272,31 @@ class DataParallelModel(ModelWrapper):
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
             )
         self.inner_model.compile(optimizer.inner_optimizer, *args, **kwargs)
-        # Mixed precision may have wrapped it in a LossScaleOptimizer.
-        optimizer.inner_optimizer = self.inner_model.optimizer
         if kwargs.get("jit_compile") is True:
             logger.warning(
                 "jit_compile=True: XLA compiles the inner model's own functions, but not the step of several devices."
             )
-        keras_seams.know_moved_variables(optimizer.inner_optimizer)
+        self._compile_towers(optimizer)
+
+    def _follow_inner_model(self) -> None:
+        """Compiles the towers, if the inner model has been compiled by itself: it was loaded so, or compiled directly."""
+        if self.inner_model.compiled and keras_seams.loss_tracker(self.inner_model) is not self._compiled_with:
+            self._compile_towers(DataParallelOptimizer(self.inner_model.optimizer))
+
+    def _compile_towers(self, optimizer: DataParallelOptimizer) -> None:
+        model = self.inner_model
+        # Mixed precision may have wrapped it in a LossScaleOptimizer.
+        optimizer.inner_optimizer = model.optimizer
+        keras_seams.know_moved_variables(model.optimizer)
         super().compile(
             optimizer,
-            run_eagerly=self.inner_model.run_eagerly,
-            steps_per_execution=self.inner_model.steps_per_execution,
+            run_eagerly=model.run_eagerly,
+            steps_per_execution=model.steps_per_execution,
             jit_compile=False,
             auto_scale_loss=False,
         )
-        self.loss = self.inner_model.loss
-        self._compiled_with = keras_seams.loss_tracker(self.inner_model)
+        self.loss = model.loss
+        self._compiled_with = keras_seams.loss_tracker(model)
 
     @property
     def devices(self) -> list[str]:
@@ -328,6 +345,7 @@ def _combine(towers: list[TowerResult]) -> TowerResult:
     return TowerResult(
         y_pred=None,
         loss=_combine_values([tower.loss for tower in towers]),
+        weights=combine("weights"),
         state=combine("state"),
         # The first tower draws from the seeds themselves, so that its new seeds are those of one device.
         seeds=towers[0].seeds,
@@ -343,7 +361,8 @@ def _combine_values(values: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _assign(variables: Variables, total: TowerResult) -> None:
-    for variable, value in zip(variables.state + variables.seeds, [*total.state, *total.seeds], strict=True):
+    updated = variables.weights + variables.state + variables.seeds
+    for variable, value in zip(updated, [*total.weights, *total.state, *total.seeds], strict=True):
         if value is not None:
             variable.assign(value)
 

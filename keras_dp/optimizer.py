@@ -12,6 +12,19 @@ Tensor = Any
 Gradient = Any
 
 
+_OPTIONS = (
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
 @keras.saving.register_keras_serializable("keras_dp")
 class DataParallelOptimizer(keras.optimizers.Optimizer):
     """Combines the gradients of N towers and applies them once, with any Keras optimizer.
@@ -38,9 +51,25 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if isinstance(inner_optimizer, DataParallelOptimizer):
             raise ValueError("The optimizer is a DataParallelOptimizer already. Wrap the Keras optimizer inside it only once.")
-        super().__init__(learning_rate=0.0, name=name)
+        super().__init__(learning_rate=0.0, name=name or inner_optimizer.name)
+        for option in _OPTIONS:
+            delattr(self, option)
         self.inner_optimizer = inner_optimizer
         self.parameter_device = None if parameter_device is None else placement.existing_device(parameter_device)
+
+    def __getattr__(self, name: str) -> Any:
+        """What every Keras optimizer can be told, and what only some have, such as `momentum`, is the inner optimizer's."""
+        if name.startswith("_") or name == "inner_optimizer":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.inner_optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner_optimizer = vars(self).get("inner_optimizer")
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if inner_optimizer is None or is_own or not hasattr(inner_optimizer, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner_optimizer, name, value)
 
     @tf.autograph.experimental.do_not_convert
     def apply_tower_gradients(
@@ -76,6 +105,9 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
         combined = []
         for variable, *gradients in zip(variables, *tower_gradients, strict=True):
             with tf.device(self.parameter_device or placement.home(variable)):
+                if getattr(variable, "overwrite_with_gradient", False):
+                    combined.append(_largest(gradients))
+                    continue
                 total = sum_gradients([_cast(gradient, variable.dtype) for gradient in gradients])
                 combined.append(total if total is None or reduction == "sum" else _scale(total, 1 / len(gradients)))
         return combined
@@ -149,12 +181,33 @@ def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
     if not present:
         return None
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
-        return tf.IndexedSlices(
-            tf.concat([gradient.values for gradient in present], axis=0),
-            tf.concat([gradient.indices for gradient in present], axis=0),
-            present[0].dense_shape,
-        )
+        values = tf.concat([gradient.values for gradient in present], axis=0)
+        indices = tf.concat([gradient.indices for gradient in present], axis=0)
+        if all(_names_rows_once(gradient.indices) for gradient in present):
+            indices, places = tf.unique(indices)
+            values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+        return tf.IndexedSlices(values, indices, present[0].dense_shape)
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+
+
+def _names_rows_once(indices: Tensor) -> bool:
+    """Whether the indices of a gradient are unique by construction.
+
+    So for matrices of sparse inputs (`tf.nn.embedding_lookup_sparse`), and not for embeddings. Optimizers tell the two apart:
+    they square before they add up what is given for a row.
+    """
+    if not tf.is_symbolic_tensor(indices):
+        return False
+    operation = indices.op
+    while operation.type in ("Reshape", "Identity", "StridedSlice", "Cast", "GatherV2", "ResourceGather"):
+        operation = operation.inputs[0].op
+    return operation.type in ("Unique", "UniqueV2")
+
+
+def _largest(values: Sequence[Gradient]) -> Gradient:
+    """What a variable that its gradient overwrites gets: float8's largest magnitudes, and the scales computed from them."""
+    present = [value for value in values if value is not None]
+    return tf.reduce_max(tf.stack(present), axis=0) if present else None
 
 
 def _cast(gradient: Gradient, dtype: Any) -> Gradient:

@@ -7,12 +7,26 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_dp import keras_seams, metrics
+from keras_dp import keras_seams, losses, metrics
 from keras_dp.batch_norm import batch_norm_mode
 from keras_dp.stamping import refuse_lost_gradients
 from keras_dp.towers import SEED_STEP, Tower
 
 Tensor = Any
+
+
+@contextlib.contextmanager
+def unknown_rows_explained() -> Iterator[None]:
+    """Says, in errors about a None, what may have been None: the number of rows, which models with fixed batches rely on."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "None" in str(error):
+            error.add_note(
+                "keras_dp: how many rows a tower has is not known while it is traced, also if all batches have the same size. "
+                "If the model or the loss asks for x.shape[0], which is None, let it ask for keras.ops.shape(x)[0]."
+            )
+        raise
 
 
 class Variables(NamedTuple):
@@ -43,12 +57,14 @@ class Variables(NamedTuple):
         """The `tf.Variable`s behind all of them."""
         return [variable.value for kind in self for variable in kind]
 
-    def read(self) -> dict[str, list[Tensor]]:
-        """The variables' values, each read once, where it lives."""
+    def read(self, model: keras.Model) -> dict[str, list[Tensor]]:
+        """The variables' values, each read once, where it lives. Metrics whose states add up start from zero."""
+        from_zero = {id(v) for metric in model.metrics if metrics.is_additive(metric) for v in metric.variables}
         return {
             "weights": [_read(variable) for variable in self.weights],
             "state": [_read(variable) for variable in self.state],
             "seeds": [_read(variable) for variable in self.seeds],
+            "metrics": [tf.zeros(v.shape, v.dtype) if id(v) in from_zero else _read(v) for v in self.metrics],
         }
 
 
@@ -60,8 +76,9 @@ class TowerResult(NamedTuple):
         annotations: what Keras knows about each of them, see `keras_seams.annotations`.
         loss: the tower's part of the loss of the global batch.
         gradients: K gradients of that part.
-        state: new values of the state variables, None where unchanged: weighted with the tower's share of the rows if they
-            are floats.
+        weights: new values of the K trainable weights, None where unchanged, which is the rule: weighted with the tower's share
+            of the rows.
+        state: new values of the state variables, None where unchanged: weighted as well if they are floats.
         seeds: new values of the seeds, None where unchanged.
         metrics: what to add to the metrics' variables, None where nothing.
     """
@@ -70,6 +87,7 @@ class TowerResult(NamedTuple):
     annotations: Any = None
     loss: Tensor | None = None
     gradients: Sequence[Any] = ()
+    weights: Sequence[Tensor | None] = ()
     state: Sequence[Tensor | None] = ()
     seeds: Sequence[Tensor | None] = ()
     metrics: Sequence[Tensor | None] = ()
@@ -137,11 +155,11 @@ class TowerStep:
 
     def _forward(self, scope: "_TowerScope", tower: Tower, training: bool) -> tuple[Any, Tensor]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
-        y_pred = self._call(x, training)
-        scope.refuse_updates_that_do_not_add_up()
-        scope.collect_metrics(tower.alive)
-        loss = self.compute_loss(self.model, x, y, y_pred, sample_weight, training)
-        scope.collect_metrics(tower.share)
+        with scope.metrics_of_a_slice():
+            y_pred = self._call(x, training)
+        sees_whole_batch = self.compute_loss is losses.gathered_loss
+        with scope.metrics_of_the_batch() if sees_whole_batch else scope.metrics_of_a_slice():
+            loss = self.compute_loss(self.model, x, y, y_pred, sample_weight, training)
         return y_pred, loss
 
     def _on_the_wire(self, gradient: Any) -> Any:
@@ -157,6 +175,31 @@ class TowerStep:
             scope.collect_metrics(tower.alive)
 
 
+class _Scope(keras.StatelessScope):
+    """A `StatelessScope` in which a trainable weight that `call` updates, as SpectralNormalization does, stays trainable.
+
+    A variable's gradient is that of all reads, also of those after an update, and does not go on into what it was updated with.
+    """
+
+    def __init__(self, pairs: list[tuple[keras.Variable, Tensor]], weights: list[keras.Variable]):
+        super().__init__(pairs, collect_losses=True)
+        self._weights = {id(variable) for variable in weights}
+
+    def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
+        variable, value = update
+        if id(variable) in self._weights:
+            value = _updated(self.get_current_value(variable), value)
+        super().add_update((variable, value))
+
+
+def _updated(before: Tensor, value: Tensor) -> Tensor:
+    @tf.custom_gradient
+    def updated(before: Tensor) -> Any:
+        return tf.identity(tf.stop_gradient(value)), lambda upstream: upstream
+
+    return updated(before)
+
+
 class _TowerScope:
     """Stands in for the variables: reads give the tower's tensors, updates are kept as results of the tower."""
 
@@ -168,10 +211,10 @@ class _TowerScope:
             "weights": shared["weights"],
             "state": shared["state"],
             "seeds": [_fold_in(seed, tower.index) for seed in shared["seeds"]],
-            "metrics": [tf.zeros(variable.shape, variable.dtype) for variable in variables.metrics],
+            "metrics": list(shared["metrics"]),
         }
         pairs = [pair for kind, values in self._values.items() for pair in zip(getattr(variables, kind), values, strict=True)]
-        self._scope = keras.StatelessScope(pairs, collect_losses=True)
+        self._scope = _Scope(pairs, variables.weights)
         self._known = {id(variable) for variable, _ in pairs}
         self._metric_totals: list[Tensor | None] = [None] * len(variables.metrics)
 
@@ -182,20 +225,28 @@ class _TowerScope:
     def __exit__(self, *error: Any) -> None:
         self._scope.__exit__(*error)
 
-    def refuse_updates_that_do_not_add_up(self) -> None:
-        """Refuses metrics that `call` updates, slice by slice, where only the whole batch would do."""
-        for metric in self._model.metrics:
-            updated = any(
-                self._scope.get_current_value(variable) is not before
-                for variable, before in zip(self._variables.metrics, self._values["metrics"], strict=True)
-                if any(variable is own for own in metric.variables)
-            )
-            if updated and not metrics.is_additive(metric):
+    @contextlib.contextmanager
+    def metrics_of_a_slice(self) -> Iterator[None]:
+        """Where metrics may be updated with values of the tower's own rows, or with one value for all of them, a mean."""
+
+        def collect(metric: keras.metrics.Metric, values: list[Any]) -> None:
+            if not metrics.is_additive(metric):
                 raise ValueError(
-                    f"The metric {metric.name!r} is updated inside call(), where each tower sees its own rows only, and is not "
-                    "known to add up over parts of a batch. Give it to compile(metrics=...), or override compute_metrics(): "
-                    f"both see the whole batch. Received: {metric}"
+                    f"The metric {metric.name!r} is updated where each tower sees its own rows only, and is not known to add "
+                    "up over parts of a batch. Give it to compile(metrics=...), or override compute_metrics(): both see "
+                    f"the whole batch. Received: {metric}"
                 )
+            has_rows = any(tf.is_tensor(value) and value.shape.rank != 0 and value.shape[0] is None for value in values)
+            self.collect_metrics(self._tower.alive if has_rows else self._tower.share)
+
+        with keras_seams.watched_updates(self._model.metrics, collect):
+            yield
+
+    @contextlib.contextmanager
+    def metrics_of_the_batch(self) -> Iterator[None]:
+        """Where metrics may be updated with the gathered batch, which is the same on every tower."""
+        yield
+        self.collect_metrics(self._tower.share)
 
     def collect_metrics(self, coefficient: Callable[[tf.DType], Tensor]) -> None:
         """Takes up what the metrics' variables gained since the last call, times a coefficient of the tower."""
@@ -212,17 +263,14 @@ class _TowerScope:
 
     def result(self, y_pred: Any, loss: Tensor | None = None, gradients: Sequence[Any] = ()) -> TowerResult:
         """The tower's result, with what became of the variables."""
-        self._refuse_updates()
-        state = [
-            new * self._tower.share(new.dtype) if new is not None and new.dtype.is_floating else new
-            for new in self._updates("state")
-        ]
+        self._refuse_untracked_updates()
         return TowerResult(
             y_pred=y_pred,
             annotations=[keras_seams.annotations(output) for output in keras.tree.flatten(y_pred)],
             loss=loss,
             gradients=list(gradients),
-            state=state,
+            weights=[self._shared_out(new) for new in self._updates("weights")],
+            state=[self._shared_out(new) for new in self._updates("state")],
             seeds=self._updates("seeds"),
             metrics=self._metric_totals,
         )
@@ -240,13 +288,10 @@ class _TowerScope:
             updates.append(None if after is before else after)
         return updates
 
-    def _refuse_updates(self) -> None:
-        for variable, update in zip(self._variables.weights, self._updates("weights"), strict=True):
-            if update is not None:
-                raise ValueError(
-                    f"The trainable weight {variable.path!r} is updated inside call(), as SpectralNormalization does. Towers "
-                    "cannot do that: train the model on one device, or constrain the weight (kernel_constraint=...) instead."
-                )
+    def _shared_out(self, value: Tensor | None) -> Tensor | None:
+        return value * self._tower.share(value.dtype) if value is not None and value.dtype.is_floating else value
+
+    def _refuse_untracked_updates(self) -> None:
         if set(self._scope.state_mapping) - self._known:
             raise ValueError(
                 f"The model {self._model.name!r} updates a keras.Variable that it does not track, so that the update would be "

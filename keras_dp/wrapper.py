@@ -1,5 +1,6 @@
 """ModelWrapper: a Keras model that shows another one's face, and says which models it cannot show."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,12 @@ import tensorflow as tf
 from keras_dp import keras_seams
 
 _STEPS = ("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function")
+
+# What Keras's trainer sets on the model that it trains, beside what it sets on every model when it is made.
+_TRAINER_SETS = {"optimizer", "history", "stop_training", "stop_evaluating", "stop_predicting"}
+
+# These write down a model's graph or configuration, or exchange its weights with the optimizer's: they do not steer training.
+_OBSERVERS = (keras.callbacks.OrbaxCheckpoint, keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard)
 
 
 class ModelWrapper(keras.Model):
@@ -40,11 +47,41 @@ class ModelWrapper(keras.Model):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.inner_model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of a user's class are set on the inner model, where its methods read them."""
+        inner_model = vars(self).get("inner_model")
+        is_own = name.startswith("_") or name in vars(self) or name in _TRAINER_SETS or hasattr(type(self), name)
+        if inner_model is None or is_own or not hasattr(inner_model, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner_model, name, value)
+
+    def show_inner_model(self, callbacks: Any) -> None:
+        """Has callbacks that ask for a model's class, configuration or optimizer see the inner model in place of this one."""
+
+        def set_model(callback: keras.callbacks.Callback, model: keras.Model) -> None:
+            type(callback).set_model(callback, model.inner_model if isinstance(model, ModelWrapper) else model)
+
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        for callback in keras.tree.flatten(callbacks.callbacks if is_list else callbacks or []):
+            if isinstance(callback, _OBSERVERS):
+                callback.set_model = functools.partial(set_model, callback)
+                if is_list:
+                    callback.set_model(self)
+
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """The inner model's outputs, on one device."""
         if keras_seams.accepts_training(self.inner_model):
             return self.inner_model(inputs, training=training)
         return self.inner_model(inputs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner model's loss, on one device. See `keras.Model.compute_loss`."""
+        return self.inner_model.compute_loss(*args, **kwargs)
+
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the inner model's metrics, and returns them. See `keras.Model.compute_metrics`."""
+        return self.inner_model.compute_metrics(*args, **kwargs)
 
     @property
     def layers(self) -> list[keras.Layer]:

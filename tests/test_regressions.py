@@ -70,31 +70,6 @@ def test_embeddings_of_an_empty_slice_touch_no_row():
         assert_towers_match_one_device(build, compiled(optimizer), [(data, 2)], 4)
 
 
-@pytest.mark.parametrize("clipping", [{"clipnorm": 0.05}, {"clipvalue": 0.01}, {"global_clipnorm": 0.05}])
-def test_clipping_sees_the_gradient_of_the_global_batch(clipping):
-    """MirroredStrategy clips each replica's gradient before it adds them up."""
-
-    def build():
-        return keras.Sequential([keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(2)])
-
-    data = rng.normal(size=(11, 4)), rng.normal(size=(11, 2))
-    assert_towers_match_one_device(build, compiled(lambda: optimizers.SGD(0.1, **clipping)), [(data, 4)], 3)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"gradient_accumulation_steps": 3}, {"use_ema": True, "ema_overwrite_frequency": 2}, {"weight_decay": 0.1}],
-)
-def test_optimizer_options_that_crash_elsewhere(options):
-    """Gradient accumulation and ema_overwrite_frequency crash under MirroredStrategy."""
-
-    def build():
-        return keras.Sequential([keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(2)])
-
-    data = rng.normal(size=(23, 4)), rng.normal(size=(23, 2))
-    assert_towers_match_one_device(build, compiled(lambda: optimizers.AdamW(0.01, **options)), [(data, 4)], 3)
-
-
 def test_first_batch_uneven():
     """MirroredStrategy crashes if the first batch does not divide by the replicas."""
 
@@ -103,26 +78,6 @@ def test_first_batch_uneven():
 
     data = rng.normal(size=(7, 4)), rng.normal(size=(7, 2))
     assert_towers_match_one_device(build, compiled(), [(data, 7)], 4)
-
-
-def test_an_infinite_gradient_on_one_tower_skips_the_step_on_all():
-    """MirroredStrategy trusts replica 0's check of the loss scale, so that replica 1's inf destroys the weights."""
-    keras.config.set_floatx("float32")
-
-    def build():
-        return keras.Sequential([keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(2)])
-
-    x, y = rng.normal(size=(12, 4)).astype("float32"), rng.normal(size=(12, 2)).astype("float32")
-    y[7] = np.inf  # The second batch's last row: the last tower's.
-    arguments = compiled(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0))
-    one, inner = assert_towers_match_one_device(build, arguments, [((x[:4], y[:4]), 4)], 3, epochs=1)
-    before, scale = inner.get_weights(), float(one.optimizer.dynamic_scale.numpy())
-    parallel = keras_dp.DataParallelModel(inner, devices=3)
-    parallel.compile(inner.optimizer, "mse")
-    parallel.fit(x[4:8], y[4:8], batch_size=4, shuffle=False, verbose=0)
-    assert float(inner.optimizer.dynamic_scale.numpy()) == scale / 2
-    for a, b in zip(before, inner.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])

@@ -1,0 +1,758 @@
+"""Every callback of Keras, and callbacks of one's own, see and do on towers what they see and do on one device."""
+
+import contextlib
+import csv
+import functools
+import http.server
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import threading
+import urllib.parse
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, assert_same_script, largest_change, twins, values
+from keras import callbacks, layers, optimizers
+
+import keras_dp
+
+rng = np.random.default_rng(0)
+# Batches of 7, 7, 7 and 2 rows: three towers share none of them evenly, and the last has fewer rows than there are towers.
+X, Y = rng.normal(size=(23, 4)), rng.normal(size=(23, 2))
+# Its loss falls first, and rises then.
+VALIDATION = X[:10] + 0.3, 0.3 - Y[:10]
+
+HOOKS = [f"on_{phase}_{when}" for phase in ("train", "test", "predict", "epoch") for when in ("begin", "end")]
+HOOKS += [f"on_{phase}_batch_{when}" for phase in ("train", "test", "predict") for when in ("begin", "end")]
+
+
+OPTIMIZERS = {
+    "Adam": lambda: optimizers.Adam(0.05, name="adam"),
+    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.05, name="adam"), initial_scale=8.0),
+    "MultiOptimizer": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.SGD(0.05, name="slow"), {"head/.*": optimizers.Adam(0.05, name="fast")})
+    ),
+}
+
+
+def build():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(2, name="head")(layers.Dense(3, "tanh", name="body")(inputs)), name="users")
+
+
+def compiled(model, optimizer=None, **arguments):
+    model.compile(optimizer or OPTIMIZERS["Adam"](), "mse", metrics=["mae"], **arguments)
+    return model
+
+
+def train(model, *given, **arguments):
+    """Fits with callbacks; returns the history's numbers."""
+    arguments = {"batch_size": 7, "epochs": 3, "shuffle": False, "verbose": 0, **arguments}
+    return model.fit(X, Y, callbacks=list(given), **arguments).history
+
+
+def folder_of(model, path):
+    """A folder for the files of one of the two models."""
+    folder = path / type(model).__name__
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+class Recorder(callbacks.Callback):
+    """Keeps every call of a hook in order: its name, its index, the names and types in its logs, and the logs' values."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def record(self, hook, index_or_logs=None, logs=None):
+        index, logs = (index_or_logs, logs) if re.search("epoch|batch", hook) else (None, index_or_logs)
+        described = [f"{name}: {type(value).__name__}" for name, value in (logs or {}).items()]
+        self.calls[f"{len(self.calls):03} {hook} {index} {described}"] = dict(logs or {})
+
+
+for name in HOOKS:
+    setattr(Recorder, name, functools.partialmethod(Recorder.record, name))
+
+
+class StoppedError(Exception):
+    """What stops a training that is to be resumed."""
+
+
+class StopAt(callbacks.Callback):
+    """Stops training as a killed process does, at the beginning of an epoch or after one of its batches."""
+
+    def __init__(self, epoch, batch=None):
+        super().__init__()
+        self.epoch, self.batch, self.current = epoch, batch, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.current = epoch
+        if self.epoch == epoch and self.batch is None:
+            raise StoppedError
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, self.batch) == (self.current, batch):
+            raise StoppedError
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_callback_hooks(steps_per_execution):
+    """Each hook is called when, with the index and with the logs as in plain Keras, in fit, evaluate and predict."""
+
+    def script(model):
+        compiled(model, steps_per_execution=steps_per_execution)
+        recorder = Recorder()
+        train(model, recorder, validation_data=VALIDATION, validation_freq=2)
+        params = [recorder.params]
+        model.evaluate(X, Y, batch_size=7, callbacks=[recorder], verbose=0)
+        params.append(recorder.params)
+        model.predict(X, batch_size=7, callbacks=[recorder], verbose=0)
+        assert {key.split()[1] for key in recorder.calls} == set(HOOKS)
+        return recorder.calls, params, recorder.params
+
+    assert_same_script(build, script, 3)
+
+
+def test_lambda_callback():
+    def script(model):
+        calls = []
+        given = callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: calls.append(epoch),
+            on_epoch_end=lambda epoch, logs: calls.append((epoch, logs)),
+            on_train_begin=lambda logs: calls.append(len(logs or {})),
+            on_train_end=lambda logs: calls.append(logs),
+            on_batch_begin=lambda batch, logs: calls.append(batch),
+            on_train_batch_end=lambda batch, logs: calls.append((batch, logs)),
+        )
+        train(compiled(model), given, epochs=2)
+        assert len(calls) == 2 * (1 + 4 + 4 + 1) + 2
+        return calls
+
+    assert_same_script(build, script, 3)
+
+
+def test_history_and_callback_list():
+    """A History or a CallbackList of one's own, and `model.history`."""
+
+    def script(model):
+        compiled(model)
+        history, seen = callbacks.History(), []
+        watch = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs))
+        given = callbacks.CallbackList([[history], watch], model=model, add_history=True, epochs=2, steps=4, verbose=0)
+        for _ in range(2):
+            fitted = model.fit(X, Y, batch_size=7, epochs=2, shuffle=False, callbacks=given)
+            assert fitted is history is model.history
+            assert history.model is model
+        assert len(history.history["loss"]) == 4
+        return history.history, history.epoch, history.params, seen
+
+    assert_same_script(build, script, 3)
+
+
+def without_times(text):
+    """A progress bar's text without times, colours, and the spaces and backspaces that depend on the times' lengths."""
+    return " ".join(re.sub(r"\x1b\[\d+m|\x08|\d+(:\d+)*(:\d\d|us|ms|s)(/step|/epoch)?", " ", text).split())
+
+
+def test_progress_bar(monkeypatch, capsys):
+    """`verbose=1` and `verbose=2`, and a ProgbarLogger of one's own: the same text but for the times."""
+    every_update = functools.partialmethod(keras.utils.Progbar.__init__, interval=-1)
+    monkeypatch.setattr(keras.utils.Progbar, "__init__", every_update)
+    one, inner = twins(build)
+    shown = []
+    for model in (one, keras_dp.DataParallelModel(inner, devices=3)):
+        compiled(model)
+        texts = []
+        for verbose in (1, 2):
+            train(model, callbacks.ProgbarLogger(), epochs=2, verbose=verbose, validation_data=VALIDATION)
+            model.evaluate(X, Y, batch_size=7, verbose=verbose)
+            model.predict(X, batch_size=7, verbose=verbose)
+            texts.append(without_times(capsys.readouterr().out))
+        shown.append(texts)
+    assert shown[0] == shown[1]
+    bar, lines = shown[0]
+    assert "1/4" in bar
+    assert "Epoch 2/2" in lines
+    assert "val_mae: " in bar
+    assert "val_mae: " in lines
+
+
+def test_callback_model(tmp_path):
+    """In a callback of one's own, `self.model` reads, computes, saves and is written to like the user's model."""
+
+    class Watcher(callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            model = self.model
+            path = folder_of(model, tmp_path) / "model.keras"
+            model.save(path)
+            model.save_weights(path.with_suffix(".weights.h5"))
+            lines = []
+            model.summary(print_fn=lambda line, **_: lines.append(line))
+            self.seen.append(
+                {
+                    "weights": model.get_weights(),
+                    "layers": {layer.name: layer.get_weights() for layer in model.layers},
+                    "kernel": model.get_layer("head").kernel.numpy(),
+                    "names": {model.name: dict.fromkeys(model.metrics_names, 0)},
+                    "metrics": {metric.name: metric.result() for metric in model.metrics},
+                    "evaluate": model.evaluate(X, Y, batch_size=7, verbose=0),
+                    "predict": model.predict(X, batch_size=7, verbose=0),
+                    "on batch": (model.predict_on_batch(X[:2]), model.test_on_batch(X[:2], Y[:2])),
+                    "called": model(X),
+                    "body": keras.Model(model.inputs[0], model.get_layer("body").output)(X),
+                    "saved": keras.models.load_model(path).get_weights(),
+                    "summary": {"\n".join(lines): model.count_params()},
+                    "history": model.history.history,
+                    "params": self.params,
+                }
+            )
+            model.set_weights([0.9 * weight for weight in model.get_weights()])
+            model.get_layer("head").bias.assign([0.1, 0.2])
+            model.load_weights(path.with_suffix(".weights.h5"), skip_mismatch=False) if epoch == 1 else None
+
+    def script(model):
+        watcher = Watcher()
+        return train(compiled(model), watcher), watcher.seen
+
+    assert_same_script(build, script, 3)
+
+
+def test_callback_model_computes_losses_and_gradients():
+    """`compute_loss`, `compute_metrics`, `get_metrics_result` and `optimizer.apply_gradients` in a callback."""
+
+    class Extra(callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            model = self.model
+            with tf.GradientTape() as tape:
+                y_pred = model(X, training=True)
+                loss = model.compute_loss(X, Y, y_pred)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            self.seen.append([loss, gradients, model.get_metrics_result()])
+            model.reset_metrics()
+            self.seen.append(model.compute_metrics(X, Y, y_pred, None))
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    def script(model):
+        extra = Extra()
+        return train(compiled(model), extra), extra.seen
+
+    assert_same_script(build, script, 3)
+
+
+def test_callback_model_attributes_of_the_users_class():
+    """They are read, called and assigned, and what is assigned before the step is traced or is a variable has its effect."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+            self.power = 1
+            self.factor = self.add_weight(shape=(), initializer="ones", trainable=False)
+            self.native = tf.Variable(1.0, trainable=False, dtype="float64")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return self.factor * self.native * keras.ops.mean(keras.ops.abs(y - y_pred) ** self.power)
+
+        def doubled(self):
+            return 2 * self.factor
+
+    class Anneal(callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            assert self.model.power == 1
+            self.model.power = 2
+            assert self.model.power == 2
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.factor.assign(self.model.doubled())
+            self.model.native.assign(1 / (1 + epoch))
+
+    def script(model):
+        model.compile(optimizers.SGD(0.05))
+        return train(model, Anneal())
+
+    assert_same_script(Own, script, 3, {"loss_scope": "tower"})
+
+
+def test_callback_model_optimizer_learning_rate_and_iterations():
+    """Read and assigned on every batch."""
+
+    class Warmup(callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_train_batch_begin(self, batch, logs=None):
+            optimizer = self.model.optimizer
+            step = int(optimizer.iterations.numpy())
+            if step % 2:
+                optimizer.learning_rate = 0.01 * (step + 1)
+            else:
+                optimizer.learning_rate.assign(0.02 / (step + 1))
+            self.seen.append((step, float(optimizer.learning_rate), float(keras.ops.convert_to_numpy(optimizer.iterations))))
+
+    def script(model):
+        warmup = Warmup()
+        return train(compiled(model), warmup), warmup.seen
+
+    assert_same_script(build, script, 3)
+
+
+def test_callback_model_optimizer_is_the_users():
+    """Its own settings can be read and set, and its variables be found, in a callback."""
+
+    class Momentum(callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_train_begin(self, logs=None):
+            # Before the step is traced, which reads it once.
+            self.model.optimizer.momentum = 0.6
+
+        def on_epoch_end(self, epoch, logs=None):
+            optimizer = self.model.optimizer
+            names = ("momentum", "nesterov", "use_ema", "ema_momentum", "weight_decay", "clipnorm")
+            self.seen.append({name: float(getattr(optimizer, name)) for name in names})
+            self.seen.append([variable.numpy() for variable in optimizer.momentums])
+            self.seen.append({optimizer.name: len(optimizer.variables)})
+
+    def script(model):
+        momentum = Momentum()
+        optimizer = optimizers.SGD(0.05, 0.9, use_ema=True, ema_momentum=0.8, weight_decay=0.01, clipnorm=0.7, name="mine")
+        return train(compiled(model, optimizer), momentum), momentum.seen
+
+    assert_same_script(build, script, 3)
+
+
+def test_callback_stops():
+    """`self.model.stop_training`, `stop_evaluating` and `stop_predicting`, in the middle of an epoch."""
+
+    def script(model):
+        compiled(model)
+
+        class Stop(callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = self.model.optimizer.iterations.numpy() == 6
+
+            def on_test_batch_end(self, batch, logs=None):
+                self.model.stop_evaluating = batch == 1
+
+            def on_predict_batch_end(self, batch, logs=None):
+                self.model.stop_predicting = batch == 2
+
+        history = train(model, Stop())
+        evaluation = model.evaluate(X, Y, batch_size=7, callbacks=[Stop()], verbose=0)
+        predictions = model.predict(X, batch_size=7, callbacks=[Stop()], verbose=0)
+        assert len(history["loss"]) == 2
+        assert len(predictions) == 21
+        return history, evaluation, predictions, train(model)
+
+    assert_same_script(build, script, 3)
+
+
+def content(path):
+    """What plain Keras loads from a file: weights and the optimizer's state, and the classes of both."""
+    if path.name.endswith(".weights.h5"):
+        model = compiled(build())
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(path)
+    else:
+        model = keras.models.load_model(path)
+    key = f"{type(model).__name__} {type(model.optimizer).__name__} {int(model.optimizer.iterations)}"
+    return {key: (model.get_weights(), values(model.optimizer))}
+
+
+def test_model_checkpoint(tmp_path):
+    """Whole models, weights only, the best only, and every few batches: plain Keras loads each file."""
+
+    def script(model):
+        folder = folder_of(model, tmp_path)
+        checkpoint = callbacks.ModelCheckpoint
+        train(
+            compiled(model, optimizers.Adam(0.5)),
+            checkpoint(folder / "whole-{epoch}.keras"),
+            checkpoint(folder / "{epoch}-{mae:.2f}.weights.h5", save_weights_only=True),
+            checkpoint(folder / "best-{epoch}.keras", monitor="val_mae", save_best_only=True),
+            checkpoint(folder / "better-{epoch}.keras", monitor="loss", save_best_only=True, initial_value_threshold=0.0),
+            checkpoint(folder / "batch-{epoch}-{batch}.keras", save_freq=5),
+            validation_data=VALIDATION,
+        )
+        paths = sorted(folder.iterdir())
+        kinds = [re.match("[a-z]*", path.name).group() for path in paths]
+        assert {kind: kinds.count(kind) for kind in kinds} == {"": 3, "batch": 2, "best": 2, "whole": 3}
+        return {path.name: content(path) for path in paths}
+
+    assert_same_script(build, script, 3)
+
+
+def interrupted_and_resumed(devices, backup, batch):
+    """Trains one model after the other with a backup, each but the last until it is stopped; returns all that came out."""
+    arguments = {"save_freq": 3} if batch else {"double_checkpoint": True}
+    history = {"loss": [], "mae": []}
+    for i, number in enumerate(devices):
+        keras.utils.set_random_seed(3 if i == 0 else 4)
+        model = build() if number is None else keras_dp.DataParallelModel(build(), devices=number)
+        part = callbacks.History()
+        given = [callbacks.BackupAndRestore(backup, **arguments), part]
+        if i + 1 == len(devices):
+            train(compiled(model), *given, epochs=4)
+        else:
+            with pytest.raises(StoppedError):
+                train(compiled(model), *given, StopAt(1 + i, batch), epochs=4)
+        assert backup.exists() is (i + 1 < len(devices))
+        assert part.epoch[0] == i
+        for name, numbers in history.items():
+            numbers += part.history[name]
+    return history, model.get_weights(), values(model.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch"),
+    [((3, 2), None), ((None, 3, None), None), ((3, 2), 2)],
+    ids=["other towers", "from one device and back", "amid an epoch"],
+)
+def test_backup_and_restore(tmp_path, devices, batch):
+    """Stopped and resumed by other models: between epochs as if never stopped, amid one as plain Keras, which repeats it."""
+    if batch:
+        expected = interrupted_and_resumed([None] * len(devices), tmp_path / "backup", batch)
+    else:
+        keras.utils.set_random_seed(3)
+        whole = compiled(build())
+        expected = train(whole, epochs=4), whole.get_weights(), values(whole.optimizer)
+        assert len(expected[0]["loss"]) == 4
+    assert_same(expected, interrupted_and_resumed(devices, tmp_path / "backup", batch), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "epochs"),
+    [
+        ({"monitor": "val_loss", "patience": 2, "restore_best_weights": True}, 5),
+        ({"monitor": "val_mae", "baseline": 0.1, "patience": 3, "start_from_epoch": 1, "restore_best_weights": True}, 4),
+    ],
+    ids=["patience", "baseline"],
+)
+def test_early_stopping(arguments, epochs):
+    def script(model):
+        stopping = callbacks.EarlyStopping(**arguments)
+        history = train(compiled(model, optimizers.SGD(0.4)), stopping, epochs=9, validation_data=VALIDATION)
+        assert len(history["loss"]) == epochs
+        return history, stopping.best_epoch, stopping.stopped_epoch, stopping.best, model.evaluate(X, Y, verbose=0)
+
+    assert_same_script(build, script, 3)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_learning_rate_scheduler_and_reduce_on_plateau(optimizer):
+    def script(model):
+        schedule = callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.9 if epoch else 1.5))
+        plateau = callbacks.ReduceLROnPlateau("mae", 0.3, patience=1, min_delta=10.0, cooldown=1, min_lr=0.002)
+        history = train(compiled(model, OPTIMIZERS[optimizer]()), schedule, plateau, epochs=7)
+        rates = [history[name] for name in history if "learning_rate" in name]
+        names = {"learning_rate_slow", "learning_rate_fast"} if optimizer == "MultiOptimizer" else {"learning_rate"}
+        assert names < set(history)
+        assert all(min(each) < 0.5 * 0.9**7 * max(each) for each in rates)
+        return history
+
+    assert_same_script(build, script, 3)
+
+
+AVERAGED = {
+    "SGD": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7),
+    "MultiOptimizer": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.SGD(0.05), {"head/.*": optimizers.Adam(0.05, use_ema=True, ema_momentum=0.7)})
+    ),
+    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(AVERAGED["SGD"](), initial_scale=8.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "swap_on_epoch"),
+    [("SGD", False), ("SGD", True), ("MultiOptimizer", True), ("LossScaleOptimizer", True)],
+)
+def test_swap_ema_weights(optimizer, swap_on_epoch):
+    """Validation, evaluation, prediction and, with `swap_on_epoch`, later callbacks see the moving averages."""
+
+    def script(model):
+        swap, seen = callbacks.SwapEMAWeights(swap_on_epoch), []
+        watch = callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append(model.get_weights()),
+            on_test_begin=lambda logs: seen.append(model.get_weights()),
+            on_epoch_end=lambda epoch, logs: seen.append(model.get_weights()),
+        )
+        history = train(compiled(model, AVERAGED[optimizer]()), swap, watch, validation_data=VALIDATION)
+        batch, validation, epoch = seen[-3:]
+        assert largest_change(batch, validation) > 1e-3
+        assert bool(largest_change(batch, epoch) > 1e-3) is swap_on_epoch
+        evaluation = model.evaluate(X, Y, batch_size=7, verbose=0, callbacks=[callbacks.SwapEMAWeights()])
+        return history, seen, evaluation, model.predict(X, verbose=0, callbacks=[callbacks.SwapEMAWeights()])
+
+    assert_same_script(build, script, 3)
+
+
+@pytest.fixture
+def summaries(monkeypatch):
+    """Summaries that can be written without the package tensorboard, which TensorFlow does not come with."""
+    if importlib.util.find_spec("tensorboard") is None:
+        # The module as Keras imports it, which need not be `tf.summary`.
+        summary = importlib.import_module("tensorflow.summary")
+        for kind in ("scalar", "histogram", "image"):
+            monkeypatch.setattr(summary, kind, lambda name, data, step=None: summary.write(name, data, step))
+        monkeypatch.setattr(callbacks.TensorBoard, "_configure_embeddings", lambda callback: None)
+
+
+def events(folder):
+    """All summaries in the event files of a folder: {file's folder, tag and step: value}."""
+    found = {}
+    for path in sorted(folder.rglob("*tfevents*")):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                array = tf.make_ndarray(value.tensor)
+                # An image is its width, its height and its bytes.
+                array = [list(part) for part in array] if array.dtype == object and array.ndim else array
+                found[f"{path.parent.name} {value.tag} {event.step}"] = array
+    return found
+
+
+def tensorboard_events(path, optimizer="Adam", **arguments):
+    """What TensorBoard writes for plain Keras and for towers, and the names of its other files."""
+    results = []
+
+    def script(model):
+        folder = folder_of(model, path)
+        history = train(
+            compiled(model, OPTIMIZERS[optimizer]()), callbacks.TensorBoard(folder, **arguments), validation_data=VALIDATION
+        )
+        evaluation = folder / "evaluation"
+        evaluation.mkdir()
+        model.evaluate(X, Y, batch_size=7, callbacks=[callbacks.TensorBoard(evaluation, **arguments)], verbose=0)
+        files = {item.name for item in folder.rglob("*") if item.suffix in (".h5", ".pbtxt")}
+        profiles = len(list(folder.rglob("*.xplane.pb")))
+        results.append((events(folder), files, profiles))
+        return history
+
+    assert_same_script(build, script, 3)
+    return results
+
+
+def test_tensorboard_scalars_histograms_images_and_embeddings(tmp_path, summaries):
+    (expected, files, _), (received, other_files, _) = tensorboard_events(
+        tmp_path, "LossScaleOptimizer", histogram_freq=1, write_images=True, embeddings_freq=2, write_graph=False
+    )
+    # Scalars are kept in float32.
+    assert_same(expected, received, 1e-6)
+    assert "keras_embedding.ckpt-2.weights.h5" in files
+    assert files == other_files
+    names = ["train epoch_loss 2", "validation epoch_mae 1", "train epoch_learning_rate 0", "train body/kernel/histogram 2"]
+    names += ["validation evaluation_loss_vs_iterations 12", "train head/bias/image 1"]
+    assert set(names) <= set(expected)
+
+
+def test_tensorboard_batches_and_profile(tmp_path, summaries):
+    (expected, _, profiles), (received, _, other_profiles) = tensorboard_events(
+        tmp_path, update_freq="batch", profile_batch=(2, 3), write_steps_per_second=True, write_graph=False
+    )
+    assert set(expected) == set(received)
+    assert {"train batch_mae 12", "train batch_steps_per_second 1", "train epoch_steps_per_second 2"} <= set(expected)
+    assert profiles == other_profiles == 1
+    timed = [name for name in expected if "per_second" in name or name.startswith("train batch_3 ")]
+    assert len(timed) == 12 + 3 + 1
+    for name in timed:
+        del expected[name], received[name]
+    assert_same(expected, received, 1e-6)
+
+
+def test_tensorboard_model_graph(tmp_path, summaries):
+    """`write_graph=True` shows the user's model, layer by layer."""
+    (expected, _, _), (received, _, _) = tensorboard_events(tmp_path, write_graph=True)
+    assert json.loads(expected["train keras 0"].item())["config"]["name"] == "users"
+    assert set(expected) == set(received)
+    assert json.loads(expected["train keras 0"].item()) == json.loads(received["train keras 0"].item())
+
+
+def test_csv_logger(tmp_path):
+    """Also with `append=True`, and epochs without validation."""
+
+    def script(model):
+        path = folder_of(model, tmp_path) / "log.csv"
+        compiled(model)
+        for append in (False, True):
+            given = callbacks.CSVLogger(path, separator=";", append=append)
+            train(model, given, epochs=2, validation_data=VALIDATION, validation_freq=2)
+        with path.open() as file:
+            rows = list(csv.reader(file, delimiter=";"))
+        assert rows[0] == ["epoch", "loss", "mae", "val_loss", "val_mae"]
+        assert [row.count("NA") for row in rows[1:]] == [2, 0, 2, 0]
+        return [[float(value.replace("NA", "nan")) for value in row] for row in rows[1:]]
+
+    assert_same_script(build, script, 3)
+
+
+@pytest.mark.parametrize("raise_error", [False, True])
+def test_terminate_on_nan(raise_error, capsys):
+    targets = Y.copy()
+    targets[8] = 1e200  # Its square is infinite, and its gradient is not.
+
+    def script(model):
+        compiled(model, optimizers.SGD(1e-3))
+        seen = Recorder()
+        given = [callbacks.TerminateOnNaN(raise_error=raise_error), seen]
+        expected = pytest.raises(RuntimeError, match="at batch 1. Loss value: inf") if raise_error else contextlib.nullcontext()
+        with expected:
+            model.fit(X, targets, batch_size=7, epochs=2, shuffle=False, verbose=0, callbacks=given)
+        assert ("Batch 1: Invalid loss, terminating training" in capsys.readouterr().out) is not raise_error
+        assert any("on_train_end" in key for key in seen.calls) is not raise_error
+        return seen.calls
+
+    assert_same_script(build, script, 3)
+
+
+def test_remote_monitor(monkeypatch):
+    """Sends the same to a server, as a form and as JSON."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    received = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            is_json = self.headers["Content-Type"] == "application/json"
+            received.append((self.path, json.loads(body if is_json else urllib.parse.parse_qs(body)["data"][0])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+
+            def script(model):
+                root = f"http://127.0.0.1:{server.server_port}"
+                received.clear()
+                monitors = [callbacks.RemoteMonitor(root, path="/form"), callbacks.RemoteMonitor(root, send_as_json=True)]
+                train(compiled(model), *monitors, epochs=2)
+                assert [path for path, _ in received] == ["/form", "/publish/epoch/end/"] * 2
+                assert set(received[0][1]) == {"epoch", "loss", "mae"}
+                return [sent for _, sent in received]
+
+            assert_same_script(build, script, 3)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_orbax_checkpoint(monkeypatch):
+    """Whole models, weights only and every few batches, up to Orbax, which Keras does not come with: a stand-in gets it."""
+    saved = []
+
+    class Checkpointer:
+        def __init__(self, directory, **policies):
+            self.directory = directory
+
+        def save_checkpointables(self, step, payload):
+            saved.append((f"{self.directory} {step}", payload))
+
+        def close(self):
+            pass
+
+    orbax = mock.MagicMock()
+    orbax.training.Checkpointer = Checkpointer
+    monkeypatch.setattr(sys.modules[callbacks.OrbaxCheckpoint.__module__], "ocp", orbax)
+    configurations = []
+
+    def script(model):
+        saved.clear()
+        checkpoint = functools.partial(callbacks.OrbaxCheckpoint, save_on_background=False)
+        given = checkpoint("weights", save_weights_only=True), checkpoint("whole"), checkpoint("batch", save_freq=3)
+        train(compiled(model), *given, epochs=2)
+        assert [name for name, _ in saved] == ["batch 3", "weights 0", "whole 0", "batch 6", "weights 1", "whole 1"]
+        # The objects' addresses are their numbers in a configuration.
+        configurations.append(
+            [re.sub(r'"shared_object_id": \d+', "", str(payload.get("model_config"))) for _, payload in saved]
+        )
+        return {name: payload["pytree"] for name, payload in saved}
+
+    assert_same_script(build, script, 3)
+    assert configurations[0] == configurations[1]
+    assert ["Adam" in configuration for configuration in configurations[0]] == [True, False, True] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Early stopping conditioned on metric `val_loss`")
+@pytest.mark.filterwarnings("ignore:Can save best model only with val_mae available")
+def test_several_callbacks_at_once(tmp_path):
+    """In the order in which they are given, with a validation every other epoch, a file and a learning rate amid an epoch."""
+
+    class Saver(callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            step = int(self.model.optimizer.iterations)
+            self.model.optimizer.learning_rate = 0.3 / (1 + step)
+            if batch == 1:
+                self.model.save(folder_of(self.model, tmp_path) / f"{step}.keras")
+
+    def script(model):
+        folder = folder_of(model, tmp_path)
+        recorder = Recorder()
+        history = train(
+            compiled(model, optimizers.SGD(0.1, 0.9, use_ema=True, ema_momentum=0.5)),
+            callbacks.SwapEMAWeights(swap_on_epoch=True),
+            callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate),
+            Saver(),
+            callbacks.ReduceLROnPlateau("loss", 0.5, patience=0, min_delta=10.0),
+            callbacks.ModelCheckpoint(folder / "best.keras", monitor="val_mae", save_best_only=True),
+            callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True),
+            callbacks.TerminateOnNaN(),
+            recorder,
+            epochs=7,
+            validation_data=VALIDATION,
+            validation_freq=2,
+        )
+        assert 2 < len(history["loss"]) < 7
+        return history, recorder.calls, {path.name: content(path) for path in sorted(folder.iterdir())}
+
+    assert_same_script(build, script, 3)
+
+
+TESTS = {
+    "BackupAndRestore": test_backup_and_restore,
+    "CSVLogger": test_csv_logger,
+    "Callback": test_callback_hooks,
+    "CallbackList": test_history_and_callback_list,
+    "EarlyStopping": test_early_stopping,
+    "History": test_history_and_callback_list,
+    "LambdaCallback": test_lambda_callback,
+    "LearningRateScheduler": test_learning_rate_scheduler_and_reduce_on_plateau,
+    "ModelCheckpoint": test_model_checkpoint,
+    "OrbaxCheckpoint": test_orbax_checkpoint,
+    "ProgbarLogger": test_progress_bar,
+    "ReduceLROnPlateau": test_learning_rate_scheduler_and_reduce_on_plateau,
+    "RemoteMonitor": test_remote_monitor,
+    "SwapEMAWeights": test_swap_ema_weights,
+    "TensorBoard": test_tensorboard_batches_and_profile,
+    "TerminateOnNaN": test_terminate_on_nan,
+}
+
+
+def test_every_callback_of_keras_is_tested():
+    public = {name for name, value in vars(callbacks).items() if inspect.isclass(value) and not name.startswith("_")}
+    assert public == set(TESTS)

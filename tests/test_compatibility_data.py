@@ -1,0 +1,711 @@
+"""Whatever plain Keras takes as data, in whatever form, gives the towers one device's result."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same_script, twins
+from keras import layers
+
+import keras_dp
+
+# Batches of 7, 7, 7 and 2 rows: three towers get 2, 2 and 3 rows of each, and in the end 0, 1 and 1.
+ROWS, BATCH, TOWERS = 23, 7, 3
+rng = np.random.default_rng(0)
+X, Y, W = rng.normal(size=(ROWS, 4)), rng.normal(size=(ROWS, 2)), rng.uniform(size=ROWS)
+CLASSES = rng.integers(0, 3, ROWS)
+
+runs_dry = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+feeds_by_name = pytest.mark.filterwarnings("ignore:The structure of `inputs` doesn't match")
+
+
+def dense(units=2, activation=None):
+    return keras.Sequential([keras.Input((4,)), layers.Dense(units, activation)])
+
+
+def compiled(model, **arguments):
+    model.compile(**{"optimizer": "sgd", "loss": "mse", "metrics": ["mae"], **arguments})
+    return model
+
+
+def fit(model, *data, **arguments):
+    return model.fit(*data, **{"batch_size": BATCH, "shuffle": False, "verbose": 0, **arguments}).history
+
+
+def evaluate(model, *data, **arguments):
+    return model.evaluate(*data, **{"batch_size": BATCH, "verbose": 0, "return_dict": True, **arguments})
+
+
+def predict(model, x, **arguments):
+    return model.predict(x, **{"batch_size": BATCH, "verbose": 0, **arguments})
+
+
+def batches(*arrays, sizes=(BATCH,) * 4):
+    """Batches of the given sizes, as tuples."""
+    ends = np.cumsum(sizes)
+    return [tuple(array[end - size : end] for array in arrays) for size, end in zip(sizes, ends, strict=True)]
+
+
+def dataset(*arrays, **arguments):
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, **arguments)
+
+
+def generator(*arrays, repeat=False, **arguments):
+    while True:
+        yield from batches(*arrays, **arguments)
+        if not repeat:
+            return
+
+
+class PyDataset(keras.utils.PyDataset):
+    def __init__(self, *arrays, **arguments):
+        super().__init__(**arguments)
+        self.batches = batches(*arrays)
+        self.calls = []
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, i):
+        return self.batches[i]
+
+    def on_epoch_begin(self):
+        self.calls.append(0)
+
+    def on_epoch_end(self):
+        self.calls.append(1)
+
+
+class EndlessPyDataset(PyDataset):
+    num_batches = None
+
+    def __getitem__(self, i):
+        return self.batches[i % len(self)]
+
+
+DTYPES = ["float64", "float32", "float16", "int64", "int32", "uint8", "bool"]
+
+
+def test_arrays_and_tensors_of_any_dtype():
+    x = {dtype: np.abs(3 * X).astype(dtype) for dtype in DTYPES}
+    y = [np.abs(3 * Y).astype(dtype) for dtype in ("float16", "int64", "bool")]
+
+    def build():
+        inputs = {dtype: keras.Input((4,), dtype=dtype, name=dtype) for dtype in DTYPES}
+        hidden = layers.Concatenate()([layers.Rescaling(1.0)(leaf) for leaf in inputs.values()])
+        return keras.Model(inputs, [layers.Dense(2)(hidden) for _ in y])
+
+    def script(model):
+        compiled(model, metrics=None)
+        tensors = keras.tree.map_structure(tf.constant, [x, y])
+        batch = keras.tree.map_structure(lambda array: array[:5], [x, y])
+        return fit(model, x, y), fit(model, *tensors, sample_weight=tf.constant(W)), model.train_on_batch(*batch)
+
+    assert_same_script(build, script, TOWERS)
+
+
+def test_pandas():
+    pandas = pytest.importorskip("pandas")
+    columns = {"a": X[:, 0], "b": X[:, 1].astype("float32"), "c": CLASSES, "d": CLASSES > 1}
+    frame, target, weight = pandas.DataFrame(columns), pandas.Series(Y[:, 0]), pandas.Series(W)
+
+    def script(model):
+        compiled(model)
+        history = fit(model, frame, target, sample_weight=weight, validation_split=0.3)
+        return history, predict(model, frame)
+
+    assert_same_script(lambda: dense(1), script, TOWERS)
+
+
+def test_pandas_columns_by_name():
+    pandas = pytest.importorskip("pandas")
+    x, y = pandas.DataFrame(X, columns=list("abcd")), pandas.DataFrame(Y)
+
+    def build():
+        inputs = {name: keras.Input((1,), name=name) for name in x}
+        return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(list(inputs.values()))))
+
+    def script(model):
+        return fit(compiled(model), dict(x), y), model.train_on_batch(dict(x[:5]), y[:5])
+
+    assert_same_script(build, script, TOWERS)
+
+
+def test_jax_arrays():
+    arrays = pytest.importorskip("jax.numpy")
+    x, y = arrays.asarray(X), arrays.asarray(Y)
+    assert_same_script(dense, lambda model: [fit(compiled(model), x, y), model.train_on_batch(x[:5], y[:5])], TOWERS)
+
+
+SPARSE = np.where(X > 0.3, X, 0)
+SPARSE[3] = SPARSE[7:14] = 0
+
+
+def takes_sparse():
+    return keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(2)])
+
+
+@runs_dry
+def test_sparse_inputs():
+    scipy_sparse = pytest.importorskip("scipy.sparse")
+    matrix, tensor = scipy_sparse.csr_matrix(SPARSE), tf.sparse.from_dense(SPARSE)
+
+    def script(model):
+        compiled(model)
+        histories = [fit(model, x) for x in (dataset(tensor, Y), generator(matrix, Y))]
+        histories += [fit(model, matrix, Y), fit(model, tensor, Y, validation_split=0.3)]
+        return histories, predict(model, matrix), model.predict_on_batch(tensor)
+
+    assert_same_script(takes_sparse, script, TOWERS)
+
+
+def test_adaptive_optimizers_with_sparse_inputs():
+    """One device adds up the gradients of a row of the kernel before it squares them; so must the towers together."""
+    x = tf.sparse.from_dense(SPARSE)
+    assert_same_script(takes_sparse, lambda model: fit(compiled(model, optimizer="adam"), x, Y), TOWERS)
+
+
+TOKENS = tf.RaggedTensor.from_row_lengths(rng.integers(1, 6, 50), [1, 4, 2, 1, 3] * 4 + [3, 2, 1])
+
+
+class Pad(layers.Layer):
+    def call(self, x):
+        return x.to_tensor() if isinstance(x, tf.RaggedTensor) else x
+
+
+def test_ragged_inputs():
+    """Padded inside the model, slice by slice, which does not show where the padding is masked."""
+
+    def build():
+        inputs = keras.Input((None,), dtype="int64", ragged=True)
+        hidden = layers.Embedding(6, 3, mask_zero=True)(Pad()(inputs))
+        return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(hidden)))
+
+    def script(model):
+        compiled(model)
+        histories = fit(model, TOKENS, Y), fit(model, dataset(TOKENS, Y))
+        return histories, predict(model, TOKENS), model.train_on_batch(TOKENS[:5], Y[:5])
+
+    assert_same_script(build, script, TOWERS)
+
+
+class TakesRagged(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(6, 3, mask_zero=True)
+        self.pooling = layers.GlobalAveragePooling1D()
+        self.last = layers.Dense(2)
+
+    def call(self, x):
+        padded = x.to_tensor()
+        return self.last(self.pooling(self.embedding(padded), mask=self.embedding.compute_mask(padded)))
+
+
+class TakesSparse(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.kernel = self.add_weight((4, 3))
+        self.last = layers.Dense(2)
+
+    def call(self, x):
+        return self.last(tf.sparse.sparse_dense_matmul(x, self.kernel.value))
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_subclassed_models_that_take_nothing_but_ragged_or_sparse_tensors(kind):
+    build, x = (TakesRagged, TOKENS) if kind == "ragged" else (TakesSparse, tf.sparse.from_dense(SPARSE))
+    assert_same_script(build, lambda model: fit(compiled(model), x, Y), TOWERS)
+
+
+LETTERS = np.array([list("abcd")[i % 4] for i in range(ROWS)])
+TEXTS = np.array([" ".join("abcde"[: 1 + i % 5]) for i in range(ROWS)])
+
+
+@pytest.mark.parametrize("length", [6, None])
+def test_strings(length):
+    """Texts padded to the longest of a slice give one device's result where the padding is masked."""
+    x = {"letter": LETTERS[:, None].astype(object), "text": TEXTS[:, None].astype(object)}
+    tensors = {name: tf.constant(strings.astype(str)) for name, strings in x.items()}
+
+    def build():
+        inputs = {name: keras.Input((1,), dtype="string", name=name) for name in x}
+        letter = layers.StringLookup(vocabulary=["a", "b", "c"], output_mode="one_hot")(inputs["letter"])
+        tokens = layers.TextVectorization(vocabulary=["a", "b", "c", "d"], output_sequence_length=length)(inputs["text"])
+        text = layers.GlobalAveragePooling1D()(layers.Embedding(6, 3, mask_zero=True)(tokens))
+        return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()([letter, text])))
+
+    def script(model):
+        history = fit(compiled(model), tensors, Y)
+        rows = tf.data.Dataset.from_tensor_slices((tensors, Y)).batch(BATCH)
+        return history, fit(model, rows), predict(model, rows)
+
+    assert_same_script(build, script, TOWERS)
+
+
+@runs_dry
+def test_datasets():
+    """Cached and prefetched, whole batches only, endless, of unknown length, of unknown shape, with batches of any size."""
+
+    def script(model):
+        compiled(model)
+        sizes = (7, 1, 9, 2, 4)
+        shapes = tf.TensorSpec((None, None), "float64")
+        datasets = [
+            dataset(X, Y, W).cache().prefetch(2),
+            dataset(X, Y, drop_remainder=True).map(lambda x, y: (x, tf.cast(y, "float32"))),
+            dataset(X, Y, W).filter(lambda x, y, w: True),
+            tf.data.Dataset.from_generator(lambda: generator(X, Y, sizes=sizes), output_signature=(shapes, shapes)),
+        ]
+        histories = [fit(model, data, epochs=2) for data in datasets]
+        histories.append(fit(model, dataset(X, Y).repeat(), steps_per_epoch=5, epochs=2))
+        return histories, evaluate(model, datasets[-1]), [predict(model, data) for data in datasets]
+
+    assert_same_script(dense, script, TOWERS)
+
+
+def test_datasets_of_dictionaries():
+    def build():
+        inputs = {"b": keras.Input((2,), name="b"), "a": keras.Input((4,), name="a")}
+        hidden = layers.Concatenate()([inputs["b"], inputs["a"]])
+        return keras.Model(inputs, {"p": layers.Dense(2)(hidden), "q": layers.Dense(1)(hidden)})
+
+    def script(model):
+        compiled(model, metrics={"p": "mae", "q": "mse"})
+        data = dataset({"a": X, "b": Y}, {"q": W[:, None], "p": Y}, {"q": W, "p": W**2})
+        return fit(model, data), evaluate(model, data), predict(model, data.map(lambda x, y, w: x))
+
+    assert_same_script(build, script, TOWERS)
+
+
+@runs_dry
+def test_generators():
+    """Endless, with None for weights, with batches of any size; also for validation, `evaluate` and `predict`."""
+
+    def script(model):
+        compiled(model)
+        histories = [fit(model, generator(X, Y, W, repeat=True), steps_per_epoch=5, epochs=2)]
+        histories.append(fit(model, X, Y, validation_data=generator(X, Y, repeat=True), validation_steps=3))
+        histories.append(fit(model, generator(X, Y, sizes=(7, 1, 9, 2, 4))))
+        histories.append(fit(model, ((x, y, None) for x, y in generator(X, Y))))
+        evaluation = evaluate(model, generator(X, Y, repeat=True), steps=3)
+        return histories, evaluation, predict(model, generator(X, repeat=True), steps=5), predict(model, generator(X))
+
+    assert_same_script(dense, script, TOWERS)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_py_datasets(workers):
+    """With and without threads; `on_epoch_begin` and `on_epoch_end` are called as often as in plain Keras."""
+    arguments = {"workers": workers, "max_queue_size": 2}
+
+    def script(model):
+        compiled(model)
+        data, validation = PyDataset(X, Y, W, **arguments), PyDataset(X, Y, **arguments)
+        histories = [fit(model, data, epochs=2, validation_data=validation)]
+        histories.append(fit(model, EndlessPyDataset(X, Y, **arguments), steps_per_epoch=5))
+        results = evaluate(model, data), predict(model, data)
+        assert {0, 1} <= set(data.calls)
+        return histories, results, data.calls, validation.calls
+
+    assert_same_script(dense, script, TOWERS)
+
+
+def test_shuffle():
+    """With the same seed, the rows come in the same order as in plain Keras."""
+
+    def script(model):
+        compiled(model)
+        histories = [fit(model, X, Y, shuffle=True, epochs=2, validation_split=0.3)]
+        histories += [fit(model, X, Y, shuffle="batch"), fit(model, X, Y, shuffle=True)]
+        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH)
+        augmented = rows.map(lambda x, y: (x + tf.random.normal(tf.shape(x), dtype="float64"), y))
+        return [*histories, fit(model, augmented, epochs=2)]
+
+    assert_same_script(dense, script, TOWERS)
+
+
+def test_shuffled_py_datasets():
+    """They are shuffled with Python's own random numbers; the towers draw none of them, nor any of NumPy's."""
+
+    def script(model):
+        keras.utils.set_random_seed(1)
+        history = fit(compiled(model), PyDataset(X, Y), shuffle=True, epochs=3)
+        return history, random.random(), np.random.random()
+
+    assert_same_script(dense, script, TOWERS)
+
+
+@feeds_by_name
+@pytest.mark.parametrize("structure", [list, dict])
+def test_inputs_in_lists_and_tuples_and_by_name(structure):
+    def build():
+        a, b = keras.Input((4,), name="a"), keras.Input((2,), name="b")
+        outputs = layers.Dense(2)(layers.Concatenate()([a, b]))
+        return keras.Model([a, b] if structure is list else {"a": a, "b": b}, outputs)
+
+    def script(model):
+        compiled(model, metrics=None)
+        ways = [[X, Y], (X, Y), {"b": Y, "a": X}]
+        return [fit(model, x, Y) for x in ways], predict(model, ways[-1])
+
+    assert_same_script(build, script, TOWERS)
+
+
+@pytest.mark.parametrize("structure", [list, dict])
+def test_outputs_in_lists_and_by_name(structure):
+    """With a loss, metrics, targets and sample weights for each output, or the same weights for all."""
+
+    def nested(p, q):
+        return [p, q] if structure is list else {"q": q, "p": p}
+
+    def build():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, nested(layers.Dense(2, name="p")(inputs), layers.Dense(1, name="q")(inputs)))
+
+    def script(model):
+        compiled(model, loss=nested("mse", "mae"), metrics=nested(["mae"], ["mse"]), weighted_metrics=nested(["mse"], None))
+        y, weights = nested(Y, W), nested(W, W**2)
+        return fit(model, X, y, sample_weight=weights), fit(model, X, y, sample_weight=W), predict(model, X)
+
+    assert_same_script(build, script, TOWERS)
+
+
+@pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict, all keys")
+def test_deeply_nested_structures_of_any_rank():
+    """A number for each row, images, and inputs without features, in lists and tuples in dictionaries."""
+    x = {"one": (W, [X.reshape(ROWS, 2, 2, 1)]), "two": {"three": np.zeros((ROWS, 0)), "four": X.reshape(ROWS, 2, 2)}}
+    y = {"all": [Y], "some": {"few": (W, W**2)}}
+
+    def build():
+        inputs = keras.tree.map_structure(lambda array: keras.Input(array.shape[1:]), x)
+        hidden = layers.Concatenate()([layers.Flatten()(leaf) for leaf in keras.tree.flatten(inputs)])
+        return keras.Model(inputs, keras.tree.map_structure(lambda array: layers.Dense(array.size // ROWS)(hidden), y))
+
+    def script(model):
+        compiled(model, metrics=None)
+        return fit(model, x, y), evaluate(model, x, y), predict(model, x)
+
+    assert_same_script(build, script, TOWERS)
+
+
+def test_lists_and_dictionaries_of_one():
+    def build():
+        inputs = keras.Input((4,), name="a")
+        return keras.Model([inputs], [layers.Dense(2)(inputs)])
+
+    def script(model):
+        compiled(model)
+        histories = fit(model, [X], [Y], sample_weight=[W]), fit(model, {"a": X}, Y)
+        return histories, predict(model, X), model.train_on_batch([X[:5]], [Y[:5]])
+
+    assert_same_script(build, script, TOWERS)
+
+
+class Shift(layers.Layer):
+    def call(self, x, shift=None):
+        return x if shift is None else x + shift
+
+
+@pytest.mark.parametrize("what", ["target", "weight", "input"])
+def test_none_in_place_of_an_array(what):
+    """For an output without a loss or without weights, or for an input that is optional."""
+
+    def build():
+        inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b", optional=True)}
+        p = layers.Dense(2, name="p")(Shift()(inputs["a"], inputs["b"]))
+        return keras.Model(inputs, {"p": p, "q": layers.Rescaling(2.0, name="q")(p)})
+
+    def script(model):
+        compiled(model, loss={"p": "mse", "q": None if what == "target" else "mse"}, metrics=None)
+        x = {"a": X, "b": None if what == "input" else X}
+        y = {"p": Y, "q": None if what == "target" else Y}
+        weights = {"p": W, "q": None if what == "weight" else W}
+        return fit(model, x, y, sample_weight=weights), predict(model, x)
+
+    assert_same_script(build, script, TOWERS)
+
+
+def test_targets_for_some_outputs():
+    def build():
+        inputs = keras.Input((4,))
+        p = layers.Dense(2, name="p")(inputs)
+        return keras.Model(inputs, {"p": p, "q": layers.Rescaling(2.0, name="q")(p)})
+
+    def script(model):
+        return fit(compiled(model, loss={"p": "mse"}, metrics=None), X, {"p": Y}, sample_weight={"p": W}), predict(model, X)
+
+    assert_same_script(build, script, TOWERS)
+
+
+@pytest.mark.parametrize("task", ["binary", "classes"])
+def test_targets_of_rank_one(task):
+    """Flags and class numbers of shape (rows,), which Keras fits to the shape of the outputs; weights (rows, 1)."""
+    units, activation, loss, metric, y = {
+        "binary": (1, "sigmoid", "binary_crossentropy", "accuracy", CLASSES > 1),
+        "classes": (3, "softmax", "sparse_categorical_crossentropy", "accuracy", CLASSES.astype("uint8")),
+    }[task]
+
+    def script(model):
+        compiled(model, loss=loss, metrics=[metric], weighted_metrics=[metric])
+        weights = W[:, None]
+        return fit(model, X, y, sample_weight=weights), model.train_on_batch(X[:5], y[:5], weights[:5])
+
+    assert_same_script(lambda: dense(units, activation), script, TOWERS)
+
+
+def test_sample_weight():
+    """One for each row: also negative, whole numbers, or all zero in a slice, in a batch and everywhere."""
+    row = np.arange(ROWS)
+    weights = [W, W - 0.5, row, np.where(row < 2, 0, W), np.where(row < BATCH, 0, W), 0 * W]
+
+    def script(model):
+        compiled(model, weighted_metrics=["mae"])
+        return [fit(model, X, Y, sample_weight=w) for w in weights]
+
+    assert_same_script(dense, script, TOWERS)
+
+
+def test_sample_weight_for_each_token():
+    x, y, w = rng.integers(0, 5, (ROWS, 3)), rng.integers(0, 4, (ROWS, 3)), rng.uniform(size=(ROWS, 3))
+
+    def build():
+        inputs = keras.Input((3,), dtype="int32")
+        return keras.Model(inputs, layers.Dense(4, "softmax")(layers.Embedding(5, 2, mask_zero=True)(inputs)))
+
+    def script(model):
+        compiled(model, loss="sparse_categorical_crossentropy", metrics=["accuracy"], weighted_metrics=["accuracy"])
+        return fit(model, x, y, sample_weight=w)
+
+    assert_same_script(build, script, TOWERS)
+
+
+@pytest.mark.parametrize("targets", ["class numbers", "one-hot"])
+def test_class_weight(targets):
+    """For arrays, datasets, `PyDataset`s and single batches; classes without a weight have 1."""
+    y = CLASSES if targets == "class numbers" else np.eye(3)[CLASSES]
+    loss = "sparse_categorical_crossentropy" if targets == "class numbers" else "categorical_crossentropy"
+    arguments = {"class_weight": {0: 0.2, 2: 3.0}}
+
+    def script(model):
+        compiled(model, loss=loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+        ways = [(X, y)] if targets == "one-hot" else [(X, y), (dataset(X, y),), (PyDataset(X, y),)]
+        return [fit(model, *data, **arguments) for data in ways], model.train_on_batch(X[:5], y[:5], **arguments)
+
+    assert_same_script(lambda: dense(3, "softmax"), script, TOWERS)
+
+
+def test_validation_split():
+    def script(model):
+        compiled(model, weighted_metrics=["mse"])
+        arguments = {"sample_weight": W, "validation_split": 0.3, "validation_batch_size": 5, "validation_freq": 2}
+        return fit(model, X, Y, epochs=4, **arguments), fit(model, tf.constant(X), Y, validation_split=0.05)
+
+    assert_same_script(dense, script, TOWERS)
+
+
+def test_validation_data():
+    """Arrays with and without weights, and datasets; with `validation_freq`, `validation_steps` and a batch size of its own."""
+
+    def script(model):
+        compiled(model, weighted_metrics=["mse"])
+        now_and_then = {"validation_freq": [1, 3], "validation_steps": 2, "validation_batch_size": 4}
+        histories = [fit(model, X, Y, epochs=3, validation_data=(X[:11], Y[:11], W[:11]), **now_and_then)]
+        histories += [fit(model, X, Y, epochs=2, validation_data=data) for data in ([X, Y], dataset(X, Y, W))]
+        return [*histories, fit(model, X, Y, validation_data=dataset(X, Y).repeat(), validation_steps=6)]
+
+    assert_same_script(dense, script, TOWERS)
+
+
+@runs_dry
+def test_batch_sizes_and_steps():
+    """No batch size, more steps than there is data, fewer, steps without a batch size, and `initial_epoch`."""
+
+    def script(model):
+        compiled(model)
+        ways = [
+            {"batch_size": None},
+            {"batch_size": 100},
+            {"batch_size": 1},
+            {"batch_size": None, "steps_per_epoch": 4},
+            {"steps_per_epoch": 6, "epochs": 3},
+            {"steps_per_epoch": 3, "epochs": 4, "initial_epoch": 1},
+        ]
+        return [fit(model, np.tile(X, (2, 1)), np.tile(Y, (2, 1)), **arguments) for arguments in ways]
+
+    assert_same_script(dense, script, TOWERS)
+
+
+@runs_dry
+def test_steps_per_execution():
+    """Executions of three steps, and what is left over; also where the number of batches is not known, or steps are given."""
+
+    def script(model):
+        compiled(model, steps_per_execution=3)
+        unknown = dataset(X, Y, W).filter(lambda x, y, w: True)
+        histories = [fit(model, X, Y, epochs=2, validation_data=(X, Y)), fit(model, unknown, epochs=2)]
+        histories += [
+            fit(model, data, steps_per_epoch=5, epochs=2) for data in (dataset(X, Y).repeat(), EndlessPyDataset(X, Y))
+        ]
+        return histories, predict(model, X), predict(model, unknown)
+
+    assert_same_script(dense, script, TOWERS)
+
+
+def test_on_batch_methods():
+    """With weights for rows or classes, as a list or with `return_dict`; also with fewer rows than towers."""
+
+    def script(model):
+        compiled(model, weighted_metrics=["mse"])
+        results = []
+        for x, y, w in batches(X, Y, W, sizes=(5, 2, 1)):
+            results.append(model.train_on_batch(x, y, w, return_dict=True))
+            results.append(model.train_on_batch(x, y, class_weight={1: 2.0}))
+            results += [model.test_on_batch(tf.constant(x), y, w), model.predict_on_batch(x)]
+        return results, model.train_on_batch(x, y), model.test_on_batch(x, y, return_dict=True)
+
+    assert_same_script(dense, script, TOWERS)
+
+
+def test_evaluate_and_predict():
+    """With any batch size, a number of steps, weights, datasets and `PyDataset`s, as a list or with `return_dict`."""
+
+    def script(model):
+        compiled(model, weighted_metrics=["mse"]).train_on_batch(X, Y)
+        ways = [{"batch_size": size} for size in (None, 4)] + [{"batch_size": 5, "steps": 2}]
+        evaluations = [evaluate(model, X, Y, sample_weight=W, **arguments) for arguments in ways]
+        evaluations += [evaluate(model, dataset(X, Y, W), steps=2), evaluate(model, PyDataset(X, Y), return_dict=False)]
+        predictions = [predict(model, X, **arguments) for arguments in ways]
+        return evaluations, predictions, predict(model, dataset(X), steps=2)
+
+    assert_same_script(dense, script, TOWERS)
+
+
+class AsString(layers.Layer):
+    def call(self, x):
+        return tf.strings.as_string(x)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "string")
+
+
+class Twice(layers.Layer):
+    def call(self, x):
+        return 2 * x
+
+
+def test_predictions_of_any_kind():
+    """Whole numbers, flags, half precision, strings and ragged tensors."""
+
+    def build():
+        x, tokens = keras.Input((4,), name="x"), keras.Input((None,), dtype="int64", ragged=True, name="tokens")
+        best = keras.ops.argmax(x, -1)
+        outputs = {"flags": x > 0, "half": keras.ops.cast(x, "float16"), "best": best}
+        return keras.Model({"x": x, "tokens": tokens}, {**outputs, "names": AsString()(best), "twice": Twice()(tokens)})
+
+    def script(model):
+        outputs = predict(compiled(model), {"x": X, "tokens": TOKENS})
+        assert [outputs[name].dtype for name in ("flags", "half", "best")] == ["bool", "float16", "int32"]
+        ragged = outputs.pop("twice")
+        return {**outputs, "names": outputs["names"].astype(int)}, ragged.flat_values, ragged.row_lengths()
+
+    assert_same_script(build, script, TOWERS)
+
+
+def test_models_with_a_static_batch_size():
+    def build():
+        return keras.Sequential([keras.Input(batch_shape=(BATCH, 4)), layers.Dense(2)])
+
+    def script(model):
+        compiled(model)
+        rows = dataset(X, Y, drop_remainder=True)
+        histories = fit(model, rows), fit(model, X[:21], Y[:21])
+        return histories, predict(model, rows), model.train_on_batch(X[:BATCH], Y[:BATCH])
+
+    assert_same_script(build, script, TOWERS)
+
+
+class CountsStatically(layers.Layer):
+    def call(self, x):
+        return keras.ops.reshape(x, (x.shape[0], 4, 1))
+
+
+def test_refuses_losses_and_layers_that_ask_for_the_static_batch_size():
+    """How many rows a slice has is not known before: use `keras.ops.shape(x)[0]`, as the error says."""
+
+    def loss(y, y_pred):
+        return keras.ops.sum((y - y_pred) ** 2) / y_pred.shape[0]
+
+    parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS), loss=loss, metrics=None)
+    with pytest.raises(ValueError, match=r"ops\.shape"):
+        fit(parallel, dataset(X, Y, drop_remainder=True))
+    model = keras.Sequential([keras.Input(batch_shape=(BATCH, 4)), CountsStatically(), layers.Flatten(), layers.Dense(2)])
+    parallel = compiled(keras_dp.DataParallelModel(model, devices=TOWERS))
+    with pytest.raises(Exception, match=r"ops\.shape"):
+        fit(parallel, dataset(X, Y, drop_remainder=True))
+
+
+def test_refuses_outputs_that_each_slice_pads_to_a_length_of_its_own():
+    """They do not fit together: pad all rows to one length before, in the dataset, as the error says."""
+    inputs = keras.Input((None,), dtype="int64", ragged=True)
+    parallel = keras_dp.DataParallelModel(keras.Model(inputs, Pad()(inputs)), devices=TOWERS)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="one length"):
+        predict(parallel, TOKENS)
+
+
+REFUSED = {
+    "lists of numbers": lambda model: model.fit(X.tolist(), Y.tolist()),
+    "objects": lambda model: model.fit(X.astype(object), Y),
+    "strings of a fixed length": lambda model: model.fit(TEXTS, Y),
+    "another number of targets": lambda model: model.fit(X, Y[:5]),
+    "another number of weights": lambda model: model.fit(X, Y, sample_weight=W[:5]),
+    "targets beside a dataset": lambda model: model.fit(dataset(X, Y), Y),
+    "weights beside a generator": lambda model: model.fit(generator(X, Y), sample_weight=W, shuffle=False),
+    "class weights and a generator": lambda model: model.fit(generator(X, Y), class_weight={0: 1.0}, shuffle=False),
+    "class weights and weights": lambda model: model.fit(X, Y, sample_weight=W, class_weight={0: 1.0}),
+    "class weights and weights of a batch": lambda model: model.train_on_batch(X, Y, W, class_weight={0: 1.0}),
+    "a split of a dataset": lambda model: model.fit(dataset(X, Y), validation_split=0.3),
+    "a split into nothing": lambda model: model.fit(X, Y, validation_split=0.99),
+    "a generator of lists": lambda model: model.fit(([x, y] for x, y in generator(X, Y)), shuffle=False),
+    "an empty generator": lambda model: model.fit(generator(sizes=()), shuffle=False),
+    "executions of any number of steps": lambda model: compiled(model, steps_per_execution="auto").fit(X, Y),
+}
+
+
+def test_refuses_what_keras_refuses():
+    """In the same words."""
+    one, inner = twins(dense)
+    parallel = keras_dp.DataParallelModel(inner, devices=TOWERS)
+    for what, call in REFUSED.items():
+        words = []
+        for model in (one, parallel):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                call(compiled(model))
+            words.append((type(caught.value), str(caught.value)))
+        assert words[0] == words[1], what
+
+
+@runs_dry
+def test_refuses_batches_without_rows():
+    """Plain Keras takes a step with a loss of 0, and shows nothing for validation data without batches."""
+    parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS))
+    with pytest.raises(ValueError, match=r"evaluate\(\) was given no batch"):
+        fit(parallel, X, Y, validation_data=dataset(X, Y).filter(lambda x, y: False))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="at least one row"):
+        parallel.train_on_batch(X[:0], Y[:0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="at least one row"):
+        fit(parallel, generator(X, Y, sizes=(5, 0, 5)))
+
+
+def test_refuses_tensors_without_rows_or_with_other_numbers_of_rows():
+    """Plain Keras spreads a single weight over the rows; here it is to be given for each row, as in all other places."""
+    parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS))
+    with pytest.raises(ValueError, match=r"(?s)first axis of rows.*\(None, 4\), \(None, 2\), \(\)"):
+        fit(parallel, dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))))
+    with pytest.raises(ValueError, match=r"same number of rows.*\(23, 4\), \(5, 2\)"):
+        parallel.train_on_batch(X, Y[:5])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
+        fit(parallel, ((x, y[:1]) for x, y in generator(X, Y)))
+    with pytest.raises(ValueError, match=r"\(4,\)"):
+        fit(parallel, tf.data.Dataset.from_tensor_slices((X, Y)))

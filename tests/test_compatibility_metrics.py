@@ -1,0 +1,215 @@
+"""Every metric of Keras, and those of one's own, show what they show on one device."""
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_same_training, assert_towers_match_one_device
+from keras import layers, metrics, ops
+
+import keras_dp
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(23, 5))
+LABELS = rng.integers(0, 2, (23, 3)).astype("float64")
+WEIGHTS = rng.uniform(size=23)
+
+ARGUMENTS = {
+    "MeanIoU": {"num_classes": 3, "sparse_y_pred": False},
+    "IoU": {"num_classes": 3, "target_class_ids": [0], "sparse_y_pred": False},
+    "OneHotIoU": {"num_classes": 3, "target_class_ids": [0, 2]},
+    "OneHotMeanIoU": {"num_classes": 3},
+    "BinaryIoU": {"target_class_ids": [0, 1]},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "TopKCategoricalAccuracy": {"k": 2},
+    "SparseTopKCategoricalAccuracy": {"k": 2},
+    "MeanMetricWrapper": {"fn": lambda y_true, y_pred: ops.max(ops.abs(y_true - y_pred), axis=-1)},
+}
+SPARSE = {"SparseCategoricalAccuracy", "SparseTopKCategoricalAccuracy", "SparseCategoricalCrossentropy", "IoU", "MeanIoU"}
+WHOLE_WEIGHTS = {"OneHotIoU", "OneHotMeanIoU"}
+FLOAT32 = {"TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy"}
+ALL = sorted(
+    name
+    for name, value in vars(metrics).items()
+    # Mean and Sum take values, not labels and predictions; they are among the metrics inside a model, below.
+    if isinstance(value, type) and issubclass(value, metrics.Metric) and name not in ("Metric", "Mean", "Sum")
+)
+
+
+def build():
+    return keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(3, "sigmoid")])
+
+
+def compiled(**arguments):
+    """Arguments of `compile`; functions make a value of their own for each model."""
+    return lambda: {"optimizer": "sgd", "loss": "mse", **{k: v() if callable(v) else v for k, v in arguments.items()}}
+
+
+def make(name):
+    return getattr(metrics, name)(**ARGUMENTS.get(name, {}), name="metric")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_metric(name):
+    """A new one in Keras comes up here by itself."""
+    if name in FLOAT32:
+        keras.config.set_floatx("float32")
+    y = LABELS[:, :1] if name in SPARSE else LABELS
+    weights = np.ones(23, "int64") if name in WHOLE_WEIGHTS else WEIGHTS
+    data = (X, y) if name in ("IoU", "MeanIoU", "BinaryIoU") else (X, y, weights)  # Weights fail in Keras there.
+    arguments = compiled(metrics=lambda: [make(name)], weighted_metrics=lambda: [make(name)])
+    assert_towers_match_one_device(build, arguments, [(data, 9)], 3)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "acc", "mse", "MAE", "binary_accuracy", "AUC"])
+def test_metrics_by_name(metric):
+    assert_same_training(build, compiled(metrics=[metric]), [((X, LABELS), 9)], 3, epochs=1)
+
+
+def test_metrics_of_masked_outputs():
+    """Gathered predictions keep their mask: without it, accuracy would count the padding."""
+
+    def tagger():
+        return keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(9, 4, mask_zero=True),
+                layers.LSTM(5, return_sequences=True),
+                layers.Dense(4, "softmax"),
+            ]
+        )
+
+    tokens = np.where(np.arange(6) < rng.integers(1, 7, 23)[:, None], rng.integers(1, 9, (23, 6)), 0)
+    data = (tokens, rng.integers(0, 4, (23, 6)))
+    for own in ([], [LargestError()]):
+        arguments = {"optimizer": "sgd", "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy", *own]}
+        if own:
+            own[0].update_state = lambda *args, **kwargs: None
+        assert_towers_match_one_device(tagger, lambda arguments=arguments: arguments, [(data, 9)], 3)
+
+
+def two_headed():
+    inputs = keras.Input((5,))
+    return keras.Model(inputs, {"a": layers.Dense(3, "sigmoid", name="a")(inputs), "b": layers.Dense(1, name="b")(inputs)})
+
+
+def test_metrics_of_each_output():
+    """Given as a dict, weighted or not, beside losses of each output in the logs."""
+    arguments = compiled(
+        loss={"a": "binary_crossentropy", "b": "mse"},
+        metrics=lambda: {"a": ["accuracy", metrics.AUC(name="auc")], "b": "mae"},
+        weighted_metrics=lambda: {"a": [metrics.Precision(name="precision")], "b": [LargestError()]},
+    )
+    data = (X, {"a": LABELS, "b": X[:, :1]}, {"a": WEIGHTS, "b": 1 - WEIGHTS})
+    assert_towers_match_one_device(two_headed, arguments, [(data, 9)], 3)
+
+
+class LargestError(metrics.Metric):
+    """Its states do not add up, and come from nothing but the batch."""
+
+    def __init__(self, name="largest_error"):
+        super().__init__(name=name)
+        self.largest = self.add_weight(shape=(), initializer="zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_true - y_pred))))
+
+    def result(self):
+        return self.largest
+
+
+def spread_of_batch(y_true, y_pred):
+    return ops.std(y_pred)
+
+
+def test_metrics_of_ones_own():
+    arguments = compiled(metrics=lambda: [LargestError(), spread_of_batch, "mae"])
+    assert_towers_match_one_device(build, arguments, [((X, LABELS), 9)], 3)
+
+
+class WithMetricsInside(keras.Model):
+    def __init__(self, metric, *values):
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.inside = metric
+        self.values = values
+
+    def call(self, x):
+        y = self.dense(x)
+        for value in self.values:
+            self.inside.update_state(value(y))
+        return y
+
+
+VALUES = {
+    "one for each row": [lambda y: ops.mean(y, axis=-1)],
+    "one for the batch": [ops.mean],
+    "one for each column": [lambda y: ops.mean(y, axis=0)],
+    "all of them": [ops.mean, lambda y: ops.mean(y, axis=-1), lambda y: ops.mean(y, axis=0)],
+}
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("metric", [metrics.Mean, metrics.Sum])
+def test_metrics_inside_a_model(metric, values):
+    """A mean over the rows counts as one value for the batch, not as one for each tower."""
+    assert_same_training(lambda: WithMetricsInside(metric(name="inside"), *VALUES[values]), compiled(), [((X, LABELS), 9)], 3)
+
+
+class WithMetricsInLoss(keras.Model):
+    """Tracks parts of its loss, one of them with a metric that does not add up over parts of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.tracker = metrics.Mean(name="tracker")
+        self.largest = LargestError()
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = ops.mean((y - y_pred) ** 2)
+        self.tracker.update_state(loss)
+        self.largest.update_state(y, y_pred)
+        return loss
+
+
+def test_metrics_in_an_overridden_compute_loss():
+    assert_towers_match_one_device(WithMetricsInLoss, compiled(), [((X, LABELS), 9)], 3)
+
+
+def test_overridden_compute_metrics():
+    class OwnMetrics(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(3)
+            self.largest_input = LargestError()
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            results = super().compute_metrics(x, y, y_pred, sample_weight)
+            self.largest_input.update_state(ops.zeros_like(x), x)
+            return {**results, "own": self.largest_input.result() * 2}
+
+    arguments = compiled(metrics=["mae"])
+    assert_towers_match_one_device(OwnMetrics, arguments, [((X, LABELS), 9)], 3)
+
+
+def test_metrics_inside_a_model_that_do_not_add_up():
+    """Refused: in `call` each tower sees its own rows only."""
+
+    class Inside(WithMetricsInside):
+        def call(self, x):
+            y = self.dense(x)
+            self.inside.update_state(ops.zeros_like(y), y)
+            return y
+
+    parallel = keras_dp.DataParallelModel(Inside(LargestError()), devices=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="'largest_error'.*compile\\(metrics=...\\), or override compute_metrics"):
+        parallel.fit(X, LABELS, verbose=0)

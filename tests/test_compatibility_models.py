@@ -1,0 +1,583 @@
+"""Every kind of model, and every layer of Keras, with one device's result."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, assert_same_script, assert_same_training, assert_towers_match_one_device, fit, twins
+from keras import layers, ops
+
+import keras_dp
+
+rng = np.random.default_rng(6)
+X = rng.normal(size=(23, 5))
+Y = rng.normal(size=(23, 3))
+DATA = [((X, Y), 9)]
+
+
+def compiled(optimizer="sgd", **arguments):
+    return lambda: {"optimizer": optimizer, "loss": "mse", **arguments}
+
+
+def sequential():
+    return keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(3)])
+
+
+def functional():
+    """Two branches that share a layer, and meet."""
+    inputs = keras.Input((5,))
+    shared = layers.Dense(5, "tanh")
+    both = layers.Concatenate()([shared(inputs), shared(layers.Dense(5)(inputs))])
+    return keras.Model(inputs, layers.Dense(3)(both))
+
+
+def nested():
+    """A model inside a model, twice, with batch normalization in it."""
+    block = keras.Sequential([keras.Input((5,)), layers.Dense(5, "tanh"), layers.BatchNormalization()])
+    inputs = keras.Input((5,))
+    return keras.Model(inputs, keras.Sequential([layers.Dense(3)])(block(block(inputs))))
+
+
+class Subclassed(keras.Model):
+    """With a list and a dict of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [layers.Dense(6, "tanh"), layers.BatchNormalization()]
+        self.heads = {"out": layers.Dense(3)}
+
+    def call(self, inputs, training=None):
+        hidden = self.blocks[1](self.blocks[0](inputs), training=training)
+        return self.heads["out"](hidden)
+
+
+KINDS = {
+    "sequential": sequential,
+    "functional": functional,
+    "nested": nested,
+    "subclassed, not built": Subclassed,
+    "sequential, not built": lambda: keras.Sequential([layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(kind):
+    """A model that is not built is built from the first batch."""
+    assert_towers_match_one_device(KINDS[kind], compiled("adam"), DATA, 3)
+
+
+def test_nested_inputs_and_outputs():
+    class Nested(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(3)
+
+        def call(self, inputs):
+            return {"a": self.dense(inputs["deep"]["x"]), "b": (self.dense(inputs["list"][0]),)}
+
+    def script(model):
+        x = {"deep": {"x": X}, "list": [2 * X]}
+        model.compile("sgd", {"a": "mse", "b": ["mae"]})
+        history = model.fit(x, {"a": Y, "b": (Y,)}, batch_size=9, shuffle=False, verbose=0).history
+        return history, model.predict(x, batch_size=7, verbose=0)
+
+    assert_same_script(Nested, script, 3)
+
+
+def test_loaded_models(tmp_path):
+    """A compiled model that was loaded trains on, from its optimizer's state, without another compile()."""
+    model = sequential()
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model.fit(X, Y, batch_size=9, verbose=0)
+    model.save(tmp_path / "model.keras")
+
+    def script(loaded):
+        assert loaded.compiled
+        return loaded.fit(X, Y, batch_size=9, shuffle=False, verbose=0).history, loaded.evaluate(X, Y, verbose=0)
+
+    assert_same_script(lambda: keras.models.load_model(tmp_path / "model.keras"), script, 3)
+
+
+@pytest.mark.parametrize("who", ["wrapper", "inner model"])
+def test_frozen_layers_and_compile_again(who):
+    """Layers are frozen before the first training, and trained after the second compile(), whichever model is compiled."""
+
+    def script(model):
+        inner = getattr(model, "inner_model", model)
+        compiles = model if who == "wrapper" else inner
+        results = []
+        for trainable in (False, True):
+            inner.layers[0].trainable = trainable
+            before = inner.layers[0].get_weights()[0]
+            compiles.compile(keras.optimizers.Adam(0.01), "mse")
+            results.append(model.fit(X, Y, batch_size=9, shuffle=False, verbose=0).history)
+            assert np.any(before != inner.layers[0].get_weights()[0]) == trainable
+        return results
+
+    assert_same_script(sequential, script, 3)
+
+
+def test_transfer_learning():
+    """A frozen base under a new head, whose batch normalization stays as it is; then all of it is tuned."""
+
+    def build():
+        base = sequential()
+        base.trainable = False
+        inputs = keras.Input((5,))
+        model = keras.Model(inputs, layers.Dense(3)(base(inputs, training=False)))
+        model.base = base
+        return model
+
+    def script(model):
+        results = []
+        for trainable in (False, True):
+            model.base.trainable = trainable
+            moving = model.base.layers[1].moving_mean.numpy()
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            results.append(model.fit(X, Y, batch_size=9, shuffle=False, verbose=0).history)
+            assert np.any(moving != model.base.layers[1].moving_mean.numpy()) == trainable
+        return results
+
+    assert_same_script(build, script, 3)
+
+
+def random(*shape):
+    return rng.normal(size=shape)
+
+
+# By the shape of their input, what makes each layer, or a small stack around it. All layers of a shape train in one model.
+VECTORS = (
+    lambda: X,
+    [
+        lambda: layers.Dense(4, kernel_constraint="unit_norm"),
+        lambda: layers.Discretization([-1.0, 0.0, 1.0], output_mode="one_hot"),
+        lambda: layers.Normalization(mean=[1.0] * 5, variance=[2.0] * 5),
+        lambda: layers.BatchNormalization(),
+        lambda: layers.SpectralNormalization(layers.Dense(4)),
+        lambda: layers.RepeatVector(2),
+        lambda: layers.Identity(),
+        lambda: layers.Lambda(lambda x: 2 * x),
+        lambda: layers.Activation("gelu"),
+        lambda: layers.ActivityRegularization(0.01),
+        lambda: layers.Softmax(),
+        lambda: layers.ReLU(negative_slope=0.1),
+        lambda: layers.LeakyReLU(),
+        lambda: layers.ELU(),
+        lambda: layers.Pipeline([layers.Rescaling(2.0)]),
+    ],
+)
+SEQUENCES = (
+    lambda: random(23, 6, 4),
+    [
+        lambda: layers.SimpleRNN(3, unroll=True),
+        lambda: layers.LSTM(3),
+        lambda: layers.GRU(3),
+        lambda: layers.Bidirectional(layers.SimpleRNN(2, return_sequences=True)),
+        lambda: layers.RNN([layers.LSTMCell(3), layers.GRUCell(2), layers.SimpleRNNCell(2)]),
+        lambda: layers.TimeDistributed(layers.BatchNormalization()),
+        lambda: layers.EinsumDense("abc,cd->abd", output_shape=(6, 5), bias_axes="d"),
+        lambda: layers.LayerNormalization(),
+        lambda: layers.RMSNormalization(),
+        lambda: layers.UnitNormalization(),
+        lambda: layers.Conv1D(3, 2, padding="causal"),
+        lambda: layers.Conv1DTranspose(3, 2, 2),
+        lambda: layers.DepthwiseConv1D(2),
+        lambda: layers.SeparableConv1D(3, 2),
+        lambda: layers.MaxPooling1D(2),
+        lambda: layers.AveragePooling1D(2),
+        lambda: layers.GlobalMaxPooling1D(),
+        lambda: layers.GlobalAveragePooling1D(),
+        lambda: layers.AdaptiveAveragePooling1D(2),
+        lambda: layers.AdaptiveMaxPooling1D(2),
+        lambda: layers.Cropping1D(1),
+        lambda: layers.ZeroPadding1D(1),
+        lambda: layers.UpSampling1D(2),
+        lambda: layers.Permute((2, 1)),
+        lambda: layers.Reshape((3, 8)),
+    ],
+)
+TOKENS = (
+    lambda: rng.integers(0, 9, (23, 6)),
+    [
+        lambda: layers.Embedding(9, 4),
+        lambda: layers.ReversibleEmbedding(9, 4),
+        lambda: layers.CategoryEncoding(9, output_mode="count"),
+        lambda: layers.Hashing(5, output_mode="multi_hot"),
+        lambda: layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="multi_hot"),
+    ],
+)
+IMAGES = (
+    lambda: random(23, 8, 8, 3),
+    [
+        lambda: layers.Conv2D(2, 3),
+        lambda: layers.Conv2DTranspose(2, 3, 2),
+        lambda: layers.DepthwiseConv2D(3),
+        lambda: layers.SeparableConv2D(2, 3),
+        lambda: layers.SpectralNormalization(layers.Conv2D(2, 3)),
+        lambda: layers.GroupNormalization(3),
+        lambda: layers.MaxPooling2D(2),
+        lambda: layers.AveragePooling2D(2),
+        lambda: layers.GlobalMaxPooling2D(),
+        lambda: layers.GlobalAveragePooling2D(),
+        lambda: layers.AdaptiveAveragePooling2D(2),
+        lambda: layers.AdaptiveMaxPooling2D(2),
+        lambda: layers.PReLU(shared_axes=[1, 2]),
+        lambda: layers.Cropping2D(1),
+        lambda: layers.ZeroPadding2D(1),
+        lambda: layers.UpSampling2D(2, interpolation="bilinear"),
+        lambda: layers.Resizing(5, 5),
+        lambda: layers.CenterCrop(5, 5),
+        lambda: layers.Rescaling(0.1, 0.2),
+        lambda: layers.Flatten(),
+    ],
+)
+VOLUMES = (
+    lambda: random(23, 4, 4, 4, 2),
+    [
+        lambda: layers.Conv3D(2, 2),
+        lambda: layers.Conv3DTranspose(2, 2),
+        lambda: layers.GlobalMaxPooling3D(),
+        lambda: layers.GlobalAveragePooling3D(),
+        lambda: layers.Cropping3D(1),
+        lambda: layers.ZeroPadding3D(1),
+        lambda: layers.UpSampling3D(2),
+        lambda: layers.ConvLSTM2D(2, 2),
+    ],
+)
+FAMILIES = {"vectors": VECTORS, "sequences": SEQUENCES, "tokens": TOKENS, "images": IMAGES, "volumes": VOLUMES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers(family):
+    make_data, makers = FAMILIES[family]
+    x = make_data()
+
+    def build():
+        inputs = keras.Input(x.shape[1:], dtype=str(x.dtype))
+        branches = [layers.Flatten()(make()(inputs)) for make in makers]
+        branches = [ops.cast(branch, "float64") for branch in branches]
+        return keras.Model(inputs, layers.Dense(3)(layers.Concatenate()(branches)))
+
+    assert_towers_match_one_device(build, compiled("adam"), [((x, Y), 9)], 3)
+
+
+def test_attention_and_merging_layers():
+    def build():
+        inputs = keras.Input((6, 4))
+        values = layers.Dense(4)(inputs)
+        attended = [
+            layers.MultiHeadAttention(2, 3)(inputs, values, use_causal_mask=True),
+            layers.GroupQueryAttention(3, 2, 1)(inputs, values),
+            layers.Attention(use_scale=True)([inputs, values]),
+            layers.AdditiveAttention()([inputs, values]),
+        ]
+        merges = (layers.Add, layers.Average, layers.Maximum, layers.Minimum, layers.Multiply, layers.Concatenate)
+        merged = [merge()(attended) for merge in merges]
+        merged += [layers.Subtract()(attended[:2]), layers.Dot(2)(attended[:2])]
+        return keras.Model(inputs, layers.Dense(3)(layers.Concatenate()([layers.Flatten()(m) for m in merged])))
+
+    assert_same_training(build, compiled("adam"), [((random(23, 6, 4), Y), 9)], 3)
+
+
+def test_layers_of_float32():
+    """Some kernels and constants know float32 only."""
+    keras.config.set_floatx("float32")
+
+    def build():
+        volume, wave = keras.Input((4, 4, 4, 2)), keras.Input((64,))
+        mel = layers.MelSpectrogram(fft_length=16, sequence_stride=8, num_mel_bins=4, sampling_rate=100, max_freq=50.0)
+        parts = [
+            layers.MaxPooling3D(2)(volume),
+            layers.AveragePooling3D(2)(volume),
+            mel(wave),
+            layers.STFTSpectrogram(frame_length=16, frame_step=8, fft_length=16)(ops.expand_dims(wave, -1)),
+            layers.AdaptiveMaxPooling3D(2)(volume),
+            layers.AdaptiveAveragePooling3D(2)(volume),
+            layers.ConvLSTM1D(2, 2)(ops.reshape(volume, (-1, 4, 16, 2))),
+        ]
+        return keras.Model([volume, wave], layers.Dense(3)(layers.Concatenate()([layers.Flatten()(p) for p in parts])))
+
+    x = [random(23, 4, 4, 4, 2), random(23, 64)]
+    assert_same_script(build, lambda model: fit(model, compiled(keras.optimizers.SGD(1e-4)), [((x, Y), 9)]), 3)
+
+
+def test_masks():
+    """They go through the model, into recurrent layers, pooling and the loss."""
+
+    def build():
+        inputs = keras.Input((6, 4))
+        hidden = layers.Bidirectional(layers.GRU(3, return_sequences=True))(layers.Masking()(inputs))
+        return keras.Model(inputs, [layers.Dense(3)(layers.GlobalAveragePooling1D()(hidden)), layers.Dense(1)(hidden)])
+
+    x = random(23, 6, 4) * (np.arange(6) < rng.integers(1, 7, 23)[:, None])[..., None]
+    assert_same_training(build, compiled(), [((x, [Y, random(23, 6, 1)]), 9)], 3)
+
+
+def test_string_lookup_and_vectorization_inside_the_model():
+    words = np.array(["red", "green", "blue", "red green", "unknown"] * 4, dtype=object)[:, None]
+
+    def build():
+        inputs = keras.Input((1,), dtype="string")
+        vectorization = layers.TextVectorization(vocabulary=["red", "green"], output_mode="count")
+        lookup = layers.StringLookup(vocabulary=["red", "green", "blue"], output_mode="one_hot")
+        encoded = [vectorization(inputs), lookup(inputs)]
+        both = layers.Concatenate()([layers.Flatten()(ops.cast(code, "float64")) for code in encoded])
+        return keras.Model(inputs, layers.Dense(3)(both))
+
+    x = tf.constant(words.tolist())
+    assert_same_script(build, lambda model: fit(model, compiled(), [((x, Y[:20]), 9)]), 3)
+
+
+def random_layers():
+    """Those that draw numbers; in float32, which some know only."""
+    return [
+        layers.Dropout(0.5),
+        layers.GaussianNoise(0.1),
+        layers.GaussianDropout(0.3),
+        layers.AlphaDropout(0.3),
+        layers.SpatialDropout2D(0.3),
+        layers.RandomFlip(),
+        layers.RandomRotation(0.1),
+        layers.RandomZoom(0.1),
+        layers.RandomTranslation(0.1, 0.1),
+        layers.RandomContrast(0.1),
+        layers.RandomBrightness(0.1, value_range=(0, 1)),
+        layers.RandomCrop(6, 6),
+    ]
+
+
+def test_random_layers():
+    """Towers draw differently; the same seed gives the same run twice; without training nothing is drawn."""
+    keras.config.set_floatx("float32")
+    x, y = np.repeat(random(1, 8, 8, 3).astype("float32"), 9, axis=0), Y[:9].astype("float32")
+
+    class DrawsAlways(layers.Layer):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def call(self, inputs):
+            return self.inner(inputs, training=True)
+
+    for i in range(len(random_layers())):
+        outputs = []
+        for _ in range(2):
+            keras.utils.clear_session()
+            keras.utils.set_random_seed(8)
+            model = keras.Sequential([keras.Input((8, 8, 3)), DrawsAlways(random_layers()[i])])
+            outputs.append(keras_dp.DataParallelModel(model, devices=3).predict_on_batch(x))
+        np.testing.assert_array_equal(*outputs)
+        first, second, third = np.split(outputs[0], 3)
+        assert np.abs(first - second).max() > 0, random_layers()[i]
+        assert np.abs(second - third).max() > 0, random_layers()[i]
+
+    def build():
+        # Without RandomCrop, which is the last and crops nothing where nothing is drawn.
+        return keras.Sequential([keras.Input((8, 8, 3)), *random_layers()[:-1], layers.Flatten(), layers.Dense(3)])
+
+    one, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=3)
+    parallel.compile("sgd", "mse")
+    parallel.fit(x, y, verbose=0)
+    one.set_weights(inner.get_weights())
+    assert_same(one.predict(x, verbose=0), parallel.predict(x, verbose=0), 1e-5)
+
+
+def test_weights_updated_in_call():
+    """As SpectralNormalization does with its kernel: the gradient is that of the new value, which is then trained."""
+
+    class Shrinking(layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=shape[1:], initializer="ones", name="scale")
+
+        def call(self, x, training=False):
+            before = x * self.scale
+            if training:
+                self.scale.assign(0.9 * self.scale**2)
+            return before + ops.sin(self.scale) * x
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), Shrinking(), layers.Dense(3)])
+
+    assert_towers_match_one_device(build, compiled("adam"), DATA, 3)
+
+
+def test_state_that_is_a_mean_over_the_rows():
+    class Centering(layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
+            self.steps = self.add_weight(shape=(), initializer="zeros", dtype="int64", trainable=False, name="steps")
+
+        def call(self, x, training=False):
+            centered = x - self.mean
+            if training:
+                self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, axis=0))
+                self.steps.assign_add(1)
+            return centered
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), Centering(), layers.Dense(3)])
+
+    assert_towers_match_one_device(build, compiled(), DATA, 3)
+
+
+def test_other_state_is_summed_by_the_layer():
+    """A count of rows is not a mean over them: the layer says so with `cross_tower_sum`."""
+
+    class Counting(layers.Layer):
+        def build(self, shape):
+            self.rows = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="rows")
+
+        def call(self, x):
+            self.rows.assign_add(keras_dp.cross_tower_sum(ops.shape(x)[0]))
+            return x
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), Counting(), layers.Dense(3)])
+
+    assert_towers_match_one_device(build, compiled(), DATA, 3)
+
+
+def with_lora():
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(3)])
+    model.layers[0].enable_lora(2)
+    return model
+
+
+def quantized(mode):
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(3)])
+    model.quantize(mode)
+    return model
+
+
+def test_lora():
+    """In float32, as its initializers are."""
+    keras.config.set_floatx("float32")
+    assert_same_training(with_lora, compiled("adam"), DATA, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
+@pytest.mark.parametrize("mode", ["int8", "float8"])
+def test_quantized_layers(mode):
+    """int8 trains what it leaves trainable, the biases; float8's largest magnitudes are those of the global batch."""
+    assert_towers_match_one_device(lambda: quantized(mode), compiled("adam"), DATA, 3)
+
+
+def test_stateful_layers():
+    """Refused: their state has a row for each row of a batch."""
+    model = keras.Sequential([keras.Input(batch_shape=(4, 6, 4)), layers.LSTM(3, stateful=True), layers.Dense(3)])
+    with pytest.raises(ValueError, match="'lstm.*' is stateful.*stateful=False, or train the model on one device"):
+        keras_dp.DataParallelModel(model, devices=2)
+
+
+@pytest.mark.parametrize("step", ["train_step", "test_step", "predict_step", "make_train_function"])
+def test_steps_of_ones_own(step):
+    """Refused: what a step of one's own does with the whole batch is unknown."""
+    own = type("Own", (keras.Sequential,), {step: lambda self, *args: None})
+    with pytest.raises(ValueError, match=rf"its own {step}\(\).*Override compute_loss\(\) instead"):
+        keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2)
+
+
+def test_rematerialized_layers():
+    """Refused: weights inside would lose their gradient."""
+
+    class Remat(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(4)
+            self.rematerialized = keras.remat(self.dense.call)
+
+        def build(self, shape):
+            self.dense.build(shape)
+
+        def call(self, x):
+            return self.rematerialized(x)
+
+    parallel = keras_dp.DataParallelModel(Remat(), devices=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="inside keras.remat.*Call the layer without it.*dense/kernel"):
+        parallel.fit(X, X[:, :4], verbose=0)
+
+
+def test_functions_compiled_by_the_user():
+    """Refused: a @tf.function inside the model, traced before, keeps the variables that towers replace."""
+
+    class Decorated(layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+
+        @tf.function
+        def product(self, x):
+            return ops.matmul(x, self.kernel)
+
+        def call(self, x):
+            return self.product(x)
+
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((5,)), Decorated()]), devices=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="'.*kernel.*' is used inside a @tf.function.*Remove the decorator"):
+        parallel.fit(X, Y, verbose=0)
+
+
+FAMILIES_OF_APPLICATIONS = {
+    "ConvNeXtTiny": 32,
+    "DenseNet121": 32,
+    "EfficientNetB0": 32,
+    "EfficientNetV2B0": 32,
+    "InceptionV3": 75,
+    "MobileNetV2": 32,
+    "MobileNetV3Small": 32,
+    "NASNetMobile": 32,
+    "ResNet50V2": 32,
+    "VGG16": 32,
+    "Xception": 75,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES_OF_APPLICATIONS)
+def test_applications(name):
+    """Two steps, the second of one row fewer than towers; dropout off, for it differs. Depth amplifies the rounding."""
+    pixels = FAMILIES_OF_APPLICATIONS[name]
+    x, y = rng.uniform(0, 255, (7, pixels, pixels, 3)), rng.normal(size=(7, 2))
+
+    def build():
+        shape = (pixels, pixels, 3)
+        base = getattr(keras.applications, name)(weights=None, include_top=False, pooling="avg", input_shape=shape)
+        for layer in base._flatten_layers():
+            if isinstance(layer, layers.Dropout):
+                layer.rate = 0.0
+            if hasattr(layer, "drop_path_rate"):
+                layer.drop_path_rate = 0.0
+        return keras.Sequential([base, layers.Dense(2)])
+
+    one, inner = twins(build)
+    results = []
+    for model in (one, keras_dp.DataParallelModel(inner, devices=3)):
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        results.append(model.fit(x, y, batch_size=5, shuffle=False, verbose=0).history)
+    assert_same(*results, 1e-6)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-6)
+
+
+# What is not a layer to be put into a model by itself, or needs another framework.
+OTHERS = {"Layer", "InputLayer", "Wrapper", "StackedRNNCells", "JaxLayer", "FlaxLayer", "TorchModuleWrapper", "TFSMLayer"}
+
+
+def test_every_layer_of_keras_is_tested():
+    """Image augmentations beyond those above, which users put into the input pipeline, are left to chance."""
+    names = {}
+    for name, value in vars(layers).items():
+        if inspect.isclass(value) and issubclass(value, layers.Layer):
+            names.setdefault(value, []).append(f"layers.{name}")
+    source = inspect.getsource(inspect.getmodule(test_layers))
+    missing = {layer.__name__ for layer, aliases in names.items() if not any(a in source for a in aliases)} - OTHERS
+    assert missing <= {
+        *("AugMix", "AutoContrast", "ContrastLimitedAdaptiveHistogramEqualization", "CutMix", "Equalization", "MixUp"),
+        *("MaxNumBoundingBoxes", "RandAugment", "RandomColorDegeneration", "RandomColorJitter", "RandomElasticTransform"),
+        *("RandomErasing", "RandomGaussianBlur", "RandomGrayscale", "RandomHue", "RandomInvert", "RandomPerspective"),
+        *("RandomPosterization", "RandomSaturation", "RandomSharpness", "RandomShear", "Solarization", "HashedCrossing"),
+        *("ConvLSTM3D", "SpatialDropout1D", "SpatialDropout3D"),
+    }

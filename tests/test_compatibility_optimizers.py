@@ -1,0 +1,218 @@
+"""Every optimizer of Keras and each of its options, with one device's weights and optimizer state."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_same, assert_same_script, assert_same_training, values
+from keras import layers, optimizers
+
+import keras_dp
+
+rng = np.random.default_rng(4)
+X = rng.normal(size=(23, 5))
+Y = rng.normal(size=(23, 3))
+DATA = [((X, Y), 9)]
+
+
+def classes(module, base, but=()):
+    """The names of all public subclasses of `base` in a module of Keras."""
+    named = vars(module).items()
+    return sorted(n for n, v in named if inspect.isclass(v) and issubclass(v, base) and v is not base and n not in but)
+
+
+def build():
+    return keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh", name="hidden"), layers.Dense(3, name="out")])
+
+
+def compiled(make_optimizer):
+    return lambda: {"optimizer": make_optimizer(), "loss": "mse"}
+
+
+# The first clips all gradients together and overwrites the weights with their moving averages; the second clips each gradient
+# and accumulates. 23 rows in batches of 5 make 5 steps an epoch, the last of 3 rows.
+OPTIONS = {
+    "overwriting": {
+        "global_clipnorm": 0.1,
+        "weight_decay": 0.01,
+        "use_ema": True,
+        "ema_momentum": 0.5,
+        "ema_overwrite_frequency": 3,
+    },
+    "accumulating": {"clipnorm": 0.05, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", classes(optimizers, optimizers.Optimizer, but=("LossScaleOptimizer", "MultiOptimizer")))
+def test_every_optimizer(name, options):
+    """A new one in Keras comes up here by itself."""
+    if name == "Muon":  # Its constants are float32.
+        keras.config.set_floatx("float32")
+
+    def script(model):
+        rate = optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+        model.compile(getattr(optimizers, name)(rate, **OPTIONS[options]), "mse")
+        # Plain Keras loses what ScheduleFreeAdamW starts from, the weights, unless it is built before the first step.
+        model.optimizer.build(model.trainable_variables)
+        return model.fit(X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+
+    assert_same_script(build, script, 3)
+
+
+def test_schedule_free_starts_from_the_weights_even_if_nobody_builds_it():
+    """Plain Keras starts from zeros: TensorFlow drops the assignments of the trace in which variables are made."""
+
+    def script(model, build_first):
+        model.compile(optimizers.ScheduleFreeAdamW(0.05), "mse")
+        if build_first:
+            model.optimizer.build(model.trainable_variables)
+        return model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+
+    assert_same_script(build, lambda model: script(model, build_first=type(model) is keras.Sequential), 3)
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "SGD", {"class_name": "Adam", "config": {"learning_rate": 0.01}}], ids=str)
+def test_optimizers_by_name_and_config(name):
+    assert_same_training(build, lambda: {"optimizer": name, "loss": "mse"}, DATA, 2, epochs=1)
+
+
+@pytest.mark.parametrize("clipping", [{"clipnorm": 0.05}, {"clipvalue": 0.01}, {"global_clipnorm": 0.05}], ids=str)
+def test_clipping(clipping):
+    """tf.distribute clips each replica's gradient before it adds them up: other weights, silently."""
+    assert_same_training(build, compiled(lambda: optimizers.SGD(0.1, **clipping)), DATA, 3)
+
+
+def test_weight_decay():
+    def script(model):
+        optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        model.compile(optimizer, "mse")
+        return model.fit(X, Y, batch_size=9, shuffle=False, verbose=0).history
+
+    assert_same_script(build, script, 3)
+
+
+@pytest.mark.parametrize("frequency", [None, 2])
+def test_moving_averages_of_weights(frequency):
+    """With a frequency tf.distribute crashes."""
+    options = {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": frequency}
+    assert_same_training(build, compiled(lambda: optimizers.Adam(0.01, **options)), DATA, 3)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_gradient_accumulation(steps):
+    """tf.distribute crashes. As in Keras, the mean of batches of different size counts each batch once."""
+    assert_same_training(build, compiled(lambda: optimizers.SGD(0.1, 0.9, gradient_accumulation_steps=steps)), DATA, 3)
+
+
+SCHEDULES = {
+    "CosineDecay": (0.1, 4),
+    "CosineDecayRestarts": (0.1, 2),
+    "ExponentialDecay": (0.1, 2, 0.5),
+    "InverseTimeDecay": (0.1, 2, 0.5),
+    "PiecewiseConstantDecay": ([2, 4], [0.1, 0.05, 0.01]),
+    "PolynomialDecay": (0.1, 4),
+}
+
+
+def test_every_learning_rate_schedule():
+    """All in one script, one after the other, so that the state of each is the next one's start."""
+    schedules = optimizers.schedules
+    assert set(SCHEDULES) == set(classes(schedules, schedules.LearningRateSchedule))
+
+    def script(model):
+        seen = []
+        for name, arguments in SCHEDULES.items():
+            model.compile(optimizers.SGD(getattr(schedules, name)(*arguments), momentum=0.9), "mse")
+            seen.append(model.fit(X, Y, batch_size=5, shuffle=False, verbose=0).history)
+            seen.append((model.optimizer.learning_rate.numpy(), model.optimizer.iterations.numpy()))
+        return seen
+
+    assert_same_script(build, script, 2)
+
+
+@pytest.mark.parametrize("parameter_device", [None, "sharded"])
+def test_several_optimizers_in_one(parameter_device):
+    def make_optimizer():
+        chosen = {".*hidden/.*": optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1)}
+        return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(0.01), chosen))
+
+    arguments = {"parameter_device": parameter_device}
+    assert_same_training(build, compiled(make_optimizer), DATA, 3, wrapper_arguments=arguments)
+
+
+class SignDescent(optimizers.Optimizer):
+    """A step of fixed size against the sign of the gradient, which no mean of per-tower steps can be."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, learning_rate * keras.ops.sign(gradient))
+
+
+def test_optimizers_of_ones_own():
+    assert_same_training(build, compiled(lambda: SignDescent(0.01)), DATA, 3)
+
+
+def test_static_loss_scale():
+    options = {"loss_scale_factor": 64.0, "global_clipnorm": 0.1}
+    assert_same_training(build, compiled(lambda: optimizers.SGD(0.1, **options)), DATA, 3)
+
+
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_dynamic_loss_scale(accumulation):
+    """The scale grows after two finite steps."""
+
+    def script(model):
+        inner = optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
+        model.compile(optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2), "mse")
+        return model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+
+    one, parallel = assert_same_script(build, script, 3)
+    assert float(one.optimizer.dynamic_scale.numpy()) == float(parallel.optimizer.dynamic_scale.numpy()) == 64.0
+
+
+@pytest.mark.parametrize("row", [9, 17])
+def test_an_infinite_gradient_in_one_tower(row):
+    """The step is skipped, the scale halved. tf.distribute trusts replica 0's check: replica 1's inf destroys the weights."""
+    y = Y.copy()
+    y[row] = np.inf  # The first or the last row of the second batch: the first or the last tower's.
+
+    def script(model):
+        model.compile(optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=8.0), "mse")
+        scales, kept = [], []
+        for begin in (0, 9, 18):
+            before = model.get_weights()
+            model.train_on_batch(X[begin : begin + 9], y[begin : begin + 9])
+            scales.append(float(model.optimizer.dynamic_scale.numpy()))
+            kept.append(all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True)))
+        assert scales == [8.0, 4.0, 4.0]
+        assert kept == [False, True, False]
+        return scales
+
+    assert_same_script(build, script, 3)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16"])
+def test_mixed_precision(policy):
+    """Same scale, same steps, and weights equal to the rounding of the activations. Loss scaling follows the policy."""
+    keras.config.set_floatx("float32")
+
+    def script(model):
+        model.compile(optimizers.SGD(0.05), "mse")
+        assert hasattr(model.optimizer, "dynamic_scale") is (policy == "mixed_float16")
+        history = model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+        return history, model.get_weights(), values(model.optimizer)
+
+    results = []
+    for devices in (None, 3):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        keras.config.set_dtype_policy(policy)
+        model = build()
+        before = model.get_weights()
+        results.append(script(model if devices is None else keras_dp.DataParallelModel(model, devices)))
+        assert np.abs(np.float32(results[-1][1][0]) - np.float32(before[0])).max() > 0.01
+    keras.config.set_dtype_policy("float32")
+    as_float = keras.tree.map_structure(np.float64, results)
+    assert_same(as_float[0], as_float[1], 0.05 if "bfloat16" in policy else 0.01)
