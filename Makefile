@@ -4,13 +4,16 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: mnist test lint clean
+.PHONY: mnist test test-slow lint clean
 
 mnist: $(VENV)/examples.installed  ## Train on MNIST on two towers; make mnist DATA=FILE.npz takes a file.
 	$(BIN)/python examples/mnist_cnn.py --towers 2 $(if $(DATA),--data $(DATA))
 
-test: $(VENV)/dev.installed  ## Run all tests.
+test: $(VENV)/dev.installed  ## Run all tests but those that take long.
 	$(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
+	$(BIN)/python -m pytest -n 2 -m slow
 
 lint: $(VENV)/dev.installed  ## Check style and types.
 	$(BIN)/ruff check .

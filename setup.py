@@ -22,12 +22,16 @@ setup(
         "examples": EXAMPLES,
         "dev": [
             *EXAMPLES,
+            "hypothesis>=6.100",
             "mypy>=1.15",
+            "pandas>=2.2",
             "pre-commit>=4",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.11",
+            "scipy>=1.13",
+            "tensorboard>=2.20",
         ],
     },
 )

@@ -4,7 +4,9 @@ import random
 
 import keras
 import numpy as np
+import pandas
 import pytest
+import scipy.sparse
 import tensorflow as tf
 from comparison import assert_same_script, twins
 from keras import layers
@@ -107,7 +109,6 @@ def test_arrays_and_tensors_of_any_dtype():
 
 
 def test_pandas():
-    pandas = pytest.importorskip("pandas")
     columns = {"a": X[:, 0], "b": X[:, 1].astype("float32"), "c": CLASSES, "d": CLASSES > 1}
     frame, target, weight = pandas.DataFrame(columns), pandas.Series(Y[:, 0]), pandas.Series(W)
 
@@ -120,7 +121,6 @@ def test_pandas():
 
 
 def test_pandas_columns_by_name():
-    pandas = pytest.importorskip("pandas")
     x, y = pandas.DataFrame(X, columns=list("abcd")), pandas.DataFrame(Y)
 
     def build():
@@ -133,12 +133,6 @@ def test_pandas_columns_by_name():
     assert_same_script(build, script, TOWERS)
 
 
-def test_jax_arrays():
-    arrays = pytest.importorskip("jax.numpy")
-    x, y = arrays.asarray(X), arrays.asarray(Y)
-    assert_same_script(dense, lambda model: [fit(compiled(model), x, y), model.train_on_batch(x[:5], y[:5])], TOWERS)
-
-
 SPARSE = np.where(X > 0.3, X, 0)
 SPARSE[3] = SPARSE[7:14] = 0
 
@@ -149,8 +143,7 @@ def takes_sparse():
 
 @runs_dry
 def test_sparse_inputs():
-    scipy_sparse = pytest.importorskip("scipy.sparse")
-    matrix, tensor = scipy_sparse.csr_matrix(SPARSE), tf.sparse.from_dense(SPARSE)
+    matrix, tensor = scipy.sparse.csr_matrix(SPARSE), tf.sparse.from_dense(SPARSE)
 
     def script(model):
         compiled(model)

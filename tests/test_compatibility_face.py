@@ -525,20 +525,20 @@ def test_weights_changed_between_fits(tmp_path):
     assert_same_script(build, script, 3)
 
 
-def test_the_inner_model_trained_by_itself():
+def test_the_inner_model_trained_by_itself(caplog):
     """In between, and after the wrapper is gone, which leaves nothing behind."""
 
     def script(model):
         plain = inner(model)
         return train(compiled(model)), train(plain), train(model), int(plain.optimizer.iterations)
 
-    _, parallel = assert_same_script(build, script, 3)
+    one, parallel = assert_same_script(build, script, 3)
     plain, wrapper = parallel.inner_model, weakref.ref(parallel)
-    before = train(plain)["loss"][-1]
     del parallel
+    caplog.clear()  # TensorFlow's warnings of many tracings hold what was traced.
     gc.collect()
     assert wrapper() is None
-    assert train(plain)["loss"][-1] < before
+    assert_same(train(one), train(plain), 1e-9)
 
 
 def test_a_compiled_model_is_wrapped(tmp_path):

@@ -162,10 +162,6 @@ def test_outputs_without_an_axis_of_their_own():
     assert_towers_match_one_device(build, compiled("mse", metrics=["mae"]), [((X, Y[:, 0]), 9)], 3)
 
 
-def test_targets_of_rank_one():
-    assert_same_training(dense(1), compiled("mse", metrics=["mae"]), [((X, Y[:, 0]), 9)], 3)
-
-
 def test_binary_labels_are_decided_by_the_whole_batch():
     """A hinge reads a slice of labels 0 and 1 as -1 and 1, unless there is a -1 elsewhere in the batch."""
     y = np.r_[np.zeros((8, 3)), np.ones((8, 3)), -np.ones((7, 3))]

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from comparison import assert_same, twins, values
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -9,18 +10,10 @@ from keras import layers
 
 import keras_dp
 
-# No deadline: an example traces two models. Shrinking one that fails takes minutes, and says more than the example as it is.
-settings.register_profile(
-    "fast",
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=list(HealthCheck),
+# No deadline: an example traces two models. Shrinking one that fails takes minutes, and says no more than the example as it is.
+whole_trainings = settings(
+    deadline=None, database=None, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("thorough", settings.get_profile("fast"), max_examples=300)
-settings.load_profile("fast")
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
@@ -73,8 +66,22 @@ def experiments(draw):
     }
 
 
+@settings(whole_trainings, max_examples=40, derandomize=True)
 @given(experiments())
 def test_random_models_on_random_batches(experiment):
+    assert_one_devices_result(experiment)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(whole_trainings, max_examples=300)
+@given(experiments())
+def test_many_random_models_on_random_batches(experiment):
+    """Others on each run."""
+    assert_one_devices_result(experiment)
+
+
+def assert_one_devices_result(experiment):
     keras.config.set_floatx("float64")
     rng = np.random.default_rng(experiment["seed"])
     rows = experiment["rows"]
