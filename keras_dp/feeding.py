@@ -41,7 +41,9 @@ class SliceFeed:
         self.prepare(dataset.element_spec)
         # tf.data hands over a batch that is a tuple as so many arguments.
         is_tuple = type(dataset.element_spec) is tuple
-        dataset = dataset.map(lambda *batch: cut(batch if is_tuple else batch[0], self.num_towers))
+        # TensorFlow may keep the function: it must not keep the model alive, which this object refers to.
+        num_towers = self.num_towers
+        dataset = dataset.map(lambda *batch: cut(batch if is_tuple else batch[0], num_towers))
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
@@ -52,6 +54,8 @@ class SliceFeed:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
         if not self.is_eager() and not _is_cut(batch):
+            with tf.init_scope():
+                self.prepare(batch)
             with tf.device(HOST):
                 batch = cut(batch, self.num_towers)
         return step(batch)

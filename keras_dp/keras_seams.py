@@ -4,7 +4,9 @@ Nothing else in the package imports `keras.src` or reads an attribute of Keras t
 """
 
 import contextlib
+import functools
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,28 @@ from keras.src.random import seed_generator
 Tensor = Any
 
 reduce_weighted_values = keras_loss.reduce_weighted_values
+
+
+class SavedAs:
+    """What TensorFlow's checkpoints and saved models hold is the object that `_shown` returns, in place of this one."""
+
+    def _shown(self) -> Any:
+        raise NotImplementedError
+
+    def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
+        shown: Any = self._shown() or super()
+        return shown._trackable_children(*args, **kwargs)
+
+    def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
+        shown: Any = self._shown() or super()
+        return shown._lookup_dependency(*args, **kwargs)
+
+    @property
+    def _default_save_signature(self) -> Any:
+        return self._shown()._default_save_signature
+
+    def _get_save_spec(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shown()._get_save_spec(*args, **kwargs)
 
 
 def flatten_layers(model: keras.Model) -> list[keras.Layer]:
@@ -175,21 +199,23 @@ def update_moving_statistics(layer: keras.layers.BatchNormalization, mean: Tenso
 @contextlib.contextmanager
 def replaced_loss_reduction(reduction: Callable[..., Tensor]) -> Iterator[None]:
     """Has every Keras loss reduce its values with `reduction` (same arguments as `reduce_weighted_values`)."""
-    with _replaced(keras_loss, "reduce_weighted_values", reduction):
+    with _replaced(keras_loss, "reduce_weighted_values", _on_this_thread(reduction, reduce_weighted_values)):
         yield
 
 
 @contextlib.contextmanager
 def replaced_added_loss(total: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Has every model take what a layer gave to `add_loss`, or a regularizer's loss, for `total` of it instead of its sum."""
-    with _replaced(keras.Model, "_aggregate_additional_loss", lambda model, loss: total(loss)):
+    own_total = keras.Model._aggregate_additional_loss
+    aggregate = _on_this_thread(lambda model, loss: total(loss), own_total)
+    with _replaced(keras.Model, "_aggregate_additional_loss", aggregate):
         yield
 
 
 @contextlib.contextmanager
 def replaced_moments(moments: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Has every BatchNormalization take its moments from `moments(layer, inputs, mask)`."""
-    with _replaced(keras.layers.BatchNormalization, "_moments", moments):
+    with _replaced(keras.layers.BatchNormalization, "_moments", _on_this_thread(moments, own_moments)):
         yield
 
 
@@ -216,13 +242,29 @@ def watched_updates(
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = name in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
+    with _replacing:
+        own = name in vars(owner)
+        original = getattr(owner, name)
+        setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+
+def _on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement on the thread that traces a tower; what other threads do with Keras in the meantime is not changed."""
+    tracing = threading.get_ident()
+
+    @functools.wraps(original)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == tracing else original)(*args, **kwargs)
+
+    return either
+
+
+# One thread at a time replaces names of Keras, so that each puts back what it found.
+_replacing = threading.RLock()

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +80,8 @@ class DataParallelModel(ModelWrapper):
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
         self._compiled_with: keras.metrics.Metric | None = None
+        self._combining_optimizer: DataParallelOptimizer | None = None
+        self._quantization_modes: list[str | None] = []
         self._feed = SliceFeed(len(self._devices), self._is_eager, self._prepare)
         self._place_variables()
         self._follow_inner_model()
@@ -87,6 +90,8 @@ class DataParallelModel(ModelWrapper):
         """One step of training on N slices: stamp the towers, sum, apply once."""
         if self._is_eager():
             return self._on_one_device(self.inner_model.train_step, data)
+        if tf.executing_eagerly():
+            return self._compiled_step("train", data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("train", variables, data)
         gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
@@ -94,12 +99,16 @@ class DataParallelModel(ModelWrapper):
         _assign(variables, total)
         if variables.weights:
             self.optimizer.apply(gradients, variables.weights)
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return self._update_metrics(variables, towers, data, total)
 
     def test_step(self, data: Any) -> Logs:
         """One step of evaluation on N slices."""
         if self._is_eager():
             return self._on_one_device(self.inner_model.test_step, data)
+        if tf.executing_eagerly():
+            return self._compiled_step("test", data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("test", variables, data)
         total = _all_or_nothing(_combine(towers))
@@ -110,11 +119,19 @@ class DataParallelModel(ModelWrapper):
         """The outputs for N slices, in the order of the global batch."""
         if self._is_eager():
             return self._on_one_device(self.inner_model.predict_step, data)
+        if tf.executing_eagerly():
+            return self._compiled_step("predict", data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("predict", variables, data)
         _assign(variables, _combine(towers))
         with tf.device(HOST):
             return whole_batch([tower.y_pred for tower in towers], data)
+
+    def _compiled_step(self, step: str, data: Any) -> Any:
+        """A step that was called directly, with a batch: compiled, as it is in `fit`."""
+        self._follow_inner_model()
+        getattr(self, f"make_{step}_function")()
+        return getattr(self, f"{step}_function")([data] if step == "predict" else iter([data]))
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
@@ -169,7 +186,6 @@ class DataParallelModel(ModelWrapper):
             if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
                 keras_seams.symbolic_build(model, specs)
         keras_seams.seed_states(model)
-        self.built = True
 
     def _place_variables(self) -> None:
         """Moves the variables of a built model to where they should live."""
@@ -264,30 +280,45 @@ class DataParallelModel(ModelWrapper):
             **kwargs: the same. `jit_compile=True` does not reach the step of several devices, which XLA would put on one.
         """
         refuse_strategy()
-        if not isinstance(optimizer, DataParallelOptimizer):
+        if optimizer is not None and not isinstance(optimizer, DataParallelOptimizer):
             optimizer = DataParallelOptimizer(optimizer)
-        elif optimizer.parameter_device not in (None, self.parameter_device):
+        elif optimizer is not None and optimizer.parameter_device not in (None, self.parameter_device):
             raise ValueError(
                 "The model and the optimizer have different parameter devices; give it to the model alone. Received: "
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
             )
-        self.inner_model.compile(optimizer.inner_optimizer, *args, **kwargs)
+        self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
         if kwargs.get("jit_compile") is True:
             logger.warning(
                 "jit_compile=True: XLA compiles the inner model's own functions, but not the step of several devices."
             )
-        self._compile_towers(optimizer)
+        if optimizer is not None:
+            # Mixed precision may have wrapped it in a LossScaleOptimizer.
+            optimizer.inner_optimizer = self.inner_model.optimizer
+            self._combining_optimizer = optimizer
+        self._compile_towers()
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles the inner model as it was when it gave this `get_compile_config()`, and the towers around it."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.inner_model.built and self.inner_model.optimizer is not None:
+            self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 
     def _follow_inner_model(self) -> None:
-        """Compiles the towers, if the inner model has been compiled by itself: it was loaded so, or compiled directly."""
-        if self.inner_model.compiled and keras_seams.loss_tracker(self.inner_model) is not self._compiled_with:
-            self._compile_towers(DataParallelOptimizer(self.inner_model.optimizer))
-
-    def _compile_towers(self, optimizer: DataParallelOptimizer) -> None:
+        """Compiles the towers, if the inner model was compiled by itself, and traces them anew, if it was quantized."""
         model = self.inner_model
-        # Mixed precision may have wrapped it in a LossScaleOptimizer.
-        optimizer.inner_optimizer = model.optimizer
-        keras_seams.know_moved_variables(model.optimizer)
+        if model.compiled and keras_seams.loss_tracker(model) is not self._compiled_with:
+            self._compile_towers()
+        modes = [layer.quantization_mode for layer in keras_seams.flatten_layers(model)]
+        if modes != self._quantization_modes:
+            self.train_function = self.test_function = self.predict_function = None
+            self._quantization_modes = modes
+
+    def _compile_towers(self) -> None:
+        model = self.inner_model
+        optimizer = self.optimizer
+        if optimizer is not None:
+            keras_seams.know_moved_variables(model.optimizer)
         super().compile(
             optimizer,
             run_eagerly=model.run_eagerly,
@@ -295,8 +326,24 @@ class DataParallelModel(ModelWrapper):
             jit_compile=False,
             auto_scale_loss=False,
         )
-        self.loss = model.loss
         self._compiled_with = keras_seams.loss_tracker(model)
+
+    @property
+    def optimizer(self) -> Any:
+        """A `DataParallelOptimizer` around the inner model's optimizer; None if that is compiled without one."""
+        inner_optimizer = self.inner_model.optimizer
+        if inner_optimizer is None:
+            return None
+        if self._combining_optimizer is None or self._combining_optimizer.inner_optimizer is not inner_optimizer:
+            self._combining_optimizer = DataParallelOptimizer(inner_optimizer)
+        return self._combining_optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        if isinstance(optimizer, DataParallelOptimizer):
+            self._combining_optimizer, optimizer = optimizer, optimizer.inner_optimizer
+        if getattr(self.inner_model, "optimizer", None) is not optimizer:
+            self.inner_model.optimizer = optimizer
 
     @property
     def devices(self) -> list[str]:

@@ -7,26 +7,14 @@ import keras
 import tensorflow as tf
 
 from keras_dp import placement
+from keras_dp.face import Face
 
 Tensor = Any
 Gradient = Any
 
 
-_OPTIONS = (
-    "weight_decay",
-    "clipnorm",
-    "clipvalue",
-    "global_clipnorm",
-    "use_ema",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "loss_scale_factor",
-    "gradient_accumulation_steps",
-)
-
-
 @keras.saving.register_keras_serializable("keras_dp")
-class DataParallelOptimizer(keras.optimizers.Optimizer):
+class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
     """Combines the gradients of N towers and applies them once, with any Keras optimizer.
 
     `DataParallelModel.compile` makes one around the optimizer that it is given. In a training loop of your own:
@@ -39,7 +27,7 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
     [0.0, 1.5]
 
     Everything that the inner optimizer does to a gradient (clipping, accumulation, loss scaling, moving averages, weight
-    decay) it does to the combined one, as on one device. Its learning rate, iterations and variables are shown as this
+    decay) it does to the combined one, as on one device. Its learning rate, variables and all other names are shown as this
     optimizer's own.
 
     Args:
@@ -47,29 +35,16 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
         parameter_device: where gradients are summed, as "GPU:0" or "CPU:0"; None sums each where its variable lives.
     """
 
+    inside = "inner_optimizer"
+    own = frozenset({"parameter_device"})
+
     def __init__(self, inner_optimizer: Any, parameter_device: str | None = None, name: str | None = None):
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if isinstance(inner_optimizer, DataParallelOptimizer):
             raise ValueError("The optimizer is a DataParallelOptimizer already. Wrap the Keras optimizer inside it only once.")
         super().__init__(learning_rate=0.0, name=name or inner_optimizer.name)
-        for option in _OPTIONS:
-            delattr(self, option)
-        self.inner_optimizer = inner_optimizer
         self.parameter_device = None if parameter_device is None else placement.existing_device(parameter_device)
-
-    def __getattr__(self, name: str) -> Any:
-        """What every Keras optimizer can be told, and what only some have, such as `momentum`, is the inner optimizer's."""
-        if name.startswith("_") or name == "inner_optimizer":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.inner_optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        inner_optimizer = vars(self).get("inner_optimizer")
-        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if inner_optimizer is None or is_own or not hasattr(inner_optimizer, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(inner_optimizer, name, value)
+        self.inner_optimizer = inner_optimizer
 
     @tf.autograph.experimental.do_not_convert
     def apply_tower_gradients(
@@ -111,53 +86,6 @@ class DataParallelOptimizer(keras.optimizers.Optimizer):
                 total = sum_gradients([_cast(gradient, variable.dtype) for gradient in gradients])
                 combined.append(total if total is None or reduction == "sum" else _scale(total, 1 / len(gradients)))
         return combined
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates the inner optimizer's variables, unless it has them."""
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
-        self.built = True
-
-    def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Applies combined gradients with the inner optimizer."""
-        self.inner_optimizer.apply(grads, trainable_variables)
-        self.built = True
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss multiplied by the inner optimizer's loss scale."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Lets the inner optimizer put its moving averages in place, where it keeps them."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        return self.inner_optimizer.variables
-
-    @property
-    def iterations(self) -> Any:
-        return self.inner_optimizer.iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the inner optimizer's variables."""
-        self.inner_optimizer.set_weights(weights)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves the inner optimizer's variables, as if it were saved itself."""
-        self.inner_optimizer.save_own_variables(store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads the inner optimizer's variables, as if it were loaded itself."""
-        self.inner_optimizer.load_own_variables(store)
 
     def get_config(self) -> dict[str, Any]:
         return {

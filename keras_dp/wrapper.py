@@ -8,17 +8,24 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams
+from keras_dp.face import Face
 
-_STEPS = ("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function")
-
-# What Keras's trainer sets on the model that it trains, beside what it sets on every model when it is made.
-_TRAINER_SETS = {"optimizer", "history", "stop_training", "stop_evaluating", "stop_predicting"}
+_LOOPS = (
+    *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
+    *("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function"),
+)
 
 # These write down a model's graph or configuration, or exchange its weights with the optimizer's: they do not steer training.
 _OBSERVERS = (keras.callbacks.OrbaxCheckpoint, keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard)
 
 
-class ModelWrapper(keras.Model):
+NOT_SERIALIZED = (
+    "A DataParallelModel is not serialized, cloned or pickled itself: the inner model is what is kept. Use parallel.save(...), "
+    "or parallel.inner_model in its place."
+)
+
+
+class ModelWrapper(Face, keras.Model):
     """A `keras.Model` around an inner one, which remains the model that is saved, shown and inspected.
 
     Args:
@@ -27,6 +34,16 @@ class ModelWrapper(keras.Model):
     Raises:
         ValueError: if it is not.
     """
+
+    inside = "inner_model"
+    # What Keras's trainer keeps on the model that it trains, and how it feeds it.
+    own = frozenset(
+        {
+            *("train_function", "test_function", "predict_function", "distribute_strategy", "distribute_reduction_method"),
+            *("compiled", "run_eagerly", "steps_per_execution", "unrolled_steps_per_execution", "history"),
+            *("stop_training", "stop_evaluating", "stop_predicting", *_LOOPS),
+        }
+    )
 
     def __init__(self, inner_model: keras.Model):
         refuse_strategy()
@@ -39,22 +56,10 @@ class ModelWrapper(keras.Model):
         _refuse_stateful(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self.inner_model = inner_model
-        self.built = inner_model.built
 
-    def __getattr__(self, name: str) -> Any:
-        """What a `keras.Model` does not have, such as `inputs` or the attributes of a user's class, is the inner model's."""
-        if name.startswith("_") or name == "inner_model":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.inner_model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of a user's class are set on the inner model, where its methods read them."""
-        inner_model = vars(self).get("inner_model")
-        is_own = name.startswith("_") or name in vars(self) or name in _TRAINER_SETS or hasattr(type(self), name)
-        if inner_model is None or is_own or not hasattr(inner_model, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(inner_model, name, value)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner model's outputs, on one device."""
+        return self.inner_model(*args, **kwargs)
 
     def show_inner_model(self, callbacks: Any) -> None:
         """Has callbacks that ask for a model's class, configuration or optimizer see the inner model in place of this one."""
@@ -69,68 +74,41 @@ class ModelWrapper(keras.Model):
                 if is_list:
                     callback.set_model(self)
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """The inner model's outputs, on one device."""
-        if keras_seams.accepts_training(self.inner_model):
-            return self.inner_model(inputs, training=training)
-        return self.inner_model(inputs)
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner model's loss, on one device. See `keras.Model.compute_loss`."""
-        return self.inner_model.compute_loss(*args, **kwargs)
-
-    def compute_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the inner model's metrics, and returns them. See `keras.Model.compute_metrics`."""
-        return self.inner_model.compute_metrics(*args, **kwargs)
-
-    @property
-    def layers(self) -> list[keras.Layer]:
-        """The inner model's layers."""
-        return self.inner_model.layers
-
-    @property
-    def metrics(self) -> list[keras.metrics.Metric]:
-        """The inner model's metrics."""
-        return self.inner_model.metrics
-
-    def get_metrics_result(self) -> dict[str, Any]:
-        """The results of the inner model's metrics."""
-        return self.inner_model.get_metrics_result()
-
-    def reset_metrics(self) -> None:
-        """Resets the inner model's metrics."""
-        self.inner_model.reset_metrics()
-
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves the inner model, with its optimizer; the file loads without keras_dp. See `keras.Model.save`."""
-        return self.inner_model.save(*args, **kwargs)
-
-    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves the inner model's weights. See `keras.Model.save_weights`."""
-        return self.inner_model.save_weights(*args, **kwargs)
-
-    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the inner model's weights. See `keras.Model.load_weights`."""
-        return self.inner_model.load_weights(*args, **kwargs)
-
-    def export(self, *args: Any, **kwargs: Any) -> Any:
-        """Exports the inner model. See `keras.Model.export`."""
-        return self.inner_model.export(*args, **kwargs)
-
-    def summary(self, *args: Any, **kwargs: Any) -> Any:
-        """Prints the inner model's summary. See `keras.Model.summary`."""
-        return self.inner_model.summary(*args, **kwargs)
-
     def get_config(self) -> dict[str, Any]:
         """Refused: a wrapper is never serialized.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            "A DataParallelModel is not serialized, cloned or pickled itself: the inner model is what is kept. Use "
-            f"parallel.save(...), or parallel.inner_model in its place. Received: {self.name!r}"
-        )
+        raise ValueError(NOT_SERIALIZED)
+
+    def to_json(self, **kwargs: Any) -> str:
+        """Refused: a wrapper is never serialized.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(NOT_SERIALIZED)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Refused: only the inner model's weights are saved, by `save_weights`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(NOT_SERIALIZED)
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> "ModelWrapper":
+        """Refused: a wrapper is never serialized.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(NOT_SERIALIZED)
+
+    def __copy__(self) -> "ModelWrapper":
+        raise ValueError(NOT_SERIALIZED)
 
 
 def refuse_strategy() -> None:
@@ -151,7 +129,7 @@ def _refuse_mirrored(model: keras.Model) -> None:
 
 
 def _refuse_own_steps(model: keras.Model) -> None:
-    for name in _STEPS:
+    for name in _LOOPS:
         if _function(getattr(model, name)) is not getattr(keras.Model, name):
             raise ValueError(
                 f"The model has its own {name}(), which cannot be cut into towers. Override compute_loss() instead, and call "

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_same_script, twins
+from comparison import assert_same, assert_same_script, twins, values
 from keras import layers, losses, metrics, optimizers
 
 import keras_dp
@@ -159,7 +159,7 @@ def names_with_a_life_of_their_own(shown, behind, exceptions):
                 is_own = value is not getattr(shown, name, None) and value != getattr(shown, name, None)
         if is_own:
             own.append(name)
-    return own
+    return ", ".join(own)
 
 
 def test_every_public_name_is_the_inner_models_or_refused():
@@ -171,7 +171,7 @@ def test_every_public_name_is_the_inner_models_or_refused():
     inputs = keras.Input((4,))
     model = Users(inputs, layers.Dense(2)(inputs))
     parallel = compiled(keras_dp.DataParallelModel(model, devices=2))
-    assert names_with_a_life_of_their_own(parallel, model, OF_THE_TOWERS | REFUSED) == []
+    assert names_with_a_life_of_their_own(parallel, model, OF_THE_TOWERS | REFUSED) == ""
     for name in REFUSED:
         with pytest.raises(ValueError, match="parallel.inner_model"):
             getattr(parallel, name)(*[{}] * (name in ("from_config", "save_own_variables")))
@@ -183,7 +183,7 @@ def test_every_public_name_of_the_optimizer_is_the_users():
 
     users = Users(0.05)
     parallel = compiled(keras_dp.DataParallelModel(build(), devices=2), optimizer=users)
-    assert names_with_a_life_of_their_own(parallel.optimizer, users, {"get_config", "from_config"}) == []
+    assert names_with_a_life_of_their_own(parallel.optimizer, users, {"get_config", "from_config"}) == ""
     assert isinstance(parallel.optimizer, keras_dp.DataParallelOptimizer)
     assert parallel.optimizer.inner_optimizer is parallel.inner_model.optimizer is users
 
@@ -416,12 +416,12 @@ def test_tensorflows_checkpoints(tmp_path):
     plain, parallel = compiled(build()), compiled(keras_dp.DataParallelModel(build(), devices=3))
     for writer, reader in ((plain, parallel), (parallel, plain)):
         train(writer)
-        train(reader)
+        train(reader, epochs=2)
         path = tf.train.Checkpoint(model=writer, optimizer=writer.optimizer).save(str(tmp_path / "checkpoint"))
-        writer_weights = writer.get_weights()
         reader.set_weights([np.zeros_like(weight) for weight in reader.get_weights()])
         tf.train.Checkpoint(model=reader, optimizer=reader.optimizer).restore(path).expect_partial()
-        assert_same(writer_weights, reader.get_weights(), 0)
+        assert_same(writer.get_weights(), reader.get_weights(), 0)
+        assert_same(values(writer.optimizer), values(reader.optimizer), 0)
     tf.saved_model.save(parallel, tmp_path / "saved")
     outputs = tf.saved_model.load(tmp_path / "saved").signatures["serving_default"](tf.constant(X))
     assert_same(plain.predict(X, verbose=0), next(iter(outputs.values())), 1e-12)

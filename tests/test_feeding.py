@@ -73,5 +73,5 @@ def test_a_generator_that_runs_dry_ends_training_as_in_keras():
     one, inner = twins(build)
     for model in (one, keras_dp.DataParallelModel(inner, devices=3)):
         model.compile("adam", "mse")
-        model.fit(iter(list(dataset().as_numpy_iterator())), epochs=2, verbose=0)
+        model.fit((batch for batch in dataset().as_numpy_iterator()), epochs=2, verbose=0)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same, assert_towers_match_one_device, fit_evaluate_predict, largest_change, twins, values
 from keras import layers
+from tensorflow.python.data.ops import debug_mode
 
 import keras_dp
 
@@ -72,25 +73,6 @@ def test_training_goes_on_from_a_saved_file_as_if_it_had_not_stopped(tmp_path):
     resumed.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
     assert_same(one.get_weights(), loaded.get_weights(), 1e-9)
     assert_same(values(one.optimizer), values(resumed.optimizer), 1e-9)
-
-
-def test_the_inner_model_is_compiled_and_shares_optimizer_and_metrics():
-    parallel = parallel_model()
-    inner = parallel.inner_model
-    assert isinstance(parallel.optimizer, keras_dp.DataParallelOptimizer)
-    assert parallel.optimizer.inner_optimizer is inner.optimizer
-    parallel.fit(X, Y, batch_size=5, verbose=0)
-    inner.fit(X, Y, batch_size=5, verbose=0)
-    parallel.fit(X, Y, batch_size=5, verbose=0)
-    assert int(inner.optimizer.iterations) == 15
-    assert_same(inner.evaluate(X, Y, verbose=0), parallel.evaluate(X, Y, verbose=0), 1e-12)
-
-
-def test_weights_changed_between_fits_are_seen():
-    parallel = parallel_model()
-    parallel.fit(X, Y, verbose=0)
-    parallel.inner_model.set_weights([np.zeros_like(weight) for weight in parallel.get_weights()])
-    np.testing.assert_array_equal(parallel.predict(X, verbose=0), 0.0)
 
 
 def test_a_data_parallel_optimizer_is_taken_as_it_is():
@@ -237,6 +219,8 @@ def test_running_eagerly_runs_the_inner_model_and_says_so_once(how, caplog):
             received = fit_evaluate_predict(keras_dp.DataParallelModel(inner, devices=3), lambda: arguments, [((X, Y), 5)])
     finally:
         tf.config.run_functions_eagerly(False)
+        # There is no public way to leave it, and what is left on keeps every later function of a dataset.
+        debug_mode.DEBUG_MODE = False
     assert_same(expected, received, 1e-9)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
     said = [record.message for record in caplog.records if record.name == "keras_dp"]
