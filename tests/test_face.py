@@ -17,7 +17,7 @@ class Inside:
 
 class Shell(Face):
     inside = "core"
-    own = frozenset({"kept", "double"})
+    own = frozenset({"kept"})
 
     def __init__(self, core):
         self.core = core
@@ -39,9 +39,17 @@ def test_names_are_read_set_and_deleted_inside():
         _ = shell.nothing
 
 
+class Extended(Shell):
+    """As a user's subclass."""
+
+    def triple(self):
+        return "the subclass's"
+
+
 def test_what_the_classes_define_or_list_is_the_shells():
     core = Inside()
-    shell = Shell(core)
+    shell = Extended(core)
+    assert shell.triple() == "the subclass's"
     shell.kept = 7
     assert not hasattr(core, "kept")
     shell._private = 8
