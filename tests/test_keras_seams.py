@@ -1,6 +1,7 @@
 """The private names of Keras that keras_dp touches are there, and mean what they meant."""
 
 import ast
+import threading
 from pathlib import Path
 
 import keras
@@ -69,6 +70,22 @@ def test_build_and_symbolic_build_create_all_variables():
     assert len(unbuilt.metrics_variables) == 2 + 2 + 4
 
 
+def test_build_takes_ragged_and_sparse_inputs():
+    class TakesRagged(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            dense = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x.to_tensor()
+            return self.dense(tf.ensure_shape(dense, (None, 3)))
+
+    for spec in (tf.RaggedTensorSpec((None, None), tf.float64), tf.SparseTensorSpec((None, 3), tf.float64)):
+        unbuilt = TakesRagged()
+        keras_seams.build(unbuilt, spec)
+        assert [tuple(v.shape) for v in unbuilt.weights] == [(3, 2), (2,)]
+
+
 def test_loss_tracker_and_compile_metrics():
     compiled = model()
     compiled.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
@@ -131,6 +148,39 @@ def test_loss_reduction_is_replaced_for_losses_of_all_kinds_and_put_back():
         assert float(keras.losses.MeanSquaredError(reduction="sum")(np.ones((4, 2)), np.zeros((4, 2)))) == 7.0
     assert seen == [((4,), "sum")]
     assert float(keras.losses.MeanSquaredError()(np.ones((4, 2)), np.zeros((4, 2)))) == 1.0
+
+
+def test_replacements_do_not_reach_other_threads():
+    seen = []
+
+    def use_keras():
+        seen.append(float(keras.losses.MeanSquaredError()(np.ones((4, 2)), np.zeros((4, 2)))))
+
+    with keras_seams.replaced_loss_reduction(lambda values, **arguments: tf.constant(7.0)):
+        thread = threading.Thread(target=use_keras)
+        thread.start()
+        thread.join()
+        use_keras()
+    assert seen == [1.0, 7.0]
+
+
+def test_totals_of_added_losses_are_replaced_and_put_back():
+    regularized = keras.Sequential([keras.Input((3,)), layers.ActivityRegularization(l1=1.0)])
+    regularized.compile("sgd", None)
+    regularized(np.ones((2, 3)))
+    with keras_seams.replaced_added_loss(lambda values: values + 10.0):
+        assert float(regularized.compute_loss()) == 13.0
+    assert float(regularized.compute_loss()) == 3.0
+
+
+def test_updates_of_metrics_are_watched():
+    metric, seen = keras.metrics.Mean(), []
+    with keras_seams.watched_updates([metric], lambda metric, values: seen.append(values)):
+        metric.update_state(3.0)
+        metric(5.0, sample_weight=2.0)
+    metric.update_state(7.0)
+    assert seen == [[3.0], [5.0, 2.0]]
+    assert "update_state" not in vars(metric)
 
 
 def test_moments_are_replaced_and_put_back():
