@@ -1,5 +1,6 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
+import functools
 import inspect
 import logging
 import warnings
@@ -24,6 +25,24 @@ Logs = dict[str, Any]
 logger = logging.getLogger("keras_dp")
 
 NO_BATCHES = "{}() was given no batch at all: the dataset or generator is empty."
+
+
+def _on_towers(tower_step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A step on N slices in a compiled function; running eagerly, it is the inner model's own step on the whole batch."""
+    name = tower_step.__name__.removesuffix("_step")
+
+    @functools.wraps(tower_step)
+    def step(model: "DataParallelModel", data: Any) -> Any:
+        if model._is_eager():
+            return model._on_one_device(getattr(model.inner_model, f"{name}_step"), data)
+        if tf.executing_eagerly():
+            # It was called directly, with a batch.
+            model._follow_inner_model()
+            getattr(model, f"make_{name}_function")()
+            return getattr(model, f"{name}_function")([data] if name == "predict" else iter([data]))
+        return tower_step(model, data)
+
+    return step
 
 
 class DataParallelModel(ModelWrapper):
@@ -86,12 +105,9 @@ class DataParallelModel(ModelWrapper):
         self._place_variables()
         self._follow_inner_model()
 
+    @_on_towers
     def train_step(self, data: Any) -> Logs:
         """One step of training on N slices: stamp the towers, sum, apply once."""
-        if self._is_eager():
-            return self._on_one_device(self.inner_model.train_step, data)
-        if tf.executing_eagerly():
-            return self._compiled_step("train", data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("train", variables, data)
         gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
@@ -103,35 +119,23 @@ class DataParallelModel(ModelWrapper):
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return self._update_metrics(variables, towers, data, total)
 
+    @_on_towers
     def test_step(self, data: Any) -> Logs:
         """One step of evaluation on N slices."""
-        if self._is_eager():
-            return self._on_one_device(self.inner_model.test_step, data)
-        if tf.executing_eagerly():
-            return self._compiled_step("test", data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("test", variables, data)
         total = _all_or_nothing(_combine(towers))
         _assign(variables, total)
         return self._update_metrics(variables, towers, data, total)
 
+    @_on_towers
     def predict_step(self, data: Any) -> Any:
         """The outputs for N slices, in the order of the global batch."""
-        if self._is_eager():
-            return self._on_one_device(self.inner_model.predict_step, data)
-        if tf.executing_eagerly():
-            return self._compiled_step("predict", data)
         variables = Variables.of(self.inner_model)
         towers = self._stamp("predict", variables, data)
         _assign(variables, _combine(towers))
         with tf.device(HOST):
             return whole_batch([tower.y_pred for tower in towers], data)
-
-    def _compiled_step(self, step: str, data: Any) -> Any:
-        """A step that was called directly, with a batch: compiled, as it is in `fit`."""
-        self._follow_inner_model()
-        getattr(self, f"make_{step}_function")()
-        return getattr(self, f"{step}_function")([data] if step == "predict" else iter([data]))
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""

@@ -84,6 +84,8 @@ def test_every_kind_of_layer(layer):
 
 
 def test_masked_layer():
+    """Under tf.distribute synchronized=True ignores the mask."""
+
     def build():
         inputs = keras.Input((5, 3))
         x = layers.BatchNormalization()(layers.Dense(4)(layers.Masking()(inputs)))

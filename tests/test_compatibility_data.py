@@ -532,7 +532,10 @@ def test_batch_sizes_and_steps():
 
 @runs_dry
 def test_steps_per_execution():
-    """Executions of three steps, and what is left over; also where the number of batches is not known, or steps are given."""
+    """Executions of three steps, and what is left over; also where the number of batches is not known, or steps are given.
+
+    More than one step crashes under tf.distribute.
+    """
 
     def script(model):
         compiled(model, steps_per_execution=3)

@@ -64,7 +64,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model(kind):
-    """A model that is not built is built from the first batch."""
+    """A model that is not built is built from the first batch. tf.distribute refuses one that was built before its scope."""
     assert_towers_match_one_device(KINDS[kind], compiled("adam"), DATA, 3)
 
 
@@ -316,7 +316,10 @@ def random_layers():
 
 
 def test_random_layers():
-    """Towers draw differently; the same seed gives the same run twice; without training nothing is drawn."""
+    """Towers draw differently; the same seed gives the same run twice; without training nothing is drawn.
+
+    Under tf.distribute all replicas draw the same dropout mask.
+    """
     keras.config.set_floatx("float32")
     x, y = np.repeat(random(1, 8, 8, 3).astype("float32"), 9, axis=0), Y[:9].astype("float32")
 
