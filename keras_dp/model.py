@@ -79,6 +79,8 @@ class DataParallelModel(ModelWrapper):
         ValueError: if the model cannot be trained on towers, or there are no such devices.
     """
 
+    own = ModelWrapper.own | {"batch_norm", "loss_scope", "gradient_dtype"}
+
     def __init__(
         self,
         inner_model: keras.Model,
