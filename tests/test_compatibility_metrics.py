@@ -60,7 +60,7 @@ def test_every_metric(name):
     weights = np.ones(23, "int64") if name in WHOLE_WEIGHTS else WEIGHTS
     data = (X, y) if name in ("IoU", "MeanIoU", "BinaryIoU") else (X, y, weights)  # Weights fail in Keras there.
     arguments = compiled(metrics=lambda: [make(name)], weighted_metrics=lambda: [make(name)])
-    assert_towers_match_one_device(build, arguments, [(data, 9)], 3)
+    assert_same_training(build, arguments, [(data, 9)], 3)
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "acc", "mse", "MAE", "binary_accuracy", "AUC"])

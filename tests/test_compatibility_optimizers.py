@@ -200,7 +200,7 @@ def test_mixed_precision(policy):
 
     def script(model):
         model.compile(optimizers.SGD(0.05), "mse")
-        assert hasattr(model.optimizer, "dynamic_scale") is (policy == "mixed_float16")
+        assert hasattr(model.optimizer, "initial_scale") is (policy == "mixed_float16")
         history = model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
         return history, model.get_weights(), values(model.optimizer)
 
