@@ -111,14 +111,14 @@ def test_connectionist_temporal_classification():
     assert_same_training(build, compiled("ctc"), [(data, 9)], 3)
 
 
-@pytest.mark.parametrize("weights", [None, "rows"])
+@pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.slow), "rows"])
 @pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
 def test_reductions(reduction, weights):
     data = (X, Y, *([WEIGHTS] if weights else []))
     assert_same_training(dense(), compiled(losses.MeanSquaredError(reduction=reduction)), [(data, 9)], 3)
 
 
-@pytest.mark.parametrize("weights", [None, "tokens"])
+@pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.slow), "tokens"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_masked_losses(reduction, weights):
     """tf.distribute takes the mean of the replicas' masked means: other weights, silently."""

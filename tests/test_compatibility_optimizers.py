@@ -44,7 +44,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["overwriting", pytest.param("accumulating", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", classes(optimizers, optimizers.Optimizer, but=("LossScaleOptimizer", "MultiOptimizer")))
 def test_every_optimizer(name, options):
     """A new one in Keras comes up here by itself."""

@@ -95,8 +95,7 @@ def compile_arguments(optimizer):
     }
 
 
-# On all numbers of towers for the models that are quick to trace, on two and four for the others.
-RUNS = [(model, n) for model in MODELS for n in TOWERS if n in (2, 4) or model in ("dense", "conv and batch norm")]
+RUNS = [pytest.param(model, n, marks=[] if n == 3 else pytest.mark.slow) for model in MODELS for n in TOWERS]
 
 
 @pytest.mark.parametrize(("model", "num_towers"), RUNS)
