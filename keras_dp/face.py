@@ -11,18 +11,18 @@ class Face(keras_seams.SavedAs):
     So whatever Keras's classes have, or will have, and whatever a user's class adds, is where the user put it.
 
     Attributes:
-        inside: the name of the attribute that holds the object inside.
-        own: further public names that are this object's own.
+        _inside: the name of the attribute that holds the object inside.
+        _own: further public names that are this object's own.
     """
 
-    inside: ClassVar[str]
-    own: ClassVar[frozenset[str]] = frozenset()
+    _inside: ClassVar[str]
+    _own: ClassVar[frozenset[str]] = frozenset()
     _own_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         defined = (vars(base) for base in cls.__mro__ if issubclass(base, Face))
-        cls._own_names = cls.own.union({cls.inside}, *defined)
+        cls._own_names = cls._own.union({cls._inside}, *defined)
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -49,7 +49,7 @@ class Face(keras_seams.SavedAs):
 
     def _shown(self) -> Any:
         """The object inside; None before there is one."""
-        return vars(self).get(type(self).inside)
+        return vars(self).get(type(self)._inside)
 
     def _shown_for(self, name: str) -> Any:
         """The object inside, if the name is one of its; else None."""

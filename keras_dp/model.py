@@ -16,7 +16,8 @@ from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
-from keras_dp.tower_step import TowerResult, TowerStep, Variables, unknown_rows_explained
+from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine
+from keras_dp.tower_step import TowerStep, unknown_rows_explained
 from keras_dp.wrapper import ModelWrapper, refuse_strategy
 
 Tensor = Any
@@ -79,8 +80,6 @@ class DataParallelModel(ModelWrapper):
         ValueError: if the model cannot be trained on towers, or there are no such devices.
     """
 
-    own = ModelWrapper.own | {"batch_norm", "loss_scope", "gradient_dtype"}
-
     def __init__(
         self,
         inner_model: keras.Model,
@@ -94,9 +93,9 @@ class DataParallelModel(ModelWrapper):
         _refuse_unknown("loss_scope", loss_scope, ("auto", "tower", "batch"))
         _refuse_unknown("gradient_dtype", gradient_dtype, (None, "bfloat16", "float16"))
         super().__init__(inner_model)
-        self.batch_norm = batch_norm
-        self.loss_scope = loss_scope
-        self.gradient_dtype = gradient_dtype
+        self._batch_norm = batch_norm
+        self._loss_scope = loss_scope
+        self._gradient_dtype = gradient_dtype
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
@@ -113,8 +112,8 @@ class DataParallelModel(ModelWrapper):
         variables = Variables.of(self.inner_model)
         towers = self._stamp("train", variables, data)
         gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
-        gradients, total = _all_or_nothing((gradients, _combine(towers)))
-        _assign(variables, total)
+        gradients, total = all_or_nothing((gradients, combine(towers)))
+        assign(variables, total)
         if variables.weights:
             self.optimizer.apply(gradients, variables.weights)
         else:
@@ -126,8 +125,8 @@ class DataParallelModel(ModelWrapper):
         """One step of evaluation on N slices."""
         variables = Variables.of(self.inner_model)
         towers = self._stamp("test", variables, data)
-        total = _all_or_nothing(_combine(towers))
-        _assign(variables, total)
+        total = all_or_nothing(combine(towers))
+        assign(variables, total)
         return self._update_metrics(variables, towers, data, total)
 
     @_on_towers
@@ -135,7 +134,7 @@ class DataParallelModel(ModelWrapper):
         """The outputs for N slices, in the order of the global batch."""
         variables = Variables.of(self.inner_model)
         towers = self._stamp("predict", variables, data)
-        _assign(variables, _combine(towers))
+        assign(variables, combine(towers))
         with tf.device(HOST):
             return whole_batch([tower.y_pred for tower in towers], data)
 
@@ -145,13 +144,13 @@ class DataParallelModel(ModelWrapper):
         sum_device = placement.home(variables.weights[0]) if variables.weights else self._devices[0]
 
         def stamp(compute_loss: Callable[..., Tensor]) -> list[TowerResult]:
-            tower = TowerStep(self.inner_model, variables, compute_loss, self.batch_norm, self.gradient_dtype)
+            tower = TowerStep(self.inner_model, variables, compute_loss, self._batch_norm, self._gradient_dtype)
             with unknown_rows_explained():
                 return stamp_towers(getattr(tower, step), shared, slices, self.devices, sum_device, variables.native())
 
-        if self.loss_scope == "tower":
+        if self._loss_scope == "tower":
             return stamp(losses.tower_loss)
-        if step != "predict" and (self.loss_scope == "batch" or not losses.split_by_rows(self.inner_model)):
+        if step != "predict" and (self._loss_scope == "batch" or not losses.split_by_rows(self.inner_model)):
             return stamp(losses.gathered_loss)
         try:
             return stamp(losses.rowwise_loss)
@@ -250,7 +249,7 @@ class DataParallelModel(ModelWrapper):
 
     def _begin(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._follow_inner_model()
-        self.show_inner_model(inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks"))
+        self._show_inner_model(inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks"))
 
     def _refuse_no_batches(self, method: str) -> None:
         if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
@@ -387,48 +386,3 @@ class DataParallelModel(ModelWrapper):
 def _refuse_unknown(name: str, value: Any, known: Sequence[Any]) -> None:
     if value not in known:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}. Received: {name}={value!r}")
-
-
-def _combine(towers: list[TowerResult]) -> TowerResult:
-    """What the global batch does to losses, state, seeds and metrics."""
-
-    def combine(kind: str) -> list[Tensor | None]:
-        return [_combine_values(values) for values in zip(*(getattr(tower, kind) for tower in towers), strict=True)]
-
-    return TowerResult(
-        y_pred=None,
-        loss=_combine_values([tower.loss for tower in towers]),
-        weights=combine("weights"),
-        state=combine("state"),
-        # The first tower draws from the seeds themselves, so that its new seeds are those of one device.
-        seeds=towers[0].seeds,
-        metrics=combine("metrics"),
-    )
-
-
-def _combine_values(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Shares add up; whole numbers and flags, which are not shared out, are the last tower's, which always has rows."""
-    if values[0] is None or not values[0].dtype.is_floating:
-        return values[-1]
-    return tf.add_n(values)
-
-
-def _assign(variables: Variables, total: TowerResult) -> None:
-    updated = variables.weights + variables.state + variables.seeds
-    for variable, value in zip(updated, [*total.weights, *total.state, *total.seeds], strict=True):
-        if value is not None:
-            variable.assign(value)
-
-
-def _all_or_nothing(updates: Any) -> Any:
-    """The same nested tensors, each where it is, once all are computed: a step that fails half-way changes no weight."""
-
-    def hold(leaf: Tensor | None) -> Tensor | None:
-        if leaf is None:
-            return None
-        with tf.device(leaf.device):
-            return tf.identity(leaf)
-
-    leaves = tf.nest.flatten(updates, expand_composites=True)
-    with tf.control_dependencies([tf.group(*(leaf for leaf in leaves if leaf is not None))]):
-        return tf.nest.map_structure(hold, updates, expand_composites=True)

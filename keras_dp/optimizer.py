@@ -35,8 +35,8 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         parameter_device: where gradients are summed, as "GPU:0" or "CPU:0"; None sums each where its variable lives.
     """
 
-    inside = "inner_optimizer"
-    own = frozenset({"parameter_device"})
+    _inside = "inner_optimizer"
+    _own = frozenset({"parameter_device"})
 
     def __init__(self, inner_optimizer: Any, parameter_device: str | None = None, name: str | None = None):
         inner_optimizer = keras.optimizers.get(inner_optimizer)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dp import keras_seams, losses, metrics
 from keras_dp.batch_norm import batch_norm_mode
 from keras_dp.stamping import refuse_lost_gradients
+from keras_dp.tower_result import TowerResult, Variables
 from keras_dp.towers import SEED_STEP, Tower
 
 Tensor = Any
@@ -27,70 +28,6 @@ def unknown_rows_explained() -> Iterator[None]:
                 "If the model or the loss asks for x.shape[0], which is None, let it ask for keras.ops.shape(x)[0]."
             )
         raise
-
-
-class Variables(NamedTuple):
-    """The Keras variables that a tower sees, each in place of which it gets a tensor.
-
-    Attributes:
-        weights: the K trainable weights.
-        state: all other variables of the model.
-        seeds: states of random generators.
-        metrics: the variables of all metrics.
-    """
-
-    weights: list[keras.Variable]
-    state: list[keras.Variable]
-    seeds: list[keras.Variable]
-    metrics: list[keras.Variable]
-
-    @classmethod
-    def of(cls, model: keras.Model) -> "Variables":
-        """The variables of a built model."""
-        weights = _unique(model.trainable_weights)
-        seeds = _unique(keras_seams.seed_states(model))
-        taken = {id(variable) for variable in weights + seeds}
-        state = [variable for variable in _unique(model.variables) if id(variable) not in taken]
-        return cls(weights, state, seeds, _unique(v for metric in model.metrics for v in metric.variables))
-
-    def native(self) -> list[tf.Variable]:
-        """The `tf.Variable`s behind all of them."""
-        return [variable.value for kind in self for variable in kind]
-
-    def read(self, model: keras.Model) -> dict[str, list[Tensor]]:
-        """The variables' values, each read once, where it lives. Metrics whose states add up start from zero."""
-        from_zero = {id(v) for metric in model.metrics if metrics.is_additive(metric) for v in metric.variables}
-        return {
-            "weights": [_read(variable) for variable in self.weights],
-            "state": [_read(variable) for variable in self.state],
-            "seeds": [_read(variable) for variable in self.seeds],
-            "metrics": [tf.zeros(v.shape, v.dtype) if id(v) in from_zero else _read(v) for v in self.metrics],
-        }
-
-
-class TowerResult(NamedTuple):
-    """What one tower hands back; parts that a step does not have are None or empty.
-
-    Attributes:
-        y_pred: the model's outputs for the slice.
-        annotations: what Keras knows about each of them, see `keras_seams.annotations`.
-        loss: the tower's part of the loss of the global batch.
-        gradients: K gradients of that part.
-        weights: new values of the K trainable weights, None where unchanged, which is the rule: weighted with the tower's share
-            of the rows.
-        state: new values of the state variables, None where unchanged: weighted as well if they are floats.
-        seeds: new values of the seeds, None where unchanged.
-        metrics: what to add to the metrics' variables, None where nothing.
-    """
-
-    y_pred: Any
-    annotations: Any = None
-    loss: Tensor | None = None
-    gradients: Sequence[Any] = ()
-    weights: Sequence[Tensor | None] = ()
-    state: Sequence[Tensor | None] = ()
-    seeds: Sequence[Tensor | None] = ()
-    metrics: Sequence[Tensor | None] = ()
 
 
 class TowerStep:
@@ -310,12 +247,3 @@ def _without_borrowed_rows(gradient: Any, tower: Tower) -> Any:
         return gradient
     rows = tf.shape(gradient.indices)[0] * tower.alive(tf.int32)
     return tf.IndexedSlices(gradient.values[:rows], gradient.indices[:rows], gradient.dense_shape)
-
-
-def _read(variable: keras.Variable) -> Tensor:
-    with tf.device(variable.value.device):
-        return variable.value.read_value()
-
-
-def _unique(variables: Any) -> list[keras.Variable]:
-    return list({id(variable): variable for variable in variables}.values())

@@ -18,7 +18,6 @@ _LOOPS = (
 # These write down a model's graph or configuration, or exchange its weights with the optimizer's: they do not steer training.
 _OBSERVERS = (keras.callbacks.OrbaxCheckpoint, keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard)
 
-
 NOT_SERIALIZED = (
     "A DataParallelModel is not serialized, cloned or pickled itself: the inner model is what is kept. Use parallel.save(...), "
     "or parallel.inner_model in its place."
@@ -35,9 +34,9 @@ class ModelWrapper(Face, keras.Model):
         ValueError: if it is not.
     """
 
-    inside = "inner_model"
+    _inside = "inner_model"
     # What Keras's trainer keeps on the model that it trains, and how it feeds it.
-    own = frozenset(
+    _own = frozenset(
         {
             *("train_function", "test_function", "predict_function", "distribute_strategy", "distribute_reduction_method"),
             *("compiled", "run_eagerly", "steps_per_execution", "unrolled_steps_per_execution", "history"),
@@ -52,7 +51,7 @@ class ModelWrapper(Face, keras.Model):
         if isinstance(inner_model, ModelWrapper):
             raise ValueError(f"The model is a DataParallelModel already; use it as it is. Received: {inner_model.name!r}")
         _refuse_mirrored(inner_model)
-        _refuse_own_steps(inner_model)
+        _refuse_own_loops(inner_model)
         _refuse_stateful(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self.inner_model = inner_model
@@ -61,7 +60,7 @@ class ModelWrapper(Face, keras.Model):
         """The inner model's outputs, on one device."""
         return self.inner_model(*args, **kwargs)
 
-    def show_inner_model(self, callbacks: Any) -> None:
+    def _show_inner_model(self, callbacks: Any) -> None:
         """Has callbacks that ask for a model's class, configuration or optimizer see the inner model in place of this one."""
 
         def set_model(callback: keras.callbacks.Callback, model: keras.Model) -> None:
@@ -128,7 +127,7 @@ def _refuse_mirrored(model: keras.Model) -> None:
         )
 
 
-def _refuse_own_steps(model: keras.Model) -> None:
+def _refuse_own_loops(model: keras.Model) -> None:
     for name in _LOOPS:
         if _function(getattr(model, name)) is not getattr(keras.Model, name):
             raise ValueError(

@@ -82,6 +82,14 @@ for name in HOOKS:
     setattr(Recorder, name, functools.partialmethod(Recorder.record, name))
 
 
+class Seeing(callbacks.Callback):
+    """Keeps what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+
 class StoppedError(Exception):
     """What stops a training that is to be resumed."""
 
@@ -188,11 +196,7 @@ def test_progress_bar(monkeypatch, capsys):
 def test_callback_model(tmp_path):
     """In a callback of one's own, `self.model` reads, computes, saves and is written to like the user's model."""
 
-    class Watcher(callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
+    class Watcher(Seeing):
         def on_epoch_end(self, epoch, logs=None):
             model = self.model
             path = folder_of(model, tmp_path) / "model.keras"
@@ -232,11 +236,7 @@ def test_callback_model(tmp_path):
 def test_callback_model_computes_losses_and_gradients():
     """`compute_loss`, `compute_metrics`, `get_metrics_result` and `optimizer.apply_gradients` in a callback."""
 
-    class Extra(callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
+    class Extra(Seeing):
         def on_epoch_end(self, epoch, logs=None):
             model = self.model
             with tf.GradientTape() as tape:
@@ -295,11 +295,7 @@ def test_callback_model_attributes_of_the_users_class():
 def test_callback_model_optimizer_learning_rate_and_iterations():
     """Read and assigned on every batch."""
 
-    class Warmup(callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
+    class Warmup(Seeing):
         def on_train_batch_begin(self, batch, logs=None):
             optimizer = self.model.optimizer
             step = int(optimizer.iterations.numpy())
@@ -319,11 +315,7 @@ def test_callback_model_optimizer_learning_rate_and_iterations():
 def test_callback_model_optimizer_is_the_users():
     """Its own settings can be read and set, and its variables be found, in a callback."""
 
-    class Momentum(callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
+    class Momentum(Seeing):
         def on_train_begin(self, logs=None):
             # Before the step is traced, which reads it once.
             self.model.optimizer.momentum = 0.6

@@ -16,8 +16,8 @@ class Inside:
 
 
 class Shell(Face):
-    inside = "core"
-    own = frozenset({"kept"})
+    _inside = "core"
+    _own = frozenset({"kept"})
 
     def __init__(self, core):
         self.core = core
