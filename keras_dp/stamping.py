@@ -13,6 +13,7 @@ from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Tower, enter_tower
 
 Tensor = Any
 
+_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 _VARIABLE_WRITE = re.compile(r"Assign\w*VariableOp|Resource(Sparse)?Apply\w*|ResourceScatter\w*|ResourceStridedSliceAssign")
 
 
@@ -70,8 +71,8 @@ def stamp_towers(
         for arguments in ((shared, index, batch_slice) for index, batch_slice in zip(indices, slices, strict=True))
     ]
     flat_results = _stamp(concrete.graph, graph_def, set(result_of["marks"]), devices, sum_device, inputs)
-    # The functions behind py_function and numpy_function live as long as the graph that they were traced in.
-    _keep_alive(current_graph, concrete)
+    if any(node.op in _PYTHON for node in _all_nodes(graph_def)):
+        _keep_alive(current_graph, concrete)
     return [_pack(result_of["structure"], flat) for flat in flat_results]
 
 
@@ -122,7 +123,11 @@ def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, marks: set[str])
         # Random operations draw different numbers on every tower.
         copy.attr["seed2"].i += i * SEED_STEP
     del copy.input[:]
-    copy.input.extend([_sum_name(node.name)] if node.name in marks else [_in_tower(i, name) for name in node.input])
+    if node.name in marks:
+        copy.op = "Identity"
+        copy.input.append(_sum_name(node.name))
+    else:
+        copy.input.extend(_in_tower(i, name) for name in node.input)
     return copy
 
 
@@ -231,7 +236,7 @@ def _refuse_variable_writes(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> N
 
 
 def _refuse_differentiated_python(graph_def: graph_pb2.GraphDef) -> None:
-    python = [node for node in _all_nodes(graph_def) if node.op == "EagerPyFunc"]
+    python = [node for node in _all_nodes(graph_def) if node.op in _PYTHON]
     for node in python:
         if "gradient_tape" in node.name or node.name.startswith("gradients/"):
             names = ", ".join(repr(other.name) for other in python if other is not node)
@@ -261,6 +266,7 @@ def _where(graph: tf.Graph, name: str) -> str:
 
 
 def _keep_alive(graph: tf.Graph, concrete: Any) -> None:
+    """The functions behind py_function and numpy_function live as long as the graph that they were traced in."""
     graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete]
 
 

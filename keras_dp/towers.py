@@ -58,14 +58,16 @@ class Tower:
         """The identity, noted as a sum over the towers. Its gradient is again a sum over the towers."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise RuntimeError(f"{NOT_AT_TOP_LEVEL} Received: x={x}")
+        marked = tf.raw_ops.Snapshot(input=x, name="cross_tower_sum")
+        self.marks.append(marked.op.name)
+        return marked
 
-        @tf.custom_gradient
-        def mark(x: Tensor) -> Any:
-            marked = tf.identity(x, name="cross_tower_sum")
-            self.marks.append(marked.op.name)
-            return marked, lambda upstream: self.mark(upstream)
 
-        return mark(x)
+# Snapshot is an identity that nothing else in TensorFlow's Python makes and for which it has no gradient. A tf.custom_gradient
+# for each mark would be registered for good, and would keep the tower's graph with it.
+@tf.RegisterGradient("Snapshot")
+def _gradient_of_mark(operation: tf.Operation, upstream: Tensor) -> Tensor:
+    return tower_in_trace().mark(upstream)
 
 
 def current_tower() -> Tower | None:

@@ -13,16 +13,12 @@ import keras_dp
 keras_dp.use_logical_cpus(4)
 
 
-def pytest_collection_finish():
-    """What is there before the first test stays: `clear_session` need not go through it, each time, in search of garbage."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def fresh_session():
     """Every test starts in float64, with fresh names and the same seeds."""
     keras.utils.clear_session()
+    # TensorFlow and Keras keep some graphs for good: they would be gone through after each of the tests that follow.
+    gc.freeze()
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(7)
     yield
