@@ -71,7 +71,7 @@ def stamp_towers(
         for arguments in ((shared, index, batch_slice) for index, batch_slice in zip(indices, slices, strict=True))
     ]
     flat_results = _stamp(concrete.graph, graph_def, set(result_of["marks"]), devices, sum_device, inputs)
-    if any(node.op in _PYTHON for node in _all_nodes(graph_def)):
+    if graph_def.library.function or any(node.op in _PYTHON for node in graph_def.node):
         _keep_alive(current_graph, concrete)
     return [_pack(result_of["structure"], flat) for flat in flat_results]
 
@@ -266,7 +266,7 @@ def _where(graph: tf.Graph, name: str) -> str:
 
 
 def _keep_alive(graph: tf.Graph, concrete: Any) -> None:
-    """The functions behind py_function and numpy_function live as long as the graph that they were traced in."""
+    """Branches, loops and the functions behind py_function live as long as the graph that they were traced in."""
     graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete]
 
 

@@ -45,11 +45,10 @@ LOSSES = {
 
 
 @st.composite
-def experiments(draw):
+def experiments(draw, loss):
     """Everything that makes up one training."""
     is_masked = draw(st.booleans())
     names = sorted(MASKING) if is_masked else sorted(BLOCKS)
-    loss = draw(st.sampled_from(sorted(LOSSES)))
     rows = draw(st.integers(1, 21))
     return {
         "is_masked": is_masked,
@@ -66,19 +65,21 @@ def experiments(draw):
     }
 
 
-@settings(whole_trainings, max_examples=40, derandomize=True)
-@given(experiments())
-def test_random_models_on_random_batches(experiment):
-    assert_one_devices_result(experiment)
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(whole_trainings, max_examples=10, derandomize=True)
+@given(data=st.data())
+def test_random_models_on_random_batches(loss, data):
+    assert_one_devices_result(data.draw(experiments(loss)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(whole_trainings, max_examples=300)
-@given(experiments())
-def test_many_random_models_on_random_batches(experiment):
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(whole_trainings, max_examples=75)
+@given(data=st.data())
+def test_many_random_models_on_random_batches(loss, data):
     """Others on each run."""
-    assert_one_devices_result(experiment)
+    assert_one_devices_result(data.draw(experiments(loss)))
 
 
 def assert_one_devices_result(experiment):
