@@ -11,6 +11,16 @@ if keras.config.backend() != "tensorflow":
 from keras_dp.model import DataParallelModel
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.placement import use_logical_cpus
+from keras_dp.recalibration import recalibrate_batch_norm
+from keras_dp.sync_batch_norm import SyncBatchNormalization, convert_batch_norm
 from keras_dp.towers import cross_tower_sum
 
-__all__ = ["DataParallelModel", "DataParallelOptimizer", "cross_tower_sum", "use_logical_cpus"]
+__all__ = [
+    "DataParallelModel",
+    "DataParallelOptimizer",
+    "SyncBatchNormalization",
+    "convert_batch_norm",
+    "cross_tower_sum",
+    "recalibrate_batch_norm",
+    "use_logical_cpus",
+]

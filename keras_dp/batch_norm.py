@@ -4,95 +4,148 @@ The wrapped model is not rewritten. While a tower is traced, every `keras.layers
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.layers import BatchNormalization
 
 from keras_dp import keras_seams
+from keras_dp.sync_batch_norm import is_synchronized
 from keras_dp.towers import cross_tower_sum, tower_in_trace
 
 Tensor = Any
-Moments = tuple[Tensor, Tensor]
 
 MODES = ("sync", "local", "first")
 
 
+class Moments(NamedTuple):
+    """Moments over all axes but that of the C channels.
+
+    Attributes:
+        count: what sums over the entries were divided by: a scalar, or C numbers where they differ.
+        mean: C means.
+        variance: C biased variances.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+def batch_norms(model: keras.Model) -> list[BatchNormalization]:
+    """Every batch normalization in a model, however deeply nested."""
+    return [layer for layer in keras_seams.flatten_layers(model) if isinstance(layer, BatchNormalization)]
+
+
 @contextlib.contextmanager
-def batch_norm_mode(mode: str) -> Iterator[None]:
+def batch_norm_mode(mode: str) -> Iterator[dict[BatchNormalization, list[Moments]]]:
     """Has every `keras.layers.BatchNormalization` in the tower work in a mode.
 
     Args:
         mode: "sync" normalizes with the moments of the global batch. "local" normalizes each slice with its own moments, and
-            the moving statistics are those of the global batch; layers with `synchronized=True` stay synchronized. "first" is
+            the moving statistics are those of the global batch; layers that say so themselves stay synchronized. "first" is
             the same, but the moving statistics are those of the first tower that has rows.
-    """
-    statistics: list[tuple[keras.layers.BatchNormalization, Moments]] = []
-    before: dict[keras.layers.BatchNormalization, list[Tensor]] = {}
 
-    def layer_moments(layer: keras.layers.BatchNormalization, inputs: Tensor, mask: Tensor | None) -> Moments:
-        if mode == "sync" or layer.synchronized:
-            return _global_moments(layer, inputs, mask)
-        own = keras_seams.own_moments(layer, inputs, mask)
-        before.setdefault(layer, [variable.value for variable in layer.non_trainable_variables])
-        right = _of_first_tower(own) if mode == "first" else _global_moments(layer, tf.stop_gradient(inputs), mask)
-        statistics.append((layer, right))
-        return own
+    Yields:
+        For each layer, the moments that its moving statistics were updated with, one for each of its calls.
+    """
+    taken: dict[BatchNormalization, list[Moments]] = {}
+    before: dict[BatchNormalization, list[Tensor]] = {}
+
+    def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        correct_moving_statistics(layer)
+        if mode == "sync" or is_synchronized(layer):
+            used = of_batch = _moments(layer, inputs, mask, cross_tower_sum)
+        else:
+            used = _moments(layer, inputs, mask, tf.identity)
+            if mode == "first":
+                of_batch = _of_first_tower(used)
+            else:
+                of_batch = pooled(used) if mask is None else _moments(layer, inputs, mask, cross_tower_sum)
+            before[layer] = [variable.value for variable in layer.non_trainable_variables]
+        taken.setdefault(layer, []).append(of_batch)
+        return used.mean, used.variance
+
+    def correct_moving_statistics(layer: BatchNormalization) -> None:
+        """The layer has updated them with the moments that it used: once more, with those of the batch."""
+        if layer in before:
+            for variable, value in zip(layer.non_trainable_variables, before.pop(layer), strict=True):
+                variable.assign(value)
+            keras_seams.update_moving_statistics(layer, taken[layer][-1].mean, taken[layer][-1].variance)
 
     with keras_seams.replaced_moments(layer_moments):
-        yield
-        # The layers have updated their moving statistics with each tower's own moments: once more, with the right ones.
-        for layer, values in before.items():
-            for variable, value in zip(layer.non_trainable_variables, values, strict=True):
-                variable.assign(value)
-        for layer, (mean, variance) in statistics:
-            keras_seams.update_moving_statistics(layer, mean, variance)
+        yield taken
+        for layer in taken:
+            correct_moving_statistics(layer)
+
+
+def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, total: Callable[[Tensor], Tensor]) -> Moments:
+    axes = keras_seams.reduction_axes(layer)
+    return moments(inputs, axes, total) if mask is None else masked_moments(inputs, mask, axes, total)
+
+
+def moments(inputs: Tensor, axes: list[int], total: Callable[[Tensor], Tensor] = cross_tower_sum) -> Moments:
+    """Mean and biased variance over `axes`.
+
+    Two passes, mean = sum(x) / n and variance = sum((x - mean)^2) / n, as `tf.nn.moments` on one device: accurate also where
+    the mean is large beside the deviation, and never negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the
+    Sample Variance", section 1). The towers exchange 2C + 1 numbers in two rounds, and 2C in one round for the gradient.
+
+    Args:
+        inputs: a tensor of floats.
+        axes: what to reduce: all axes but that of the channels.
+        total: `cross_tower_sum` for the moments of the global batch, `tf.identity` for those of the slice.
+    """
+    count = total(tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), axes)), inputs.dtype))
+    mean = total(tf.reduce_sum(inputs, axes, keepdims=True)) / count
+    # Around the mean the derivative of the variance by the mean is zero.
+    squares = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
+    return Moments(count, tf.squeeze(mean, axes), total(tf.reduce_sum(squares, axes)) / count)
+
+
+def masked_moments(
+    inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor] = cross_tower_sum
+) -> Moments:
+    """Mean and variance over the valid entries, divided by n + epsilon as Keras does.
+
+    The towers exchange 2C + 1 numbers (3C if the channels are not on the last axis), and 2C for the gradient, in two rounds
+    each.
+
+    Args:
+        inputs: rank R.
+        mask: rank R - 1, true where the entries along the last axis count.
+        axes: what to reduce: all axes but that of the channels.
+        total: as in `moments`.
+    """
+    last = inputs.shape.rank - 1
+    valid = tf.expand_dims(tf.cast(mask, tf.bool), -1)
+    zero = tf.zeros((), inputs.dtype)
+    entries = tf.reduce_sum(tf.cast(valid, inputs.dtype), [axis for axis in axes if axis != last], keepdims=True)
+    if last in axes:
+        entries *= tf.cast(tf.shape(inputs)[last], inputs.dtype)
+    count = total(entries) + keras.config.epsilon()
+    mean = total(tf.reduce_sum(tf.where(valid, inputs, zero), axes, keepdims=True)) / count
+    squares = tf.square(tf.where(valid, inputs - mean, zero))
+    variance = total(tf.reduce_sum(squares, axes, keepdims=True)) / count
+    return Moments(tf.squeeze(count), tf.squeeze(mean), tf.squeeze(variance))
+
+
+def pooled(own: Moments) -> Moments:
+    """The moments of the global batch, from those of each tower's slice.
+
+    By the law of total variance: the mean of the variances plus the variance of the means, both weighted with the counts
+    (Chan, Golub and LeVeque 1983, formulas 2.1a and 2.1b, for any number of parts).
+    """
+    count = cross_tower_sum(own.count)
+    mean = cross_tower_sum(own.count * own.mean) / count
+    squares = cross_tower_sum(own.count * (own.variance + tf.math.squared_difference(own.mean, mean)))
+    return Moments(count, mean, squares / count)
 
 
 def _of_first_tower(own: Moments) -> Moments:
     """The moments of the first tower that has rows, which is the one whose rows begin the global batch."""
     tower = tower_in_trace()
     is_first = tf.logical_and(tower.slice.begin == 0, tower.slice.rows > 0)
-    mean, variance = (cross_tower_sum(tf.where(is_first, moment, tf.zeros_like(moment))) for moment in own)
-    return mean, variance
-
-
-def _global_moments(layer: keras.layers.BatchNormalization, inputs: Tensor, mask: Tensor | None) -> Moments:
-    axes = keras_seams.reduction_axes(layer)
-    if mask is None:
-        return moments(inputs, axes)
-    return masked_moments(inputs, mask, axes)
-
-
-def moments(inputs: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of the global batch over `axes`.
-
-    Two passes, mean = sum(x) / n and variance = sum((x - mean)^2) / n, as `tf.nn.moments` on one device: accurate also where
-    the mean is large beside the deviation, and never negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the
-    Sample Variance", section 1). The towers exchange 2C + 1 numbers, for C channels.
-    """
-    shape = tf.shape(inputs)
-    count = cross_tower_sum(tf.cast(tf.reduce_prod(tf.gather(shape, axes)), inputs.dtype))
-    mean = cross_tower_sum(tf.reduce_sum(inputs, axes, keepdims=True)) / count
-    # Around the mean the derivative of the variance by the mean is zero.
-    squares = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
-    variance = cross_tower_sum(tf.reduce_sum(squares, axes)) / count
-    return tf.squeeze(mean, axes), variance
-
-
-def masked_moments(inputs: Tensor, mask: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the valid entries of the global batch, divided by n + epsilon as Keras does.
-
-    Args:
-        inputs: rank R.
-        mask: rank R - 1, true where an entry along the last axis counts.
-        axes: what to reduce.
-    """
-    valid = tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs)), tf.bool)
-    zero = tf.zeros((), inputs.dtype)
-    count = cross_tower_sum(tf.reduce_sum(tf.cast(valid, inputs.dtype), axes, keepdims=True)) + keras.config.epsilon()
-    mean = cross_tower_sum(tf.reduce_sum(tf.where(valid, inputs, zero), axes, keepdims=True)) / count
-    squares = tf.square(tf.where(valid, inputs - mean, zero))
-    variance = cross_tower_sum(tf.reduce_sum(squares, axes, keepdims=True)) / count
-    return tf.squeeze(mean), tf.squeeze(variance)
+    return Moments(*(cross_tower_sum(tf.where(is_first, moment, tf.zeros_like(moment))) for moment in own))

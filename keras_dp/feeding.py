@@ -1,6 +1,7 @@
 """Feed towers: cut each global batch into slices on the host, in the input pipeline."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -8,6 +9,20 @@ import tensorflow as tf
 from keras_dp.batches import Slice, cut
 
 HOST = "CPU:0"
+
+
+NO_BATCHES = "{}() was given no batch at all: the dataset or generator is empty."
+
+
+@contextlib.contextmanager
+def empty_prediction_refused(method: str) -> Iterator[None]:
+    """Raises a ValueError where Keras's `predict` stumbles over a dataset or generator without a single batch."""
+    try:
+        yield
+    except UnboundLocalError as error:
+        if "batch_outputs" not in str(error):
+            raise
+        raise ValueError(NO_BATCHES.format(method)) from error
 
 
 class SliceFeed:

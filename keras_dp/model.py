@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_dp import keras_seams, losses, metrics, placement
 from keras_dp.batch_norm import MODES
 from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
-from keras_dp.feeding import HOST, SliceFeed
+from keras_dp.feeding import HOST, NO_BATCHES, SliceFeed, empty_prediction_refused
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine
@@ -24,8 +24,6 @@ Tensor = Any
 Logs = dict[str, Any]
 
 logger = logging.getLogger("keras_dp")
-
-NO_BATCHES = "{}() was given no batch at all: the dataset or generator is empty."
 
 
 def _on_towers(tower_step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -101,7 +99,7 @@ class DataParallelModel(ModelWrapper):
         self._told_eager = False
         self._compiled_with: keras.metrics.Metric | None = None
         self._combining_optimizer: DataParallelOptimizer | None = None
-        self._quantization_modes: list[str | None] = []
+        self._traced_layers: list[tuple[type, str | None]] = []
         self._feed = SliceFeed(len(self._devices), self._is_eager, self._prepare)
         self._place_variables()
         self._follow_inner_model()
@@ -205,7 +203,7 @@ class DataParallelModel(ModelWrapper):
             self._told_eager = True
             logger.warning(
                 "run_eagerly: the inner model runs on one device, without towers, so that it can be debugged line by line. "
-                "The result is the same."
+                'The result is that of batch_norm="sync".'
             )
         return step(data)
 
@@ -240,12 +238,8 @@ class DataParallelModel(ModelWrapper):
             ValueError: if there was nothing to predict.
         """
         self._begin(keras.Model.predict, *args, **kwargs)
-        try:
+        with empty_prediction_refused("predict"):
             return super().predict(*args, **kwargs)
-        except UnboundLocalError as error:
-            if "batch_outputs" not in str(error):
-                raise
-            raise ValueError(NO_BATCHES.format("predict")) from error
 
     def _begin(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._follow_inner_model()
@@ -310,14 +304,14 @@ class DataParallelModel(ModelWrapper):
             self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 
     def _follow_inner_model(self) -> None:
-        """Compiles the towers, if the inner model was compiled by itself, and traces them anew, if it was quantized."""
+        """Compiles the towers, if the inner model was compiled by itself; traces them anew, if its layers were converted."""
         model = self.inner_model
         if model.compiled and keras_seams.loss_tracker(model) is not self._compiled_with:
             self._compile_towers()
-        modes = [layer.quantization_mode for layer in keras_seams.flatten_layers(model)]
-        if modes != self._quantization_modes:
+        layers = [(type(layer), layer.quantization_mode) for layer in keras_seams.flatten_layers(model)]
+        if layers != self._traced_layers:
             self.train_function = self.test_function = self.predict_function = None
-            self._quantization_modes = modes
+            self._traced_layers = layers
 
     def _compile_towers(self) -> None:
         model = self.inner_model

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams, losses, metrics
-from keras_dp.batch_norm import batch_norm_mode
+from keras_dp.batch_norm import batch_norm_mode, batch_norms
 from keras_dp.stamping import refuse_lost_gradients
 from keras_dp.tower_result import TowerResult, Variables
 from keras_dp.towers import SEED_STEP, Tower
@@ -85,6 +85,13 @@ class TowerStep:
             y_pred = self._call(x, training=False)
         return scope.result(y_pred)
 
+    def moments(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
+        """Forward in training mode; the outputs are, for each batch normalization, the `Moments` that its calls took."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(tower.slice.data)
+        with _TowerScope(self.model, self.variables, tower, shared) as scope, batch_norm_mode(self.batch_norm) as taken:
+            self._call(x, training=True)
+        return scope.result([taken.get(layer, []) for layer in batch_norms(self.model)])
+
     @contextlib.contextmanager
     def _enter(self, tower: Tower, shared: dict[str, Any]) -> Iterator["_TowerScope"]:
         with _TowerScope(self.model, self.variables, tower, shared) as scope, batch_norm_mode(self.batch_norm):
@@ -125,16 +132,9 @@ class _Scope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
         variable, value = update
         if id(variable) in self._weights:
-            value = _updated(self.get_current_value(variable), value)
+            before = self.get_current_value(variable)
+            value = tf.stop_gradient(value) + (before - tf.stop_gradient(before))
         super().add_update((variable, value))
-
-
-def _updated(before: Tensor, value: Tensor) -> Tensor:
-    @tf.custom_gradient
-    def updated(before: Tensor) -> Any:
-        return tf.identity(tf.stop_gradient(value)), lambda upstream: upstream
-
-    return updated(before)
 
 
 class _TowerScope:

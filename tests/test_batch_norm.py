@@ -1,10 +1,13 @@
-"""Moments over the global batch are Keras's, accurate, and masked; the other modes do what they say."""
+"""Moments over the global batch are Keras's, accurate, masked and cheap; the other modes do what they say."""
+
+import itertools
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_towers_match_one_device, fit_evaluate_predict, twins
+from comparison import assert_same, assert_same_script, assert_same_training, assert_towers_match_one_device, fit, twins
 from keras import layers
 
 import keras_dp
@@ -15,35 +18,34 @@ from keras_dp.stamping import stamp_towers
 rng = np.random.default_rng(0)
 
 
-def moments_on_towers(x, num_towers, mask=None):
+def on_towers(function, batch, num_towers):
+    """Runs `function(tower)` on the slices of a batch; returns its results, and the sums over the towers that it took."""
+
     @tf.function(autograph=False)
     def run():
-        def moments(tower, shared):
-            x, mask = tower.slice.data
-            return batch_norm.moments(x, [0, 1]) if mask is None else batch_norm.masked_moments(x, mask, [0, 1])
-
         devices = [f"CPU:{i}" for i in range(num_towers)]
-        return stamp_towers(moments, None, cut((x, mask), num_towers), devices, "CPU:0")
+        return stamp_towers(lambda tower, shared: function(tower), None, cut(batch, num_towers), devices, "CPU:0")
 
-    return run()
+    graph = run.get_concrete_function().graph
+    return run(), [operation for operation in graph.get_operations() if "cross_tower_sums" in operation.name]
+
+
+def moments_on_towers(x, num_towers, mask=None):
+    def moments(tower):
+        x, mask = tower.slice.data
+        return batch_norm.moments(x, [0, 1]) if mask is None else batch_norm.masked_moments(x, mask, [0, 1])
+
+    return on_towers(moments, (x, mask), num_towers)[0]
 
 
 @pytest.mark.parametrize("num_towers", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3, 10])
 def test_moments_of_the_global_batch_on_every_tower(rows, num_towers):
     x = rng.normal(size=(rows, 5, 3))
-    for mean, variance in moments_on_towers(x, num_towers):
+    for count, mean, variance in moments_on_towers(x, num_towers):
+        np.testing.assert_array_equal(count, rows * 5)
         np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-14)
         np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-14)
-
-
-def test_large_means_do_not_cost_the_variance():
-    """MirroredStrategy's E[x^2] - E[x]^2 gives 0.0 or 6.0 for this variance of 1.1."""
-    x = (5000 + np.sqrt(1.1) * rng.normal(size=(64, 8, 4))).astype("float32")
-    exact = x.astype("float64").var(axis=(0, 1))
-    for num_towers in (2, 3):
-        for _, variance in moments_on_towers(x, num_towers):
-            np.testing.assert_allclose(variance, exact, rtol=1e-3)
 
 
 def test_masked_moments_divide_by_n_plus_epsilon():
@@ -53,18 +55,108 @@ def test_masked_moments_divide_by_n_plus_epsilon():
     mean = x[mask].sum(axis=0) / n
     variance = ((x[mask] - mean) ** 2).sum(axis=0) / n
     for num_towers in (1, 2, 4):
-        for received_mean, received_variance in moments_on_towers(x, num_towers, mask):
+        for count, received_mean, received_variance in moments_on_towers(x, num_towers, mask):
+            np.testing.assert_allclose(count, n, rtol=1e-15)
             np.testing.assert_allclose(received_mean, mean, rtol=1e-12)
             np.testing.assert_allclose(received_variance, variance, rtol=1e-12)
 
 
+def pooled_moments(x, num_towers):
+    def pooled(tower):
+        return batch_norm.pooled(batch_norm.moments(tower.slice.data, [0, 1], tf.identity))
+
+    return on_towers(pooled, x, num_towers)[0]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_pooled_moments_are_those_of_the_global_batch(rows):
+    """Not a mean of variances: the slices have other means and other sizes."""
+    x = rng.normal(size=(rows, 5, 3)) + np.arange(rows)[:, None, None]
+    for count, mean, variance in pooled_moments(x, 4):
+        np.testing.assert_array_equal(count, rows * 5)
+        np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-13)
+        np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-13)
+
+
+@pytest.mark.parametrize("moments", [moments_on_towers, pooled_moments])
+def test_large_means_do_not_cost_the_variance(moments):
+    x = (5000 + rng.normal(size=(64, 8, 4))).astype("float32")
+    exact = x.astype("float64").var(axis=(0, 1))
+    for num_towers in (2, 3):
+        for _, _, variance in moments(x, num_towers):
+            np.testing.assert_allclose(variance, exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.1, 5000.1, -3e7])
+def test_variance_is_never_negative(value):
+    x = np.full((11, 3, 2), value, "float32")
+    for moments in (moments_on_towers, pooled_moments):
+        for _, _, variance in moments(x, 4):
+            assert np.all(variance.numpy() >= 0)
+    for _, _, variance in moments_on_towers(x, 4, np.ones((11, 3), bool)):
+        assert np.all(variance.numpy() >= 0)
+
+
+def rounds(sums):
+    """How many of the sums over the towers have to wait for each other, at most."""
+    depths = {}
+
+    def depth(operation):
+        if operation.name not in depths:
+            depths[operation.name] = 0  # A loop would end here.
+            below = [depth(tensor.op) for tensor in operation.inputs]
+            depths[operation.name] = max(below, default=0) + (operation in sums)
+        return depths[operation.name]
+
+    return max(depth(operation) for operation in sums)
+
+
+@pytest.mark.parametrize(("mask", "rounds_back"), [(None, 1), (rng.random((9, 5)) < 0.6, 2)], ids=["plain", "masked"])
+def test_what_the_towers_exchange(mask, rounds_back):
+    """Forward 2C + 1 numbers in two rounds; backward 2C, in one round without masks, which divide by n + epsilon."""
+    x, channels = rng.normal(size=(9, 5, 8)), 8
+    layer = layers.BatchNormalization()
+    layer.build(x.shape)
+
+    def forward(tower):
+        x, mask = tower.slice.data
+        scope = keras.StatelessScope([(v, tf.convert_to_tensor(v.value)) for v in layer.variables])
+        with scope, batch_norm.batch_norm_mode("sync"):
+            return layer(x, training=True, mask=mask)
+
+    def backward(tower):
+        x, _ = tower.slice.data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(forward(tower) ** 3)
+        return tape.gradient(loss, x)
+
+    _, sums = on_towers(forward, (x, mask), 3)
+    assert sum(operation.outputs[0].shape.num_elements() for operation in sums) == 2 * channels + 1
+    assert rounds(sums) == 2
+    _, sums = on_towers(backward, (x, mask), 3)
+    assert sum(operation.outputs[0].shape.num_elements() for operation in sums) == 4 * channels + 1
+    assert rounds(sums) == 2 + rounds_back
+
+
+RENORM = {"renorm": True, "renorm_clipping": {"rmax": 2.0, "rmin": 0.5, "dmax": 0.5}}
+
 LAYERS = {
-    "last axis": lambda: layers.BatchNormalization(),
-    "first axis": lambda: layers.BatchNormalization(axis=1),
-    "renorm": lambda: layers.BatchNormalization(renorm=True, renorm_clipping={"rmax": 2.0, "rmin": 0.5, "dmax": 0.5}),
-    "bare": lambda: layers.BatchNormalization(center=False, scale=False, momentum=0.8),
+    "renorm": lambda: layers.BatchNormalization(**RENORM),
+    "renorm without clipping": lambda: layers.BatchNormalization(renorm=True, renorm_momentum=0.8, axis=1),
+    "no center": lambda: layers.BatchNormalization(center=False, momentum=0.8),
+    "no scale": lambda: layers.BatchNormalization(scale=False, epsilon=0.1),
+    "neither": lambda: layers.BatchNormalization(center=False, scale=False),
+    "regularized and constrained": lambda: layers.BatchNormalization(
+        gamma_regularizer="l2", beta_regularizer="l1", gamma_constraint=keras.constraints.MaxNorm(0.9), beta_initializer="ones"
+    ),
+    "other first statistics": lambda: layers.BatchNormalization(
+        moving_mean_initializer="ones", moving_variance_initializer="zeros"
+    ),
     "synchronized": lambda: layers.BatchNormalization(synchronized=True),
     "time distributed": lambda: layers.TimeDistributed(layers.BatchNormalization()),
+    "nested": lambda: keras.Sequential([layers.Dense(6), keras.Sequential([layers.BatchNormalization(), layers.ReLU()])]),
+    "not trainable": lambda: layers.BatchNormalization(trainable=False, moving_mean_initializer="ones"),
 }
 
 
@@ -83,17 +175,42 @@ def test_every_kind_of_layer(layer):
     assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
 
 
-def test_masked_layer():
-    """Under tf.distribute synchronized=True ignores the mask."""
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((6,), 1),
+        ((4, 6), 1),
+        ((4, 6), -2),
+        ((3, 2, 4), 1),
+        ((3, 2, 4), 2),
+        ((3, 2, 4), -1),
+        ((2, 3, 2, 4), 1),
+        ((2, 3, 2, 4), 4),
+    ],
+)
+def test_every_rank_and_axis(shape, axis):
+    """The last batch has one row for three towers; of rank 2, its variance is zero."""
 
     def build():
+        inputs = keras.Input(shape)
+        x = layers.BatchNormalization(axis=axis, momentum=0.5)(layers.Dense(shape[-1], "tanh")(inputs))
+        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+
+    data = rng.normal(2, 3, size=(15, *shape)), rng.normal(size=(15, 2))
+    assert_same_training(build, compile_arguments, [(data, 7)], 3)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_masked_layer(axis):
+    def build():
         inputs = keras.Input((5, 3))
-        x = layers.BatchNormalization()(layers.Dense(4)(layers.Masking()(inputs)))
+        x = layers.BatchNormalization(axis=axis)(layers.Dense(4)(layers.Masking()(inputs)))
         return keras.Model(inputs, layers.LSTM(3)(x))
 
     x = rng.normal(size=(13, 5, 3))
     x[:, 3:] *= rng.integers(0, 2, (13, 1, 1))
-    assert_towers_match_one_device(build, compile_arguments, [((x, rng.normal(size=(13, 3))), 6)], 3)
+    x[4:8] = 0  # A slice without a single entry that counts.
+    assert_same_training(build, compile_arguments, [((x, rng.normal(size=(13, 3))), 12)], 3)
 
 
 def test_layers_that_train_in_evaluation_too():
@@ -122,44 +239,37 @@ def test_frozen_layers_use_and_keep_their_moving_statistics():
     np.testing.assert_array_equal(inner.layers[1].moving_mean.numpy(), 0.0)
 
 
-def one_layer():
-    return keras.Sequential([keras.Input((3,)), layers.BatchNormalization(momentum=0.5), layers.Dense(1)])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_moments_are_float32_under_mixed_precision(policy):
+    """The sum of 12 x 64 activations of 500 is beyond float16, and its last digits beyond bfloat16."""
 
-
-@pytest.mark.parametrize("mode", ["local", "first"])
-def test_other_modes_against_the_slices_one_after_the_other(mode):
-    x, y = rng.normal(2, 3, size=(7, 3)), rng.normal(size=(7, 1))
-    inner = one_layer()
-    gamma, beta, _, _, kernel, bias = inner.get_weights()
-    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
-    parallel.compile("sgd", "mse")
-    loss = parallel.train_on_batch(x, y)
-
-    slices = [x[0:2], x[2:4], x[4:7]]
-    normalized = [(part - part.mean(axis=0)) / np.sqrt(part.var(axis=0) + 1e-3) * gamma + beta for part in slices]
-    expected_loss = ((np.concatenate(normalized) @ kernel + bias - y) ** 2).mean()
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
-    statistics = x if mode == "local" else slices[0]
-    moving_mean, moving_variance = inner.layers[0].moving_mean.numpy(), inner.layers[0].moving_variance.numpy()
-    np.testing.assert_allclose(moving_mean, 0.5 * statistics.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(moving_variance, 0.5 + 0.5 * statistics.var(axis=0), rtol=1e-12)
-
-
-def test_first_skips_towers_without_rows():
-    inner = one_layer()
-    parallel = keras_dp.DataParallelModel(inner, devices=4, batch_norm="first")
-    parallel.compile("sgd", "mse")
-    x = rng.normal(2, 3, size=(2, 3))
-    parallel.train_on_batch(x, rng.normal(size=(2, 1)))
-    np.testing.assert_allclose(inner.layers[0].moving_mean.numpy(), 0.5 * x[0], rtol=1e-12)
-
-
-def test_layers_that_say_so_stay_synchronized_in_local_mode():
     def build():
-        return keras.Sequential([keras.Input((3,)), layers.BatchNormalization(synchronized=True), layers.Dense(1)])
+        norm = layers.BatchNormalization(momentum=0.0, dtype=policy)
+        return keras.Sequential([keras.Input((64, 3), dtype=policy.removeprefix("mixed_")), norm], name="model")
 
-    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
-    assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3, {"batch_norm": "local"})
+    keras.config.set_floatx("float32")
+    x = np.asarray(500 + 20 * rng.normal(size=(12, 64, 3)), "float16")
+    one, inner = twins(build)
+    one(x, training=True)
+    parallel = keras_dp.DataParallelModel(inner, devices=3)
+    parallel.compile(keras.optimizers.SGD(0.0), "mse")
+    parallel.train_on_batch(x, np.zeros_like(x))
+    assert inner.layers[0].moving_variance.dtype == "float32"
+    assert_same(one.layers[0].get_weights(), inner.layers[0].get_weights(), 1e-5)
+    np.testing.assert_allclose(inner.layers[0].moving_mean, one.layers[0].moving_mean, rtol=1e-5)
+
+
+def test_time_distributed_over_unknown_steps_is_refused():
+    """Keras makes a loop over them, in which towers cannot meet. Batches of one known length are no matter."""
+    inputs = keras.Input((None, 6))
+    x = layers.TimeDistributed(layers.BatchNormalization())(inputs)
+    parallel = keras_dp.DataParallelModel(keras.Model(inputs, layers.GlobalAveragePooling1D()(x)), devices=2)
+    parallel.compile("sgd", "mse")
+    parallel.train_on_batch(rng.normal(size=(4, 3, 6)), rng.normal(size=(4, 6)))
+    signature = (tf.TensorSpec((None, None, 6)), tf.TensorSpec((None, 6)))
+    dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=signature)
+    with pytest.raises(RuntimeError, match="inside a tf.cond branch, a loop.*cannot meet there"):
+        parallel.fit(dataset, shuffle=False)
 
 
 def test_group_and_layer_normalization_are_left_alone():
@@ -169,20 +279,224 @@ def test_group_and_layer_normalization_are_left_alone():
         return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
 
     data = rng.normal(size=(15, 4, 6)), rng.normal(size=(15, 2))
-    assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
+    for mode in ("sync", "local"):
+        assert_same_training(build, compile_arguments, [(data, 7)], 3, {"batch_norm": mode})
+
+
+def small_network(norm=layers.BatchNormalization):
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(3, "tanh"),
+            norm(momentum=0.5),
+            layers.Dense(2, "tanh"),
+            norm(momentum=0.9),
+            layers.Dense(1),
+        ]
+    )
+
+
+def convolutions():
+    return keras.Sequential(
+        [
+            keras.Input((4, 4, 2)),
+            layers.Conv2D(3, 2),
+            layers.BatchNormalization(momentum=0.5),
+            layers.ReLU(),
+            layers.Conv2D(2, 2),
+            layers.BatchNormalization(momentum=0.7, axis=1),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+
+
+def slices_one_after_the_other(model, batches, num_slices, mode, learning_rate=0.1):
+    """The reference for the other modes: one device, plain Keras for each slice, and NumPy for what becomes of them.
+
+    Returns the losses. Gradients of the slices' parts of the loss add up; moving statistics are updated with the moments of
+    all slices' inputs together ("local"), or of the first slice's ("first").
+    """
+    norms = [layer for layer in model.layers if isinstance(layer, layers.BatchNormalization)]
+    inputs_of = keras.Model(model.inputs[0], [norm.input for norm in norms])
+    losses = []
+    for x, y in batches:
+        state = [variable.numpy() for variable in model.non_trainable_variables]
+        bounds = [len(x) * i // num_slices for i in range(num_slices + 1)]
+        gradients, parts, loss = [0.0] * len(model.trainable_variables), [], 0.0
+        for begin, end in itertools.pairwise(bounds):
+            if begin == end:
+                continue
+            for run in ("inputs", "step"):
+                # Every slice finds the state of before the step.
+                for variable, value in zip(model.non_trainable_variables, state, strict=True):
+                    variable.assign(value)
+                if run == "inputs":
+                    parts.append([part.numpy() for part in inputs_of(x[begin:end], training=True)])
+                    continue
+                with tf.GradientTape() as tape:
+                    part = tf.reduce_sum((model(x[begin:end], training=True) - y[begin:end]) ** 2) / len(x)
+                for k, gradient in enumerate(tape.gradient(part, model.trainable_variables)):
+                    gradients[k] += gradient.numpy()
+                loss += part.numpy()
+        losses.append(loss)
+        for weight, gradient in zip(model.trainable_variables, gradients, strict=True):
+            weight.assign_sub(learning_rate * gradient)
+        for variable, value in zip(model.non_trainable_variables, state, strict=True):
+            variable.assign(value)
+        for norm, own in zip(norms, zip(*parts, strict=True), strict=True):
+            values = own[0] if mode == "first" else np.concatenate(own)
+            axes = tuple(axis for axis in range(values.ndim) if axis != norm.axis % values.ndim)
+            update(norm, values.mean(axes), values.var(axes))
+    return losses
+
+
+def update(norm, mean, variance):
+    """Moves a layer's statistics as Keras documents it (Ioffe 2017, arXiv 1702.03275, for `renorm`)."""
+
+    def move(variable, value, momentum):
+        variable.assign(variable.numpy() * momentum + value * (1 - momentum))
+
+    move(norm.moving_mean, mean, norm.momentum)
+    if not norm.renorm:
+        move(norm.moving_variance, variance, norm.momentum)
+        return
+    deviation = np.sqrt(variance + norm.epsilon)
+    move(norm.renorm_mean, mean, norm.renorm_momentum)
+    move(norm.renorm_stddev, deviation, norm.renorm_momentum)
+    move(norm.moving_stddev, deviation, norm.momentum)
+    norm.moving_variance.assign(norm.moving_stddev.numpy() ** 2 - norm.epsilon)
+
+
+MODELS = {
+    "dense": (small_network, (3,)),
+    "convolutions": (convolutions, (4, 4, 2)),
+    "renorm": (lambda: small_network(lambda **arguments: layers.BatchNormalization(**RENORM, **arguments)), (3,)),
+}
+
+
+@pytest.mark.parametrize("mode", ["local", "first"])
+@pytest.mark.parametrize("model", MODELS)
+def test_other_modes_against_the_slices_one_after_the_other(model, mode):
+    """Uneven slices, and one batch with fewer rows than towers."""
+    build, shape = MODELS[model]
+    batches = [(rng.normal(2, 3, size=(rows, *shape)), rng.normal(size=(rows, 1))) for rows in (7, 11, 2, 10)]
+    one, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
+    parallel.compile(keras.optimizers.SGD(0.1), "mse")
+    received = []
+    for batch in batches:
+        parallel.reset_metrics()
+        received.append(parallel.train_on_batch(*batch))
+    expected = slices_one_after_the_other(one, batches, 3, mode)
+    np.testing.assert_allclose(received, expected, rtol=1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
+    def build():
+        inputs = keras.Input((5, 3))
+        return keras.Model(inputs, layers.BatchNormalization(momentum=0.5)(layers.Masking()(inputs)))
+
+    x = rng.normal(2, 3, size=(7, 5, 3))
+    x[:, 3:] *= rng.integers(0, 2, (7, 1, 1))
+    x[2:5] = 0
+    one, inner = twins(build)
+    one(x, training=True)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local")
+    parallel.compile(keras.optimizers.SGD(0.0), "mse")
+    parallel.train_on_batch(x, np.zeros_like(x))
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def test_local_statistics_of_a_layer_that_is_called_twice():
+    """Each call's moments count, in their order; the second call's inputs are what the slices' first calls made."""
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(momentum=0.5, epsilon=0.3)
+
+        def call(self, x, training=None):
+            return self.norm(2 * self.norm(x, training=training), training=training)
+
+    x = rng.normal(2, 3, size=(7, 3))
+    model = Twice()
+    parallel = keras_dp.DataParallelModel(model, devices=3, batch_norm="local")
+    parallel.compile(keras.optimizers.SGD(0.0), "mse")
+    parallel.train_on_batch(x, np.zeros_like(x))
+    parts = [x[0:2], x[2:4], x[4:7]]
+    second = np.concatenate([2 * (part - part.mean(0)) / np.sqrt(part.var(0) + 0.3) for part in parts])
+    np.testing.assert_allclose(model.norm.moving_mean, (0.5 * 0 + 0.5 * x.mean(0)) * 0.5 + 0.5 * second.mean(0), atol=1e-12)
+    np.testing.assert_allclose(model.norm.moving_variance, (0.5 + 0.5 * x.var(0)) * 0.5 + 0.5 * second.var(0), atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", batch_norm.MODES)
+def test_gradients_of_every_mode_are_those_of_finite_differences(mode):
+    """Seven rows on three towers; SGD(1) takes off the gradient, and the loss of a step is that of before it."""
+    x, y = rng.normal(2, 3, size=(7, 3)), rng.normal(size=(7, 1))
+    inner = small_network()
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
+    parallel.compile(keras.optimizers.SGD(1.0), "mse")
+    weights = inner.get_weights()
+
+    def step(values):
+        inner.set_weights(values)
+        parallel.reset_metrics()
+        return parallel.train_on_batch(x, y)
+
+    step(weights)
+    trained = {id(v) for v in inner.trainable_variables}
+    checked = 0
+    gradients = [before - after for before, after in zip(weights, inner.get_weights(), strict=True)]
+    for k, variable in enumerate(inner.weights):
+        for index in np.ndindex(weights[k].shape) if id(variable) in trained else ():
+            losses = []
+            for change in (1e-5, -1e-5):
+                changed = [value.copy() for value in weights]
+                changed[k][index] += change
+                losses.append(step(changed))
+            np.testing.assert_allclose(gradients[k][index], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+            checked += 1
+    assert checked == inner.count_params() - 2 * (3 + 2)
+
+
+def test_layers_that_say_so_stay_synchronized_in_local_mode():
+    def build():
+        return keras.Sequential([keras.Input((3,)), layers.BatchNormalization(synchronized=True), layers.Dense(1)])
+
+    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    assert_same_training(build, compile_arguments, [(data, 7)], 3, {"batch_norm": "local"})
 
 
 def test_negative_control_local_moments_give_other_weights():
     data = rng.normal(size=(30, 3)), rng.normal(size=(30, 1))
-    one, inner = twins(one_layer)
-    expected = fit_evaluate_predict(one, compile_arguments, [(data, 10)])
-    received = fit_evaluate_predict(
-        keras_dp.DataParallelModel(inner, devices=2, batch_norm="local"), compile_arguments, [(data, 10)]
-    )
+    one, inner = twins(small_network)
+    expected = fit(one, compile_arguments, [(data, 10)])
+    received = fit(keras_dp.DataParallelModel(inner, devices=2, batch_norm="local"), compile_arguments, [(data, 10)])
     with pytest.raises(AssertionError):
         assert_same(expected, received, 1e-3)
 
 
 def test_unknown_mode():
     with pytest.raises(ValueError, match="`batch_norm` must be one of 'sync', 'local', 'first'.*batch_norm='global'"):
-        keras_dp.DataParallelModel(one_layer(), batch_norm="global")
+        keras_dp.DataParallelModel(small_network(), batch_norm="global")
+
+
+def test_a_layer_of_ones_own_across_the_towers():
+    """The worked example of docs/batch_normalization.md, as it stands there."""
+    namespace = {}
+    exec(worked_example(), namespace)
+
+    def build():
+        layer = namespace["BatchStandardDeviation"]()
+        return keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layer, layers.Dense(1)])
+
+    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    assert_same_script(build, lambda model: fit(model, compile_arguments, [(data, 7)]), 3)
+
+
+def worked_example():
+    page = (Path(__file__).parents[1] / "docs" / "batch_normalization.md").read_text()
+    (example,) = [block for block in page.split("```python\n") if "class BatchStandardDeviation" in block]
+    return example.split("```")[0]

@@ -7,7 +7,15 @@ import keras_dp
 
 
 def test_public_names_have_docstrings():
-    assert keras_dp.__all__ == ["DataParallelModel", "DataParallelOptimizer", "cross_tower_sum", "use_logical_cpus"]
+    assert keras_dp.__all__ == [
+        "DataParallelModel",
+        "DataParallelOptimizer",
+        "SyncBatchNormalization",
+        "convert_batch_norm",
+        "cross_tower_sum",
+        "recalibrate_batch_norm",
+        "use_logical_cpus",
+    ]
     assert all(getattr(keras_dp, name).__doc__ for name in keras_dp.__all__)
 
 

@@ -1,9 +1,12 @@
 """Cases that were wrong or that others get wrong, each with its story."""
 
+import weakref
+
 import keras
 import numpy as np
 import pytest
-from comparison import assert_same_training, assert_towers_match_one_device
+import tensorflow as tf
+from comparison import assert_same, assert_same_training, assert_towers_match_one_device, twins
 from keras import layers, losses, optimizers
 
 import keras_dp
@@ -105,3 +108,113 @@ def test_a_masked_step_of_a_recurrent_layer_with_dropout_trains():
     parallel.compile("sgd", losses.MeanSquaredError())
     parallel.fit(rng.integers(0, 9, (7, 5)), rng.normal(size=(7, 2)), batch_size=4, verbose=0)
     assert all(np.isfinite(weight).all() for weight in inner.get_weights())
+
+
+def test_a_model_that_is_gone_leaves_no_graph_of_its_towers():
+    """TensorFlow keeps each tf.custom_gradient for good: the marks of cross-tower sums kept their towers' graphs with them."""
+    graphs = []
+
+    class Traced(layers.Layer):
+        def call(self, x):
+            graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+            return x
+
+    def train():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2), layers.BatchNormalization(), Traced()])
+        parallel = keras_dp.DataParallelModel(model, devices=2)
+        parallel.compile("sgd", "mse")
+        del graphs[:]
+        parallel.train_on_batch(rng.normal(size=(4, 3)), rng.normal(size=(4, 2)))
+        assert graphs[-1]() is not None
+
+    train()
+    keras.utils.clear_session()
+    assert graphs[-1]() is None
+
+
+def normalized(momentum=0.9):
+    return lambda: keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(4, "tanh"),
+            layers.BatchNormalization(momentum=momentum),
+            layers.Dense(3, "tanh"),
+            layers.BatchNormalization(momentum=momentum),
+            layers.Dense(2),
+        ]
+    )
+
+
+def test_batch_norm_backward_with_unequal_counts():
+    """https://github.com/pytorch/pytorch/issues/36382: backward, means of gradients were taken over processes, not over rows.
+
+    With 5 rows on 4 towers, one tower has two of them.
+    """
+    data = rng.normal(size=(10, 3)), rng.normal(size=(10, 2))
+    assert_same_training(normalized(), compiled(lambda: optimizers.SGD(0.5)), [(data, 5)], 4)
+
+
+def test_batch_norm_running_variance_with_unequal_counts():
+    """https://github.com/pytorch/pytorch/issues/22192: the running variance weighted every process alike."""
+    one, inner = twins(normalized(momentum=0.0))
+    parallel = keras_dp.DataParallelModel(inner, devices=4)
+    parallel.compile(optimizers.SGD(0.0), "mse")
+    x = rng.normal(size=(5, 3)) * np.arange(1, 6)[:, None]
+    parallel.train_on_batch(x, np.zeros((5, 2)))
+    one(x, training=True)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_batch_norm_of_empty_slices(rows):
+    """https://github.com/pytorch/pytorch/issues/36530: a process without rows failed, or held up the others."""
+    data = rng.normal(size=(2 * rows, 3)), rng.normal(size=(2 * rows, 2))
+    assert_same_training(normalized(), compiled(), [(data, rows)], 4)
+
+
+def test_batch_norm_of_one_row_on_each_tower():
+    """https://github.com/pytorch/pytorch/issues/36865: a single value on a process was refused, whatever the others had."""
+    data = rng.normal(size=(8, 3)), rng.normal(size=(8, 2))
+    assert_same_training(normalized(), compiled(), [(data, 4)], 4)
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_batch_norm_of_permuted_and_strided_inputs(axis):
+    """https://github.com/pytorch/pytorch/issues/62967: statistics of permuted inputs were those of another memory layout."""
+
+    def build():
+        inputs = keras.Input((4, 6, 5))
+        x = layers.Permute((3, 1, 2))(inputs)[:, :, ::2, ::-1]
+        x = layers.BatchNormalization(axis=axis, momentum=0.5)(x)
+        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.Permute((2, 3, 1))(x))))
+
+    data = rng.normal(size=(9, 4, 6, 5)), rng.normal(size=(9, 2))
+    assert_same_training(build, compiled(lambda: optimizers.SGD(0.01)), [(data, 5)], 3)
+
+
+def test_batch_norm_masks_when_synchronized():
+    """Keras with `synchronized=True` under tf.distribute takes the moments of each replica's own valid entries."""
+
+    def build():
+        inputs = keras.Input((5, 3))
+        x = layers.BatchNormalization(synchronized=True)(layers.Masking()(inputs))
+        return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+
+    x = rng.normal(size=(8, 5, 3))
+    x[:4, 1:] = 0
+    assert_same_training(build, compiled(), [((x, rng.normal(size=(8, 2))), 8)], 2)
+
+
+def test_batch_norm_variance_beside_a_large_mean():
+    """Keras with `synchronized=True` takes E[x^2] - E[x]^2: 0.0 or 6.0, in float32, for a variance of 1."""
+    keras.config.set_floatx("float32")
+    model = keras.Sequential([keras.Input((64, 3)), layers.BatchNormalization(synchronized=True, momentum=0.0)])
+    x = (5000 + rng.normal(size=(16, 64, 3))).astype("float32")
+    exact = x.astype("float64").var(axis=(0, 1))
+    model(x, training=True)
+    assert np.abs(model.layers[0].moving_variance.numpy() / exact - 1).max() > 0.1, "Keras has mended it: say so in the docs"
+    for mode in ("sync", "local"):
+        parallel = keras_dp.DataParallelModel(model, devices=3, batch_norm=mode)
+        parallel.compile(optimizers.SGD(0.0), "mse")
+        parallel.train_on_batch(x, x)
+        np.testing.assert_allclose(model.layers[0].moving_variance, exact, rtol=1e-3)
