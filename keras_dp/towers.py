@@ -38,6 +38,7 @@ class Tower:
         self.slice = batch_slice
         self.marks: list[str] = []
         self._graph = tf.compat.v1.get_default_graph()
+        self._graph._keras_dp_tower = self
         self._casts: dict[tuple[str, tf.DType], Tensor] = {}
 
     def alive(self, dtype: tf.DType) -> Tensor:
@@ -63,11 +64,15 @@ class Tower:
         return marked
 
 
-# Snapshot is an identity that nothing else in TensorFlow's Python makes and for which it has no gradient. A tf.custom_gradient
-# for each mark would be registered for good, and would keep the tower's graph with it.
-@tf.RegisterGradient("Snapshot")
 def _gradient_of_mark(operation: tf.Operation, upstream: Tensor) -> Tensor:
-    return tower_in_trace().mark(upstream)
+    return operation.outputs[0].graph._keras_dp_tower.mark(upstream)
+
+
+# Snapshot is an identity that nothing else in TensorFlow's Python makes and for which it has no gradient. A tf.custom_gradient
+# for each mark would be registered for good, and would keep the tower's graph with it. A module that is imported once more
+# finds its gradient registered.
+with contextlib.suppress(KeyError):
+    tf.RegisterGradient("Snapshot")(_gradient_of_mark)
 
 
 def current_tower() -> Tower | None:

@@ -213,19 +213,21 @@ def test_masked_layer(axis):
     assert_same_training(build, compile_arguments, [((x, rng.normal(size=(13, 3))), 12)], 3)
 
 
-def test_layers_that_train_in_evaluation_too():
-    """training=True within call() holds in evaluate and predict as well."""
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_call_tells_whether_to_train(training):
+    """It holds in fit, evaluate and predict alike."""
 
-    class Always(keras.Model):
+    class Told(keras.Model):
         def __init__(self):
             super().__init__()
-            self.norm, self.dense = layers.BatchNormalization(), layers.Dense(1)
+            self.norm, self.dense = layers.BatchNormalization(moving_mean_initializer="ones"), layers.Dense(1)
 
         def call(self, x):
-            return self.dense(self.norm(x, training=True))
+            return self.dense(self.norm(x, training=training))
 
     data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
-    assert_towers_match_one_device(Always, compile_arguments, [(data, 7)], 3)
+    one, _ = assert_towers_match_one_device(Told, compile_arguments, [(data, 7)], 3)
+    assert np.all(one.norm.moving_mean.numpy() == 1) != training
 
 
 def test_frozen_layers_use_and_keep_their_moving_statistics():
