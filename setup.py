@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-EXAMPLES = ["scikit-learn>=1.5"]
+EXAMPLES = ["matplotlib>=3.9", "scikit-learn>=1.5"]
 
 setup(
     name="keras_dp",

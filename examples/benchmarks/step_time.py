@@ -83,8 +83,15 @@ def synthetic_batches(input_shape, batch_size):
     return dataset.batch(batch_size, drop_remainder=True).prefetch(2).with_options(options)
 
 
-def measure(engine, model_name, towers, steps):
+def measure(engine, model_name, towers, steps, batch_norm="sync"):
     """Trains a model with one engine, in this process.
+
+    Args:
+        engine: one of ENGINES.
+        model_name: one of BATCH_SIZES.
+        towers: devices for all engines but plain Keras.
+        steps: how many to time.
+        batch_norm: "sync" over the devices, or "local" to each.
 
     Returns:
         The milliseconds of each step after the warm-up, and the mean loss of all steps.
@@ -97,10 +104,10 @@ def measure(engine, model_name, towers, steps):
     keras.utils.set_random_seed(SEED)
     mirrored = engine == "mirrored"
     with tf.distribute.MirroredStrategy(devices).scope() if mirrored else contextlib.nullcontext():
-        model = {"mlp": mlp, "resnet20": resnet20}[model_name](synchronized=mirrored)
+        model = {"mlp": mlp, "resnet20": resnet20}[model_name](synchronized=mirrored and batch_norm == "sync")
         dataset = synthetic_batches(model.input_shape[1:], BATCH_SIZES[model_name])
         if engine == "keras_dp":
-            model = keras_dp.DataParallelModel(model, devices=devices)
+            model = keras_dp.DataParallelModel(model, devices=devices, batch_norm=batch_norm)
         model.compile(
             keras.optimizers.SGD(0.01, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -112,10 +119,10 @@ def measure(engine, model_name, towers, steps):
     return {"milliseconds": step_times.milliseconds[WARM_UP_STEPS:], "loss": history.history["loss"][0]}
 
 
-def measure_in_new_process(engine, model_name, towers, steps):
+def measure_in_new_process(engine, model_name, towers, steps, batch_norm="sync"):
     """The same as `measure`, in a process of its own."""
     command = [sys.executable, __file__, "--engine", engine, "--models", model_name]
-    command += ["--towers", str(towers), "--steps", str(steps)]
+    command += ["--towers", str(towers), "--steps", str(steps), "--batch-norm", batch_norm]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         raise SystemExit(f"{process.stderr}\n{engine} failed to train {model_name}.")
@@ -153,15 +160,16 @@ def main():
     parser.add_argument("--steps", type=int, default=100, help="timed steps in each run, after the warm-up")
     parser.add_argument("--repetitions", type=int, default=5, help="rounds, in each of which every engine runs once")
     parser.add_argument("--models", nargs="+", choices=BATCH_SIZES, default=list(BATCH_SIZES))
+    parser.add_argument("--batch-norm", choices=("sync", "local"), default="sync")
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        print(json.dumps(measure(args.engine, args.models[0], args.towers, args.steps)))
+        print(json.dumps(measure(args.engine, args.models[0], args.towers, args.steps, args.batch_norm)))
         return
     print(f"towers: {args.towers}, repetitions: {args.repetitions}, steps: {args.steps} after {WARM_UP_STEPS} of warm-up")
     for model_name in args.models:
         rounds = [
-            {engine: measure_in_new_process(engine, model_name, args.towers, args.steps) for engine in ENGINES}
+            {engine: measure_in_new_process(engine, model_name, args.towers, args.steps, args.batch_norm) for engine in ENGINES}
             for _ in range(args.repetitions)
         ]
         print_table(model_name, rounds)
