@@ -34,11 +34,6 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-def batch_norms(model: keras.Model) -> list[BatchNormalization]:
-    """Every batch normalization in a model, however deeply nested."""
-    return [layer for layer in keras_seams.flatten_layers(model) if isinstance(layer, BatchNormalization)]
-
-
 @contextlib.contextmanager
 def batch_norm_mode(mode: str) -> Iterator[dict[BatchNormalization, list[Moments]]]:
     """Has every `keras.layers.BatchNormalization` in the tower work in a mode.
@@ -86,7 +81,7 @@ def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, tot
     return moments(inputs, axes, total) if mask is None else masked_moments(inputs, mask, axes, total)
 
 
-def moments(inputs: Tensor, axes: list[int], total: Callable[[Tensor], Tensor] = cross_tower_sum) -> Moments:
+def moments(inputs: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
     """Mean and biased variance over `axes`.
 
     Two passes, mean = sum(x) / n and variance = sum((x - mean)^2) / n, as `tf.nn.moments` on one device: accurate also where
@@ -105,9 +100,7 @@ def moments(inputs: Tensor, axes: list[int], total: Callable[[Tensor], Tensor] =
     return Moments(count, tf.squeeze(mean, axes), total(tf.reduce_sum(squares, axes)) / count)
 
 
-def masked_moments(
-    inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor] = cross_tower_sum
-) -> Moments:
+def masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
     """Mean and variance over the valid entries, divided by n + epsilon as Keras does.
 
     The towers exchange 2C + 1 numbers (3C if the channels are not on the last axis), and 2C for the gradient, in two rounds

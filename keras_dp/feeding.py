@@ -10,7 +10,6 @@ from keras_dp.batches import Slice, cut
 
 HOST = "CPU:0"
 
-
 NO_BATCHES = "{}() was given no batch at all: the dataset or generator is empty."
 
 

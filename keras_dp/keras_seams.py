@@ -59,7 +59,9 @@ def is_built(model: keras.Model) -> bool:
 
 
 def build(model: keras.Model, x: Any) -> None:
-    """Creates the variables of a model, from the type specs of its inputs."""
+    """Creates the variables of a model, unless it has them, from the type specs of its inputs."""
+    if is_built(model):
+        return
     arguments = {"training": False} if accepts_training(model) else {}
     keras_backend.compute_output_spec(lambda: model(keras.tree.map_structure(_placeholder, x), **arguments))
 

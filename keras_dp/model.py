@@ -183,8 +183,7 @@ class DataParallelModel(ModelWrapper):
         specs = keras.tree.map_structure(row_spec, batch)
         x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
         with unknown_rows_explained():
-            if not keras_seams.is_built(model):
-                keras_seams.build(model, x)
+            keras_seams.build(model, x)
             self._place_variables()
             if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
                 keras_seams.symbolic_build(model, specs)

@@ -9,15 +9,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp import keras_seams, placement
-from keras_dp.batch_norm import Moments, batch_norms
+from keras_dp.batch_norm import Moments
 from keras_dp.batches import row_spec
 from keras_dp.feeding import SliceFeed, empty_prediction_refused
 from keras_dp.losses import rowwise_loss
 from keras_dp.model import DataParallelModel
 from keras_dp.stamping import stamp_towers
+from keras_dp.sync_batch_norm import batch_norms
 from keras_dp.tower_result import Variables
 from keras_dp.tower_step import TowerStep
-from keras_dp.wrapper import refuse_strategy
+from keras_dp.wrapper import refuse_stateful, refuse_strategy
 
 Tensor = Any
 
@@ -53,7 +54,7 @@ def recalibrate_batch_norm(
         verbose: "auto", 0, 1 or 2: the progress bar, as in `predict`.
 
     Raises:
-        ValueError: if no layer takes moments, or there are no data.
+        ValueError: if no layer takes moments, a recurrent layer is stateful, or there are no data.
     """
     refuse_strategy()
     if isinstance(model, DataParallelModel):
@@ -64,6 +65,7 @@ def recalibrate_batch_norm(
         mode, devices = "sync", placement.tower_devices(None)
     else:
         raise ValueError(f"recalibrate_batch_norm() takes a keras.Model. Received: {model!r} of type {type(model)}")
+    refuse_stateful(model)
     if isinstance(data, tuple):
         data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions():
@@ -101,8 +103,7 @@ class _MomentsModel(keras.Model):
     def prepare(self, batch: Any) -> None:
         """Creates the model's variables before the step is traced."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(row_spec, batch))
-        if not keras_seams.is_built(self.model):
-            keras_seams.build(self.model, x)
+        keras_seams.build(self.model, x)
         keras_seams.seed_states(self.model)
 
     def predict_step(self, slices: Any) -> list[list[Moments]]:

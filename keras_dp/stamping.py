@@ -13,7 +13,7 @@ from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Tower, enter_tower
 
 Tensor = Any
 
-_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
+_PYTHON_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 _VARIABLE_WRITE = re.compile(r"Assign\w*VariableOp|Resource(Sparse)?Apply\w*|ResourceScatter\w*|ResourceStridedSliceAssign")
 
 
@@ -71,7 +71,7 @@ def stamp_towers(
         for arguments in ((shared, index, batch_slice) for index, batch_slice in zip(indices, slices, strict=True))
     ]
     flat_results = _stamp(concrete.graph, graph_def, set(result_of["marks"]), devices, sum_device, inputs)
-    if graph_def.library.function or any(node.op in _PYTHON for node in graph_def.node):
+    if graph_def.library.function or any(node.op in _PYTHON_CALLS for node in graph_def.node):
         _keep_alive(current_graph, concrete)
     return [_pack(result_of["structure"], flat) for flat in flat_results]
 
@@ -236,7 +236,7 @@ def _refuse_variable_writes(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> N
 
 
 def _refuse_differentiated_python(graph_def: graph_pb2.GraphDef) -> None:
-    python = [node for node in _all_nodes(graph_def) if node.op in _PYTHON]
+    python = [node for node in _all_nodes(graph_def) if node.op == "EagerPyFunc"]
     for node in python:
         if "gradient_tape" in node.name or node.name.startswith("gradients/"):
             names = ", ".join(repr(other.name) for other in python if other is not node)

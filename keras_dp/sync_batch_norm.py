@@ -20,6 +20,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     """
 
 
+def batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """Every batch normalization in a model, however deeply nested."""
+    return [layer for layer in keras_seams.flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+
+
 def is_synchronized(layer: keras.layers.BatchNormalization) -> bool:
     """Whether a layer itself asks for the moments of the global batch."""
     return layer.synchronized or isinstance(layer, SyncBatchNormalization)
@@ -47,7 +52,7 @@ def convert_batch_norm(model: keras.Model) -> keras.Model:
     """
     if not isinstance(model, keras.Model):
         raise ValueError(f"convert_batch_norm() takes a keras.Model. Received: {model!r} of type {type(model)}")
-    layers = [layer for layer in keras_seams.flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    layers = batch_norms(model)
     for layer in layers:
         if type(layer) not in (keras.layers.BatchNormalization, SyncBatchNormalization):
             raise ValueError(

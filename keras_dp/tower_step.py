@@ -8,8 +8,9 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams, losses, metrics
-from keras_dp.batch_norm import batch_norm_mode, batch_norms
+from keras_dp.batch_norm import batch_norm_mode
 from keras_dp.stamping import refuse_lost_gradients
+from keras_dp.sync_batch_norm import batch_norms
 from keras_dp.tower_result import TowerResult, Variables
 from keras_dp.towers import SEED_STEP, Tower
 

@@ -52,7 +52,7 @@ class ModelWrapper(Face, keras.Model):
             raise ValueError(f"The model is a DataParallelModel already; use it as it is. Received: {inner_model.name!r}")
         _refuse_mirrored(inner_model)
         _refuse_own_loops(inner_model)
-        _refuse_stateful(inner_model)
+        refuse_stateful(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self.inner_model = inner_model
 
@@ -137,7 +137,8 @@ def _refuse_own_loops(model: keras.Model) -> None:
             )
 
 
-def _refuse_stateful(model: keras.Model) -> None:
+def refuse_stateful(model: keras.Model) -> None:
+    """Raises a ValueError for a model that keeps a state for each row of a batch."""
     for layer in keras_seams.flatten_layers(model):
         if getattr(layer, "stateful", False):
             raise ValueError(

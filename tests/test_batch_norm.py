@@ -33,7 +33,9 @@ def on_towers(function, batch, num_towers):
 def moments_on_towers(x, num_towers, mask=None):
     def moments(tower):
         x, mask = tower.slice.data
-        return batch_norm.moments(x, [0, 1]) if mask is None else batch_norm.masked_moments(x, mask, [0, 1])
+        if mask is None:
+            return batch_norm.moments(x, [0, 1], keras_dp.cross_tower_sum)
+        return batch_norm.masked_moments(x, mask, [0, 1], keras_dp.cross_tower_sum)
 
     return on_towers(moments, (x, mask), num_towers)[0]
 

@@ -281,3 +281,11 @@ def test_refuses_no_data_and_no_model():
         recalibrate_batch_norm(model, dataset(X).filter(lambda x: False), verbose=0)
     with pytest.raises(ValueError, match=r"takes a keras.Model. Received: 'model.keras' of type"):
         recalibrate_batch_norm("model.keras", X)
+
+
+def test_refuses_stateful_layers():
+    model = keras.Sequential(
+        [keras.Input(batch_shape=(4, 5, 3)), layers.LSTM(2, stateful=True, return_sequences=True), layers.BatchNormalization()]
+    )
+    with pytest.raises(ValueError, match="The layer 'lstm.*' is stateful"):
+        recalibrate_batch_norm(model, rng.normal(size=(8, 5, 3)), batch_size=4, verbose=0)
