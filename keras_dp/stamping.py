@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.batches import Slice, row_spec
+from keras_dp.simplification import needed_nodes, simplify
 from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Tower, enter_tower
 
 Tensor = Any
@@ -85,12 +86,11 @@ def _stamp(
     inputs: list[list[Tensor]],
 ) -> list[list[Tensor]]:
     placeholders = [tensor.op.name for tensor in tower.inputs]
-    needed = _needed(graph_def, [t.op.name for t in tower.outputs] + [op.name for op in tower.control_outputs])
+    fetches = [tensor.name for tensor in tower.outputs]
+    nodes, fetches = simplify(tower, graph_def, fetches + [f"^{operation.name}" for operation in tower.control_outputs])
     stamped = graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
     used = set()
-    for node in graph_def.node:
-        if node.name not in needed:
-            continue
+    for node in nodes:
         if node.name in placeholders:
             used.add(node.name)
             continue
@@ -104,7 +104,8 @@ def _stamp(
         for name, tensor in zip(placeholders, tensors, strict=True)
         if name in used
     }
-    fetches = [_in_tower(i, tensor.name) for i in range(len(devices)) for tensor in tower.outputs]
+    outputs = [name if ":" in name else f"{name}:0" for name in fetches[: len(tower.outputs)]]
+    fetches = [_in_tower(i, name) for i in range(len(devices)) for name in outputs]
     fetched = tf.graph_util.import_graph_def(stamped, feeds, fetches, name="towers")
     for tensor, traced in zip(fetched, list(tower.outputs) * len(devices), strict=True):
         tensor.set_shape(traced.shape)
@@ -145,19 +146,6 @@ def _in_tower(i: int, name: str) -> str:
 
 def _sum_name(name: str) -> str:
     return f"cross_tower_sums/{name}"
-
-
-def _needed(graph_def: graph_pb2.GraphDef, names: Iterable[str]) -> set[str]:
-    """The nodes that the named ones depend on, and themselves."""
-    inputs_of = {node.name: node.input for node in graph_def.node}
-    needed: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop().lstrip("^").split(":")[0]
-        if name not in needed:
-            needed.add(name)
-            waiting.extend(inputs_of[name])
-    return needed
 
 
 def refuse_lost_gradients(loss: Tensor, weights: dict[str, Tensor]) -> None:
@@ -211,7 +199,7 @@ def _refuse_lost_marks(graph: tf.Graph, graph_def: graph_pb2.GraphDef, marks: It
     inputs = {tensor.op.name for tensor in graph.inputs}
     foreign = {node.name for node in graph_def.node if node.op.startswith("Placeholder")} - inputs
     for mark in marks if foreign else []:
-        if foreign & _needed(graph_def, [mark]):
+        if foreign & needed_nodes(graph_def, [mark]):
             raise RuntimeError(f"{NOT_AT_TOP_LEVEL} Received: operation {mark!r}{_where(graph, mark)}")
 
 
