@@ -8,6 +8,8 @@ if keras.config.backend() != "tensorflow":
         f"Received: backend {keras.config.backend()!r}"
     )
 
+from keras_dp import callbacks
+from keras_dp.communication import communication_report
 from keras_dp.model import DataParallelModel
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.placement import use_logical_cpus
@@ -19,6 +21,8 @@ __all__ = [
     "DataParallelModel",
     "DataParallelOptimizer",
     "SyncBatchNormalization",
+    "callbacks",
+    "communication_report",
     "convert_batch_norm",
     "cross_tower_sum",
     "recalibrate_batch_norm",

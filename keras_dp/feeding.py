@@ -1,7 +1,8 @@
 """Feed towers: cut each global batch into slices on the host, in the input pipeline."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,17 +31,31 @@ class SliceFeed:
     Keras's own data adapters, `steps_per_execution`, validation and callbacks work unchanged through it.
 
     Args:
-        num_towers: N, the number of slices to cut a batch into.
+        devices: of the N towers, for which a batch is cut into slices.
         is_eager: says whether steps run eagerly, in which case batches stay whole.
         prepare: called with the type of a dataset's batches, before any step is traced.
+        prefetches: whether each tower's next slice is sent to its device while the towers work on the last one. Not for the
+            CPUs of a host, which share its memory; tensors that only a host can hold, such as strings, stay there.
+
+    Attributes:
+        seconds_waited: how long steps have waited for their input; None if that is not measured.
     """
 
-    def __init__(self, num_towers: int, is_eager: Callable[[], bool], prepare: Callable[[Any], None]):
-        self.num_towers = num_towers
+    def __init__(
+        self, devices: Sequence[str], is_eager: Callable[[], bool], prepare: Callable[[Any], None], prefetches: bool = False
+    ):
+        self.devices = list(devices)
         self.is_eager = is_eager
         self.prepare = prepare
+        self.prefetches = prefetches
+        self.seconds_waited: tf.Variable | None = None
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    @property
+    def num_towers(self) -> int:
+        """N, the number of slices to cut a batch into."""
+        return len(self.devices)
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset | tf.distribute.DistributedDataset:
         """The dataset of batches as a dataset of N `Slice`s each.
 
         Raises:
@@ -57,22 +72,53 @@ class SliceFeed:
         is_tuple = type(dataset.element_spec) is tuple
         # TensorFlow may keep the function: it must not keep the model alive, which this object refers to.
         num_towers = self.num_towers
+        has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
         dataset = dataset.map(lambda *batch: cut(batch if is_tuple else batch[0], num_towers))
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
             options.autotune.enabled = False
-        return dataset.with_options(options).prefetch(1)
+        dataset = dataset.with_options(options).prefetch(1)
+        return _prefetch_to(self.devices, dataset) if has_devices else dataset
 
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
+        if isinstance(batch, Slice):
+            batch = _strategy(tuple(self.devices)).experimental_local_results(batch)
+        if self.seconds_waited is not None:
+            begin = tf.timestamp()
+            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+                self.seconds_waited.assign_add(tf.timestamp() - begin)
         if not self.is_eager() and not _is_cut(batch):
             with tf.init_scope():
                 self.prepare(batch)
             with tf.device(HOST):
                 batch = cut(batch, self.num_towers)
         return step(batch)
+
+
+def _fits_on_devices(spec: Any) -> bool:
+    return isinstance(spec, tf.TensorSpec) and (spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype == tf.bool)
+
+
+def _prefetch_to(devices: Sequence[str], dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
+    """The slices that follow each other, one on each device, sent there before they are asked for."""
+
+    def one_by_one(*slices: Slice) -> tf.data.Dataset:
+        return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, slices))
+
+    options = tf.distribute.InputOptions(experimental_fetch_to_device=True, experimental_per_replica_buffer_size=1)
+    return _strategy(tuple(devices)).distribute_datasets_from_function(lambda context: dataset.flat_map(one_by_one), options)
+
+
+@functools.cache
+def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    """Only feeds the devices: nothing runs under it."""
+    strategy = tf.distribute.MirroredStrategy(devices)
+    # A batch has a slice for each device, always, so that no device needs to ask whether there is one for it.
+    strategy.extended.experimental_enable_get_next_as_optional = False
+    return strategy
 
 
 def _is_cut(batch: Any) -> bool:

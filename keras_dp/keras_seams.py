@@ -176,6 +176,30 @@ def know_moved_variables(optimizer: keras.optimizers.Optimizer) -> None:
         optimizer._var_to_optimizer_idx = {key: i for i, of_part in enumerate(keys) for key in of_part}
 
 
+def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:
+    """What a built optimizer, and those inside it, keep for single weights, as momenta: pairs of a variable and the weight."""
+    pairs: list[tuple[keras.Variable, keras.Variable]] = []
+    for part in [optimizer, *_optimizers_inside(optimizer)]:
+        weights = part._trainable_variables if part.built else []
+        for kept in vars(part).values():
+            is_state = isinstance(kept, list) and len(kept) == len(weights) and kept is not weights
+            if is_state and all(isinstance(variable, keras.Variable) for variable in kept):
+                pairs += zip(kept, weights, strict=True)
+    return pairs
+
+
+@contextlib.contextmanager
+def reduced_gradients(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Has an optimizer, and those inside it, take gradients for what they are: sums, which no `tf.distribute` reduces further.
+
+    Keras would pass all of them through one operation, and so through one device.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in [optimizer, *_optimizers_inside(optimizer)]:
+            stack.enter_context(_replaced(part, "_all_reduce_sum_gradients", lambda pairs: pairs))
+        yield
+
+
 def _optimizers_inside(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     inner = getattr(optimizer, "inner_optimizer", None)
     return list(getattr(optimizer, "optimizers", ())) if inner is None else [inner, *_optimizers_inside(inner)]

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_dp import keras_seams, losses, metrics, placement
 from keras_dp.batch_norm import MODES
 from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
+from keras_dp.callbacks import InputWait
 from keras_dp.feeding import HOST, NO_BATCHES, SliceFeed, empty_prediction_refused
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
@@ -97,10 +98,12 @@ class DataParallelModel(ModelWrapper):
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
+        self._jit_compile = False
         self._compiled_with: keras.metrics.Metric | None = None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: list[tuple[type, str | None]] = []
-        self._feed = SliceFeed(len(self._devices), self._is_eager, self._prepare)
+        prefetches = any(device.startswith("GPU") for device in self._devices)
+        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, prefetches)
         self._place_variables()
         self._follow_inner_model()
 
@@ -110,7 +113,7 @@ class DataParallelModel(ModelWrapper):
         variables = Variables.of(self.inner_model)
         towers = self._stamp("train", variables, data)
         gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
-        gradients, total = all_or_nothing((gradients, combine(towers)))
+        gradients, total = all_or_nothing((gradients, combine(variables, towers)))
         assign(variables, total)
         if variables.weights:
             self.optimizer.apply(gradients, variables.weights)
@@ -123,7 +126,7 @@ class DataParallelModel(ModelWrapper):
         """One step of evaluation on N slices."""
         variables = Variables.of(self.inner_model)
         towers = self._stamp("test", variables, data)
-        total = all_or_nothing(combine(towers))
+        total = all_or_nothing(combine(variables, towers))
         assign(variables, total)
         return self._update_metrics(variables, towers, data, total)
 
@@ -132,7 +135,7 @@ class DataParallelModel(ModelWrapper):
         """The outputs for N slices, in the order of the global batch."""
         variables = Variables.of(self.inner_model)
         towers = self._stamp("predict", variables, data)
-        assign(variables, combine(towers))
+        assign(variables, combine(variables, towers))
         with tf.device(HOST):
             return whole_batch([tower.y_pred for tower in towers], data)
 
@@ -142,9 +145,11 @@ class DataParallelModel(ModelWrapper):
         sum_device = placement.home(variables.weights[0]) if variables.weights else self._devices[0]
 
         def stamp(compute_loss: Callable[..., Tensor]) -> list[TowerResult]:
-            tower = TowerStep(self.inner_model, variables, compute_loss, self._batch_norm, self._gradient_dtype)
+            tower = TowerStep(
+                self.inner_model, variables, compute_loss, self._batch_norm, self._gradient_dtype, self._jit_compile
+            )
             with unknown_rows_explained():
-                return stamp_towers(getattr(tower, step), shared, slices, self.devices, sum_device, variables.native())
+                return stamp_towers(tower.trace(step), shared, slices, self.devices, sum_device, variables.native())
 
         if self._loss_scope == "tower":
             return stamp(losses.tower_loss)
@@ -242,7 +247,20 @@ class DataParallelModel(ModelWrapper):
 
     def _begin(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._follow_inner_model()
-        self._show_inner_model(inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks"))
+        callbacks = inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks")
+        self._show_inner_model(callbacks)
+        self._measure_input_wait(callbacks)
+
+    def _measure_input_wait(self, callbacks: Any) -> None:
+        """Has steps measure how long they wait for input, if a callback asks for it."""
+        listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+        wanted = any(isinstance(callback, InputWait) for callback in keras.tree.flatten(listed or []))
+        if wanted != (self._feed.seconds_waited is not None):
+            self._feed.seconds_waited = None
+            if wanted:
+                with tf.device(HOST):
+                    self._feed.seconds_waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self.train_function = self.test_function = self.predict_function = None
 
     def _refuse_no_batches(self, method: str) -> None:
         if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
@@ -275,9 +293,11 @@ class DataParallelModel(ModelWrapper):
         Args:
             optimizer: any Keras optimizer, or a `DataParallelOptimizer` around one.
             *args: the further arguments of the inner model's `compile`.
-            **kwargs: the same. `jit_compile=True` does not reach the step of several devices, which XLA would put on one.
+            **kwargs: the same. `jit_compile=True` has XLA compile each tower's operations for its own device, between the sums
+                over the towers; the default, "auto", compiles none.
         """
         refuse_strategy()
+        self._jit_compile = kwargs.get("jit_compile") is True
         if optimizer is not None and not isinstance(optimizer, DataParallelOptimizer):
             optimizer = DataParallelOptimizer(optimizer)
         elif optimizer is not None and optimizer.parameter_device not in (None, self.parameter_device):
@@ -286,10 +306,6 @@ class DataParallelModel(ModelWrapper):
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
             )
         self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
-        if kwargs.get("jit_compile") is True:
-            logger.warning(
-                "jit_compile=True: XLA compiles the inner model's own functions, but not the step of several devices."
-            )
         if optimizer is not None:
             # Mixed precision may have wrapped it in a LossScaleOptimizer.
             optimizer.inner_optimizer = self.inner_model.optimizer
@@ -317,6 +333,8 @@ class DataParallelModel(ModelWrapper):
         optimizer = self.optimizer
         if optimizer is not None:
             keras_seams.know_moved_variables(model.optimizer)
+            if self._wanted_device is not None:
+                placement.place_state(model.optimizer)
         super().compile(
             optimizer,
             run_eagerly=model.run_eagerly,

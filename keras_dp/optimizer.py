@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp import placement
+from keras_dp import keras_seams, placement
 from keras_dp.face import Face
 
 Tensor = Any
@@ -79,13 +79,19 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
             )
         combined = []
         for variable, *gradients in zip(variables, *tower_gradients, strict=True):
-            with tf.device(self.parameter_device or placement.home(variable)):
+            with tf.device(self.parameter_device or placement.home(variable)), tf.name_scope("gradients"):
                 if getattr(variable, "overwrite_with_gradient", False):
                     combined.append(_largest(gradients))
                     continue
                 total = sum_gradients([_cast(gradient, variable.dtype) for gradient in gradients])
                 combined.append(total if total is None or reduction == "sum" else _scale(total, 1 / len(gradients)))
         return combined
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """As the inner optimizer's `apply`, each variable where it lives."""
+        with placement.beside_inputs(), keras_seams.reduced_gradients(self.inner_optimizer):
+            return self.inner_optimizer.apply(grads, trainable_variables)
 
     def get_config(self) -> dict[str, Any]:
         return {

@@ -1,13 +1,16 @@
 """Devices: which there are, which run towers, and where variables live."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams
+
+Tensor = Any
 
 
 def use_logical_cpus(count: int) -> None:
@@ -101,6 +104,51 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
     for layer in keras_seams.flatten_layers(model) if moved else []:
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def place_state(optimizer: keras.optimizers.Optimizer) -> None:
+    """Moves what a built optimizer keeps for single weights to where these live."""
+    for variable, weight in keras_seams.optimizer_state(optimizer):
+        if home(variable) != home(weight):
+            keras_seams.move_variable(variable, home(weight))
+
+
+@contextlib.contextmanager
+def beside_inputs() -> Iterator[None]:
+    """Places every operation that has no device yet where the largest of its inputs is, while a graph is made.
+
+    So whatever an optimizer computes for a variable (its update, its clipping, its moving average) is computed where the
+    variable and the state for it live. Keras leaves that to TensorFlow, which takes the first device.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(_device_of_largest_input):
+        yield
+
+
+def _device_of_largest_input(operation: tf.Operation) -> str:
+    if operation.device or any(attribute.type == "func" for attribute in operation.op_def.attr):
+        return operation.device
+    variables = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
+    by_size = sorted(operation.inputs, key=_known_size, reverse=True)
+    devices = [_device_of(tensor) for tensor in variables or by_size]
+    return next(filter(None, devices), "")
+
+
+def _known_size(tensor: Tensor) -> float:
+    size = tensor.shape.num_elements()
+    return math.inf if size is None else size
+
+
+def _device_of(tensor: Tensor) -> str:
+    """Where a tensor is, as far as that is said; "" otherwise."""
+    if not tf.is_symbolic_tensor(tensor) or tensor.op.device:
+        return tensor.device
+    if tensor.op.type == "ReadVariableOp":
+        return _device_of(tensor.op.inputs[0])
+    if tensor.op.type == "Placeholder":
+        captures = {id(internal): external for external, internal in tensor.graph.captures}
+        return _device_of(captures[id(tensor)]) if id(tensor) in captures else ""
+    return ""
 
 
 def _balanced(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:

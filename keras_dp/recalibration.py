@@ -91,7 +91,7 @@ class _MomentsModel(keras.Model):
         self.model = model
         self.devices = list(devices)
         self.batch_norm = batch_norm
-        self.feed = SliceFeed(len(self.devices), is_eager=lambda: False, prepare=self.prepare)
+        self.feed = SliceFeed(self.devices, is_eager=lambda: False, prepare=self.prepare)
         # XLA would compile the step of several devices for one of them.
         self.jit_compile = False
 

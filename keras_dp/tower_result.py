@@ -42,8 +42,10 @@ class Variables(NamedTuple):
     def read(self, model: keras.Model) -> dict[str, list[Tensor]]:
         """The variables' values, each read once, where it lives. Metrics whose states add up start from zero."""
         from_zero = {id(v) for metric in model.metrics if metrics.is_additive(metric) for v in metric.variables}
+        with tf.name_scope("weights"):
+            weights = [_read(variable) for variable in self.weights]
         return {
-            "weights": [_read(variable) for variable in self.weights],
+            "weights": weights,
             "state": [_read(variable) for variable in self.state],
             "seeds": [_read(variable) for variable in self.seeds],
             "metrics": [tf.zeros(v.shape, v.dtype) if id(v) in from_zero else _read(v) for v in self.metrics],
@@ -75,11 +77,15 @@ class TowerResult(NamedTuple):
     metrics: Sequence[Tensor | None] = ()
 
 
-def combine(towers: list[TowerResult]) -> TowerResult:
-    """What the global batch does to losses, state, seeds and metrics."""
+def combine(variables: Variables, towers: list[TowerResult]) -> TowerResult:
+    """What the global batch does to losses, state, seeds and metrics, each where its variable lives."""
 
     def of_kind(kind: str) -> list[Tensor | None]:
-        return [_combine_values(values) for values in zip(*(getattr(tower, kind) for tower in towers), strict=True)]
+        combined = []
+        for variable, *values in zip(getattr(variables, kind), *(getattr(tower, kind) for tower in towers), strict=True):
+            with tf.device(variable.value.device):
+                combined.append(_combine_values(values))
+        return combined
 
     return TowerResult(
         y_pred=None,

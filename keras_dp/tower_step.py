@@ -40,6 +40,7 @@ class TowerStep:
         compute_loss: one of the functions of `losses`.
         batch_norm: a mode of `batch_norm_mode`.
         gradient_dtype: what gradients are cast to before they leave the tower, None for nothing.
+        jit_compile: whether XLA compiles the tower's operations, in clusters between the sums over the towers.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class TowerStep:
         compute_loss: Callable[..., Tensor],
         batch_norm: str,
         gradient_dtype: str | None,
+        jit_compile: bool = False,
     ):
         self.model = model
         self.variables = variables
         self.compute_loss = compute_loss
         self.batch_norm = batch_norm
         self.gradient_dtype = gradient_dtype
+        self.jit_compile = jit_compile
 
     def train(self, tower: Tower, shared: dict[str, Any]) -> TowerResult:
         """Forward, loss, backward and metrics. `shared` holds the variables' values and the loss scale, None if 1."""
@@ -92,6 +95,15 @@ class TowerStep:
         with _TowerScope(self.model, self.variables, tower, shared) as scope, batch_norm_mode(self.batch_norm) as taken:
             self._call(x, training=True)
         return scope.result([taken.get(layer, []) for layer in batch_norms(self.model)])
+
+    def trace(self, step: str) -> Callable[[Tower, dict[str, Any]], TowerResult]:
+        """The method of this name, to be traced: marked for XLA if the towers are compiled."""
+
+        def traced(tower: Tower, shared: dict[str, Any]) -> TowerResult:
+            with tf.xla.experimental.jit_scope() if self.jit_compile else contextlib.nullcontext():
+                return getattr(self, step)(tower, shared)
+
+        return traced
 
     @contextlib.contextmanager
     def _enter(self, tower: Tower, shared: dict[str, Any]) -> Iterator["_TowerScope"]:

@@ -12,6 +12,7 @@ from keras_dp.batches import Slice
 from keras_dp.feeding import SliceFeed
 
 rng = np.random.default_rng(0)
+DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 X, Y, W = rng.normal(size=(22, 4)), rng.normal(size=(22, 2)), rng.uniform(size=22)
 
 
@@ -25,7 +26,7 @@ def dataset():
 
 def test_slices_are_cut_on_the_host_in_the_input_pipeline():
     """What reaches the step is N slices with no whole batch beside them."""
-    feed = SliceFeed(3, lambda: False, lambda spec: None)
+    feed = SliceFeed(DEVICES[:3], lambda: False, lambda spec: None)
     parts = next(iter(feed.experimental_distribute_dataset(dataset())))
     assert all(isinstance(part, Slice) for part in parts)
     assert [len(part.data[0]) for part in parts] == [1, 2, 2]
@@ -34,7 +35,7 @@ def test_slices_are_cut_on_the_host_in_the_input_pipeline():
 
 
 def test_a_users_own_autotuning_is_kept():
-    feed = SliceFeed(2, lambda: False, lambda spec: None)
+    feed = SliceFeed(DEVICES[:2], lambda: False, lambda spec: None)
     assert feed.experimental_distribute_dataset(dataset()).options().autotune.enabled is False
     options = tf.data.Options()
     options.autotune.enabled = True
@@ -75,3 +76,33 @@ def test_a_generator_that_runs_dry_ends_training_as_in_keras():
         model.compile("adam", "mse")
         model.fit((batch for batch in dataset().as_numpy_iterator()), epochs=2, verbose=0)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_slices_that_are_sent_to_devices_ahead_give_the_same_result(steps_per_execution):
+    """As for GPUs: here the devices are logical CPUs, none of which is the host's own."""
+    one, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])
+    parallel._feed.prefetches = True
+    results = []
+    for model in (one, parallel):
+        model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
+        history = model.fit(dataset(), epochs=3, validation_data=dataset(), shuffle=False, verbose=0).history
+        results.append((history, model.evaluate(X, Y, batch_size=7, verbose=0), model.predict(X, batch_size=4, verbose=0)))
+    assert_same(*results, 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def test_slices_wait_on_their_devices():
+    feed = SliceFeed(DEVICES[1:], lambda: False, lambda spec: None, prefetches=True)
+    distributed = feed.experimental_distribute_dataset(dataset())
+    assert isinstance(distributed, tf.distribute.DistributedDataset)
+    devices = []
+    feed.run(lambda slices: devices.extend(part.data[0].device for part in slices), (next(iter(distributed)),))
+    assert [device[-5:] for device in devices] == DEVICES[1:]
+
+
+def test_what_only_a_host_can_hold_stays_there():
+    feed = SliceFeed(DEVICES[1:], lambda: False, lambda spec: None, prefetches=True)
+    words = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).batch(3)
+    assert isinstance(feed.experimental_distribute_dataset(words), tf.data.Dataset)

@@ -228,7 +228,7 @@ def test_running_eagerly_runs_the_inner_model_and_says_so_once(how, caplog):
     assert "one device" in said[0]
 
 
-def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch, caplog):
+def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch):
     """Keras's jit_compile="auto" turns XLA on where it sees a GPU, which would put all towers on one device."""
     listed = tf.config.list_physical_devices
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
@@ -255,7 +255,6 @@ def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch, c
         parallel.predict(X, verbose=0)
     assert compiled_by_xla
     assert not any(compiled_by_xla)
-    assert "not the step of several devices" in caplog.text
 
 
 class Failing(keras.Model):

@@ -119,6 +119,7 @@ def test_an_optimizer_that_was_built_before_finds_its_variables_again():
         model.fit(*data, batch_size=8, shuffle=False, verbose=0)
     parallel = keras_dp.DataParallelModel(inner, devices=2, parameter_device="CPU:3")
     parallel.compile(inner.optimizer, "mse")
+    assert {placement.home(variable) for variable in inner.optimizer.variables[2:]} == {"CPU:3"}
     for model in (one, parallel):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)

@@ -1,0 +1,251 @@
+"""What devices send each other in one training step, read off the graphs that TensorFlow made for them."""
+
+import contextlib
+import math
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp import placement
+from keras_dp.batches import cut
+from keras_dp.model import DataParallelModel
+
+Tensor = Any
+Graph = Any
+
+KINDS = ("weights", "gradients", "moments", "inputs", "outputs", "other")
+
+
+class Copies(NamedTuple):
+    """What one device sends another in one step.
+
+    Attributes:
+        kind: "weights" and "gradients" of the trainable weights; "moments" for all cross-tower sums, of batch normalization
+            and the denominators of losses; "inputs" for the slices; "outputs" for losses, metrics and state; or "other", as
+            learning rates, whose bytes are scalars.
+        source: the device that sends.
+        destination: the device that receives.
+        number: how many tensors.
+        bytes: their size.
+    """
+
+    kind: str
+    source: str
+    destination: str
+    number: int
+    bytes: int
+
+
+class CommunicationReport(NamedTuple):
+    """What the devices send each other in one training step of N towers, beside what they have to.
+
+    Attributes:
+        copies: one row for each kind and pair of devices.
+        num_towers: N.
+        weight_bytes: P, the bytes of the trainable weights.
+        largest_weight_bytes: the bytes of the largest one.
+        batch_bytes: the bytes of the global batch.
+    """
+
+    copies: list[Copies]
+    num_towers: int
+    weight_bytes: int
+    largest_weight_bytes: int
+    batch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes that go from one device to another."""
+        return sum(row.bytes for row in self.copies)
+
+    def bytes_of(self, *kinds: str) -> int:
+        """The bytes of some kinds."""
+        return sum(row.bytes for row in self.copies if row.kind in kinds)
+
+    def number_of(self, *kinds: str) -> int:
+        """The number of copies of some kinds."""
+        return sum(row.number for row in self.copies if row.kind in kinds)
+
+    @property
+    def busiest_bytes(self) -> int:
+        """Weights and gradients into, or out of, the device that has most of them."""
+        loads: dict[tuple[str, str], int] = defaultdict(int)
+        for row in self.copies:
+            if row.kind in ("weights", "gradients"):
+                loads["out of", row.source] += row.bytes
+                loads["into", row.destination] += row.bytes
+        return max(loads.values(), default=0)
+
+    @property
+    def ring_bytes(self) -> float:
+        """2 P (N - 1) / N, what every device sends and receives in a ring all-reduce (Patarasuk and Yuan 2009, section 3)."""
+        return 2 * self.weight_bytes * (self.num_towers - 1) / self.num_towers
+
+    @property
+    def whole_variables_bytes(self) -> float:
+        """The least that the busiest device can send and receive if no variable is split.
+
+        A device that holds S bytes of the weights receives N - 1 gradients of them and the P - S bytes of the others, and
+        sends as much: P + (N - 2) S. Some device holds P / N at least, and some device holds the largest variable.
+        """
+        share = max(self.weight_bytes / self.num_towers, self.largest_weight_bytes)
+        return self.weight_bytes + (self.num_towers - 2) * share if self.num_towers > 1 else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<12}{'from':<10}{'to':<10}{'copies':>8}{'bytes':>16}"]
+        lines += [f"{row.kind:<12}{row.source:<10}{row.destination:<10}{row.number:>8}{row.bytes:>16,}" for row in self.copies]
+        count = sum(row.number for row in self.copies)
+        lines.append(f"{'all':<32}{count:>8}{self.total_bytes:>16,}")
+        facts = {
+            "weights and gradients, busiest device, each way": self.busiest_bytes,
+            "... at least, with whole variables": self.whole_variables_bytes,
+            "... in a ring all-reduce": self.ring_bytes,
+            "inputs": self.bytes_of("inputs"),
+            "the global batch": self.batch_bytes,
+        }
+        lines += [f"{name:<48}{round(size):>16,}" for name, size in facts.items()]
+        return "\n".join(lines)
+
+
+def communication_report(parallel: DataParallelModel, batch: Any) -> CommunicationReport:
+    """What the towers' devices send each other in one training step: bytes and number of copies, by kind and by pair.
+
+    The step is run once on the batch, in a function of its own, to have TensorFlow make its graphs, one for each device;
+    all variables are put back to what they were. The sizes are those of the tensors that these graphs send. Tensors between
+    logical CPUs count as well, though they share their memory.
+
+    >>> import keras, keras_dp, numpy as np
+    >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
+    >>> parallel.compile("sgd", "mse")
+    >>> keras_dp.communication_report(parallel, (np.ones((8, 4)), np.ones((8, 1)))).total_bytes
+    0
+
+    Args:
+        parallel: a compiled `DataParallelModel`.
+        batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+    Raises:
+        ValueError: if the model is not a compiled `DataParallelModel`.
+        RuntimeError: if the size of a tensor that is sent is not known.
+    """
+    if not isinstance(parallel, DataParallelModel) or not parallel.compiled:
+        raise ValueError(f"communication_report() takes a compiled DataParallelModel. Received: {parallel!r}")
+    if not isinstance(batch, tuple):
+        batch = (batch,)
+    batch = parallel._host_batch(*batch)
+    with tf.device("CPU:0"):
+        slices = cut(batch, parallel.num_towers)
+    with _untouched(parallel):
+        step, graphs = _run_and_collect(parallel.train_step, slices)
+    weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
+    return CommunicationReport(
+        copies=_copies(step, graphs),
+        num_towers=parallel.num_towers,
+        weight_bytes=sum(weights),
+        largest_weight_bytes=max(weights, default=0),
+        batch_bytes=sum(leaf.numpy().nbytes for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None),
+    )
+
+
+@contextlib.contextmanager
+def _untouched(parallel: DataParallelModel) -> Iterator[None]:
+    """Puts all variables back to what they were, also those of metrics and the optimizer."""
+    optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
+    metrics = [variable for metric in parallel.metrics for variable in metric.variables]
+    variables = [*parallel.variables, *optimizer, *metrics]
+    before = [np.array(variable) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def _run_and_collect(step: Any, slices: Any) -> tuple[Graph, list[Any]]:
+    """The graph of a step, and those that TensorFlow ran on each device in its place."""
+    function = tf.function(step, autograph=False)
+    traced = function.get_concrete_function(slices).graph
+    with tempfile.TemporaryDirectory() as directory:
+        writer = tf.summary.create_file_writer(directory)
+        with writer.as_default():
+            tf.summary.trace_on(graph=True, profiler=False)
+            try:
+                with _graph_optimization_off():
+                    function(slices)
+            finally:
+                tf.summary.trace_export("step", step=0)
+        writer.close()
+        (path,) = map(str, Path(directory).iterdir())
+        events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(path)]
+    values = [value for event in events for value in event.summary.value]
+    (collected,) = [tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0]) for value in values]
+    names = {operation.name for operation in traced.get_operations()}
+
+    def known_nodes(graphs: Any) -> int:
+        return sum(node.name in names for graph in graphs.partition_graphs for node in graph.node)
+
+    return traced, list(max(collected.function_graphs, key=known_nodes).partition_graphs)
+
+
+@contextlib.contextmanager
+def _graph_optimization_off() -> Iterator[None]:
+    """Has TensorFlow split graphs as they were traced. Grappler works within devices, and would give tensors other names."""
+    before = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False} | before)
+
+
+def _copies(traced: Graph, graphs: Sequence[Any]) -> list[Copies]:
+    slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}
+    receivers: dict[str, list[str]] = defaultdict(list)
+    for graph in graphs:
+        received = {node.name: _key(node) for node in graph.node if node.op == "_Recv"}
+        for node in graph.node:
+            for name in node.input:
+                source = name.lstrip("^").split(":")[0]
+                if source in received:
+                    receivers[received[source]].append(node.name)
+    rows: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for graph in graphs:
+        for node in graph.node:
+            # That one operation waits for another sends no bytes.
+            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
+                shape = _shape(node.input[0], traced)
+                if not shape.is_fully_defined():
+                    raise RuntimeError(f"The size of a tensor that is sent is not known. Received: {node.input[0]!r}, {shape}")
+                kind = _kind(node.input[0], receivers[_key(node)], slices)
+                source, destination = (placement.short_name(node.attr[f"{end}_device"].s.decode()) for end in ("send", "recv"))
+                rows[kind, source, destination].append(shape.num_elements() * tf.as_dtype(node.attr["T"].type).size)
+    ordered = sorted(rows, key=lambda row: (KINDS.index(row[0]), *row[1:]))
+    return [Copies(*row, len(rows[row]), sum(rows[row])) for row in ordered]
+
+
+def _shape(name: str, traced: Graph) -> tf.TensorShape:
+    operation, _, port = name.partition(":")
+    return traced.get_tensor_by_name(f"{operation}:{port or 0}").shape
+
+
+def _key(node: Any) -> str:
+    return str(node.attr["tensor_name"].s) + str(node.attr["recv_device"].s)
+
+
+def _kind(name: str, receivers: Sequence[str], slices: set[str]) -> str:
+    """What a tensor is, from the names of the operations that yield and take it."""
+    if name in slices:
+        return "inputs"
+    if name.startswith("weights/"):
+        return "weights"
+    if any(other.startswith("towers/cross_tower_sums/") for other in [name, *receivers]):
+        return "moments"
+    if any(re.match(r"gradients(_\d+)?/", other) for other in receivers):
+        return "gradients"
+    return "outputs" if name.startswith("towers/") else "other"

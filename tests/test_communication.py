@@ -1,0 +1,153 @@
+"""What devices send each other in a step, read off TensorFlow's own partitioned graphs."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_same, values
+from keras import layers
+
+import keras_dp
+from keras_dp import placement
+
+CHANNELS = 8
+
+
+def build():
+    """No weight dominates, and one layer normalizes CHANNELS channels."""
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            *(layers.Dense(CHANNELS, "relu") for _ in range(6)),
+            layers.BatchNormalization(),
+            layers.Dense(4),
+        ]
+    )
+
+
+def report(optimizer="sgd", num_towers=3, rows=12, model=None, **wrapper_arguments):
+    parallel = keras_dp.DataParallelModel(model or build(), devices=num_towers, **wrapper_arguments)
+    parallel.compile(optimizer, "mse")
+    inputs, outputs = parallel.input_shape[1:], parallel.output_shape[1:]
+    return parallel, keras_dp.communication_report(parallel, (np.ones((rows, *inputs)), np.ones((rows, *outputs))))
+
+
+def size(variable):
+    return math.prod(variable.shape) * 8
+
+
+@pytest.mark.parametrize("num_towers", [2, 4])
+def test_on_one_device_each_weight_and_gradient_is_copied_once_for_each_other_tower(num_towers):
+    parallel, communication = report(num_towers=num_towers)
+    weights = parallel.trainable_weights
+    for kind in ("weights", "gradients"):
+        assert communication.number_of(kind) == len(weights) * (num_towers - 1)
+        assert communication.bytes_of(kind) == sum(map(size, weights)) * (num_towers - 1)
+    assert communication.busiest_bytes == communication.weight_bytes * (num_towers - 1)
+
+
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: keras.optimizers.Adam(amsgrad=True),
+    "AdamW": lambda: keras.optimizers.AdamW(weight_decay=0.1),
+    "Adagrad": keras.optimizers.Adagrad,
+    "RMSprop": lambda: keras.optimizers.RMSprop(momentum=0.1, centered=True),
+    "Lion": keras.optimizers.Lion,
+    "Lamb": keras.optimizers.Lamb,
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.1),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "moving average": lambda: keras.optimizers.SGD(0.1, use_ema=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_updates_happen_where_variables_and_their_state_live(name):
+    """Keras places no update; left to TensorFlow, all would be sent to the first device and back."""
+    parallel, communication = report(OPTIMIZERS[name](), parameter_device="sharded")
+    weights = parallel.trainable_weights
+    for kind in ("weights", "gradients"):
+        assert communication.number_of(kind) == len(weights) * 2
+        assert communication.bytes_of(kind) == sum(map(size, weights)) * 2
+    assert communication.busiest_bytes <= 1.05 * communication.whole_variables_bytes
+    # Learning rates, norms and moving statistics: no tensor of a weight's size.
+    state = sum(map(size, parallel.non_trainable_weights))
+    assert communication.bytes_of("outputs", "other") < 4 * state + 64 * len(weights) < communication.weight_bytes
+    for variable in parallel.optimizer.variables:
+        homes = {placement.home(weight) for weight in weights if weight.path.replace("/", "_") in variable.path}
+        assert not homes or placement.home(variable) in homes
+
+
+def test_sharded_optimizer_state_is_split_evenly():
+    model = keras.Sequential([keras.Input((32,)), *(layers.Dense(32) for _ in range(12))])
+    parallel, _ = report("adam", 4, model=model, parameter_device="sharded")
+    loads = dict.fromkeys(parallel.devices, 0)
+    for variable in parallel.optimizer.variables:
+        loads[placement.home(variable)] += size(variable)
+    assert max(loads.values()) <= 1.15 * sum(loads.values()) / 4
+
+
+@pytest.mark.parametrize("num_towers", [2, 4])
+def test_sharded_traffic_is_that_of_a_ring(num_towers):
+    model = keras.Sequential([keras.Input((32,)), *(layers.Dense(32) for _ in range(12))])
+    _, communication = report("adam", num_towers, model=model, parameter_device="sharded")
+    assert communication.busiest_bytes <= 1.1 * communication.ring_bytes
+
+
+@pytest.mark.parametrize(("rows", "first_slice"), [(12, 4), (11, 3), (2, 0)])
+def test_no_whole_batch_crosses_to_a_device(rows, first_slice):
+    """Slices are cut on the host, which is the first tower's device; an empty slice borrows one row, and each says its rows."""
+    _, communication = report(rows=rows)
+    # With two rows for three towers, the first slice is empty, and the second and third have one row each.
+    assert communication.bytes_of("inputs") == (rows - first_slice) * (12 + 4) * 8 + 2 * 2 * 4
+    assert communication.bytes_of("inputs") <= communication.batch_bytes + 2 * 2 * 4
+
+
+def test_moments_are_two_rounds_forward_and_one_back():
+    _, communication = report(num_towers=2)
+    numbers = (2 * CHANNELS + 1) + 2 * CHANNELS + 1  # The loss has a denominator, too.
+    assert communication.bytes_of("moments") == 2 * numbers * 8
+    _, local = report(num_towers=2, batch_norm="local")
+    assert local.bytes_of("moments") < communication.bytes_of("moments")
+
+
+def test_gradients_on_the_wire():
+    keras.config.set_floatx("float32")
+    _, exact = report()
+    _, half = report(gradient_dtype="bfloat16")
+    assert half.bytes_of("gradients") == exact.bytes_of("gradients") / 2
+    assert half.bytes_of("weights") == exact.bytes_of("weights")
+
+
+def test_a_single_tower_sends_nothing():
+    _, communication = report(num_towers=1)
+    assert communication.total_bytes == communication.busiest_bytes == communication.whole_variables_bytes == 0
+
+
+def test_the_report_leaves_the_model_as_it_was():
+    model = keras.Sequential([keras.Input((12,)), layers.Dense(8), layers.Dropout(0.5), layers.BatchNormalization()])
+    parallel = keras_dp.DataParallelModel(model, devices=2)
+    parallel.compile("adam", "mse", metrics=["mae"])
+    x, y = np.ones((6, 12)), np.ones((6, 8))
+    parallel.fit(x, y, verbose=0)
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    before = [np.array(variable) for variable in variables] + values(parallel.optimizer)
+    keras_dp.communication_report(parallel, (x, y))
+    assert_same(before, [np.array(variable) for variable in variables] + values(parallel.optimizer), 0)
+
+
+def test_the_report_as_a_table():
+    parallel, communication = report()
+    lines = str(communication).splitlines()
+    assert lines[0].split() == ["kind", "from", "to", "copies", "bytes"]
+    row = next(line.split() for line in lines if line.startswith("gradients"))
+    assert row == ["gradients", "CPU:1", "CPU:0", str(len(parallel.trainable_weights)), f"{communication.weight_bytes:,}"]
+    assert f"{communication.total_bytes:,}" in next(line for line in lines if line.startswith("all"))
+
+
+def test_refuses_what_has_no_step():
+    with pytest.raises(ValueError, match=r"takes a compiled DataParallelModel. Received: <Sequential"):
+        keras_dp.communication_report(build(), np.ones((4, 12)))
+    with pytest.raises(ValueError, match="takes a compiled DataParallelModel"):
+        keras_dp.communication_report(keras_dp.DataParallelModel(build(), devices=2), np.ones((4, 12)))
