@@ -4,7 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-EXAMPLES = ["matplotlib>=3.9", "scikit-learn>=1.5"]
+FIGURES = ["matplotlib>=3.9"]
+EXAMPLES = [*FIGURES, "scikit-learn>=1.5"]
 
 setup(
     name="keras_dp",
@@ -17,8 +18,10 @@ setup(
     packages=find_packages(include=["keras_dp", "keras_dp.*"]),
     package_data={"keras_dp": ["py.typed"]},
     install_requires=["keras>=3.15,<3.16", "tensorflow>=2.21,<2.22", "numpy>=1.26"],
+    entry_points={"console_scripts": ["keras-dp = keras_dp.cli:main"]},
     extras_require={
         "cuda": ["tensorflow[and-cuda]>=2.21,<2.22"],
+        "bench": FIGURES,
         "examples": EXAMPLES,
         "dev": [
             *EXAMPLES,

@@ -1,13 +1,17 @@
 """IndependentTowers: the ceiling that data parallelism is measured against."""
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import tensorflow as tf
 
+from keras_dp.batches import Slice
 from keras_dp.model import DataParallelModel
-from keras_dp.tower_result import TowerResult
+from keras_dp.tower_result import TowerResult, Variables
 from keras_dp.towers import Tower
+
+Logs = dict[str, Any]
 
 
 class IndependentTowers(DataParallelModel):
@@ -17,20 +21,25 @@ class IndependentTowers(DataParallelModel):
     `DataParallelModel` takes longer is all that data parallelism costs. It trains nothing of use: for `fit` in benchmarks.
     """
 
-    def _stamp(self, *arguments: Any) -> list[TowerResult]:
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._sinks = []
+        for device in self._devices[1:]:
+            with tf.device(device):
+                shape = tf.TensorShape(None)
+                self._sinks.append(tf.Variable(tf.zeros((), self.compute_dtype), shape=shape, trainable=False))
+
+    def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         with mock.patch.object(Tower, "mark", lambda tower, x: tf.identity(x)):
-            first, *others = super()._stamp(*arguments)
-        done = [tf.group(*(leaf for leaf in _tensors(other))) for other in others]
-        with tf.control_dependencies(done):
-            return [tf.nest.map_structure(_unless_none, first, expand_composites=True)]
+            first, *others = super()._stamp(step, variables, slices)
+        # TensorFlow would not run what nothing is done with.
+        for sink, other in zip(self._sinks, others, strict=True):
+            for tensor in tf.nest.flatten([other.loss, other.gradients, other.metrics], expand_composites=True):
+                if tensor is not None and tensor.dtype == sink.dtype:
+                    sink.assign(tensor)
+        return [first]
 
-    def _update_metrics(self, variables: Any, towers: Any, slices: Any, total: Any) -> Any:
+    def _update_metrics(
+        self, variables: Variables, towers: list[TowerResult], slices: Sequence[Slice], total: TowerResult
+    ) -> Logs:
         return super()._update_metrics(variables, towers, slices[:1], total)
-
-
-def _tensors(result: TowerResult) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(result, expand_composites=True) if leaf is not None]
-
-
-def _unless_none(leaf: Any) -> Any:
-    return None if leaf is None else tf.identity(leaf)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp import placement
-from keras_dp.batches import cut
+from keras_dp.batches import Slice, cut
 from keras_dp.model import DataParallelModel
 
 Tensor = Any
@@ -167,17 +167,25 @@ def _untouched(parallel: DataParallelModel) -> Iterator[None]:
             variable.assign(value)
 
 
-def _run_and_collect(step: Any, slices: Any) -> tuple[Graph, list[Any]]:
+def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Graph, list[Any]]:
     """The graph of a step, and those that TensorFlow ran on each device in its place."""
-    function = tf.function(step, autograph=False)
-    traced = function.get_concrete_function(slices).graph
+
+    def on_slices(data: list[Any]) -> Any:
+        # Which rows each slice has is constant here, so that the sizes of all tensors are known.
+        with tf.name_scope("inputs"):
+            rows = [[tf.constant(scalar.numpy()) for scalar in part[1:]] for part in slices]
+        return step(tuple(Slice(part, *scalars) for part, scalars in zip(data, rows, strict=True)))
+
+    function = tf.function(on_slices, autograph=False)
+    data = [part.data for part in slices]
+    traced = function.get_concrete_function(data).graph
     with tempfile.TemporaryDirectory() as directory:
         writer = tf.summary.create_file_writer(directory)
         with writer.as_default():
             tf.summary.trace_on(graph=True, profiler=False)
             try:
                 with _graph_optimization_off():
-                    function(slices)
+                    function(data)
             finally:
                 tf.summary.trace_export("step", step=0)
         writer.close()
@@ -240,7 +248,7 @@ def _key(node: Any) -> str:
 
 def _kind(name: str, receivers: Sequence[str], slices: set[str]) -> str:
     """What a tensor is, from the names of the operations that yield and take it."""
-    if name in slices:
+    if name in slices or name.startswith("inputs/"):
         return "inputs"
     if name.startswith("weights/"):
         return "weights"

@@ -97,11 +97,10 @@ def test_sharded_traffic_is_that_of_a_ring(num_towers):
 
 @pytest.mark.parametrize(("rows", "first_slice"), [(12, 4), (11, 3), (2, 0)])
 def test_no_whole_batch_crosses_to_a_device(rows, first_slice):
-    """Slices are cut on the host, which is the first tower's device; an empty slice borrows one row, and each says its rows."""
+    """Slices are cut on the host, which is the first tower's device; an empty slice borrows one row."""
     _, communication = report(rows=rows)
     # With two rows for three towers, the first slice is empty, and the second and third have one row each.
-    assert communication.bytes_of("inputs") == (rows - first_slice) * (12 + 4) * 8 + 2 * 2 * 4
-    assert communication.bytes_of("inputs") <= communication.batch_bytes + 2 * 2 * 4
+    assert communication.bytes_of("inputs") == (rows - first_slice) * (12 + 4) * 8 <= communication.batch_bytes
 
 
 def test_moments_are_two_rounds_forward_and_one_back():

@@ -228,6 +228,21 @@ def test_running_eagerly_runs_the_inner_model_and_says_so_once(how, caplog):
     assert "one device" in said[0]
 
 
+def test_one_tower_is_traced_once_also_for_an_uneven_last_batch(monkeypatch):
+    """Neither Keras's functions around the step nor the last batch, which is smaller, have it traced once more."""
+    traced = []
+    stamp_towers = keras_dp.model.stamp_towers
+    monkeypatch.setattr(keras_dp.model, "stamp_towers", lambda *args: traced.append(1) or stamp_towers(*args))
+    parallel = parallel_model()
+    for _ in range(2):
+        parallel.fit(X, Y, batch_size=5, epochs=2, verbose=0)
+    assert len(X) % 5
+    assert len(traced) == 1
+    for _ in range(2):
+        parallel.evaluate(X, Y, batch_size=5, verbose=0)
+    assert len(traced) == 2
+
+
 def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch):
     """Keras's jit_compile="auto" turns XLA on where it sees a GPU, which would put all towers on one device."""
     listed = tf.config.list_physical_devices

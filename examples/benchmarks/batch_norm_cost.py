@@ -6,32 +6,33 @@ Each configuration runs in a process of its own; within a round they take turns,
 import argparse
 import statistics
 
-from step_time import BATCH_SIZES, measure_in_new_process
+from keras_dp.cli import models
+from keras_dp.cli.measurement import Run, measure_in_new_process
 
 MODEL = "resnet20"
+BATCH_SIZE = models.workload(MODEL).batch_size
 LAYERS = 19
 CONFIGURATIONS = [(engine, batch_norm) for engine in ("keras_dp", "mirrored") for batch_norm in ("sync", "local")]
+
+
+def step_milliseconds(engine, towers, batch_norm, steps):
+    """The median of a run's steps."""
+    run = Run(engine, towers, BATCH_SIZE, MODEL, batch_norm=batch_norm, steps=steps)
+    return statistics.median(measure_in_new_process(run).step_milliseconds)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=30, help="timed steps in each run, after the warm-up")
-    parser.add_argument("--repetitions", type=int, default=3, help="rounds, in each of which every configuration runs once")
+    parser.add_argument("--rounds", type=int, default=3, help="in each of which every configuration runs once")
     args = parser.parse_args()
-    print(
-        f"{MODEL}, batch size {BATCH_SIZES[MODEL]}, {LAYERS} layers; medians of {args.repetitions} rounds of {args.steps} steps"
-    )
+    print(f"{MODEL}, batch size {BATCH_SIZE}, {LAYERS} layers; medians of {args.rounds} rounds of {args.steps} steps")
     print(f"{'towers':<8}{'engine':<12}{'sync, ms':>10}{'local, ms':>11}{'a layer, ms':>13}{'by round':>20}")
     for towers in args.towers:
         rounds = [
-            {
-                (engine, batch_norm): statistics.median(
-                    measure_in_new_process(engine, MODEL, towers, args.steps, batch_norm)["milliseconds"]
-                )
-                for engine, batch_norm in CONFIGURATIONS
-            }
-            for _ in range(args.repetitions)
+            {(engine, mode): step_milliseconds(engine, towers, mode, args.steps) for engine, mode in CONFIGURATIONS}
+            for _ in range(args.rounds)
         ]
         for engine in ("keras_dp", "mirrored"):
             sync, local = (statistics.median(times[engine, mode] for times in rounds) for mode in ("sync", "local"))

@@ -1,0 +1,43 @@
+"""The command `keras-dp`: each of its commands is a module of this package, with `add_arguments` and `run`."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from keras_dp.cli import bench
+
+COMMANDS = {"bench": bench}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one of the commands.
+
+    Args:
+        arguments: the command line without the program's name; None for the one of this process.
+
+    Returns:
+        The exit code: 0, or 1 if something that the command ran has failed.
+
+    Raises:
+        SystemExit: with code 2, if the arguments are wrong; the message is on stderr.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="keras-dp", description="Tools for data-parallel training with Keras.")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for name, command in COMMANDS.items():
+        description = command.__doc__ or name
+        command_parser = commands.add_parser(
+            name,
+            help=description.splitlines()[0],
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(command_parser)
+        command_parser.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    options.command = shlex.join(["keras-dp", *arguments])
+    try:
+        return options.run(options)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))

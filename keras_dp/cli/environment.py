@@ -1,0 +1,40 @@
+"""What a measurement was made with: the machine and the versions."""
+
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def environment() -> dict[str, Any]:
+    """The processor, its cores, the GPUs and the versions, by name."""
+    gpus = tf.config.list_physical_devices("GPU")
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpus": [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus],
+        "python": platform.python_version(),
+        "keras": keras.__version__,
+        "tensorflow": tf.__version__,
+        "keras_dp": metadata.version("keras_dp"),
+    }
+
+
+def description() -> str:
+    """The environment in one line."""
+    found = environment()
+    machine = f"{found['processor']}, {found['cores']} cores, {', '.join(found['gpus']) or 'no GPU'}"
+    versions = f"Python {found['python']}, Keras {found['keras']}, TensorFlow {found['tensorflow']}"
+    return f"{machine}; {versions}, keras_dp {found['keras_dp']}"
+
+
+def _processor() -> str:
+    # The standard library only knows the architecture on Linux.
+    information = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.+)", information.read_text()) if information.exists() else None
+    return model[1] if model else platform.processor() or platform.machine()

@@ -1,0 +1,197 @@
+"""One run of a benchmark: a model trained by one engine, in a process of its own."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import keras_dp
+from keras_dp import keras_seams
+from keras_dp.ceiling import IndependentTowers
+from keras_dp.cli import models, synthetic
+
+ENGINES = ("keras_dp", "ceiling", "single", "mirrored")
+PROFILED_STEPS = 10
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What to train, and how.
+
+    Attributes:
+        engine: one of ENGINES: keras_dp; its towers without the sums over them; plain Keras on one device; MirroredStrategy.
+        towers: devices that share each batch.
+        batch_size: rows in a global batch.
+        model: a name for `keras_dp.cli.models.workload`.
+        parameter_device: as in `keras_dp.DataParallelModel`, as the next two.
+        batch_norm: "sync" also makes MirroredStrategy synchronize.
+        gradient_dtype: None for what the gradients are.
+        jit_compile: for a model that is not compiled already.
+        steps: how many to time.
+        warm_up: steps before those.
+        count_bytes: whether to count what keras_dp sends between devices.
+        profile_directory: where keras_dp records steps after those that are timed; None for not at all.
+    """
+
+    engine: str
+    towers: int
+    batch_size: int
+    model: str
+    parameter_device: str | None = None
+    batch_norm: str = "sync"
+    gradient_dtype: str | None = None
+    jit_compile: bool = False
+    steps: int = 50
+    warm_up: int = 10
+    count_bytes: bool = False
+    profile_directory: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What a run took.
+
+    Attributes:
+        step_milliseconds: for each step after the warm-up.
+        first_step_seconds: from the call of `fit` to the end of the first step, with building and tracing.
+        peak_memory_megabytes: the most that the process had in the host's memory.
+        loss: the mean of all steps.
+        communication_bytes: between devices in a step, or None if they were not counted or are not known.
+    """
+
+    step_milliseconds: list[float]
+    first_step_seconds: float
+    peak_memory_megabytes: float
+    loss: float
+    communication_bytes: int | None = None
+
+
+class RunFailedError(Exception):
+    """A run's process ended with an error; the message is the end of what it had to say."""
+
+
+class StepTimes(keras.callbacks.Callback):
+    """Collects the seconds on the clock at which training steps begin and end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Reads the clock."""
+        self.begins.append(time.perf_counter())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Reads the clock; Keras has waited for the step's loss by now."""
+        self.ends.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """How long each step took."""
+        return [1000 * (end - begin) for begin, end in zip(self.begins, self.ends, strict=True)]
+
+
+def measure_in_new_process(run: Run) -> Measurement:
+    """Trains in a process of its own.
+
+    Raises:
+        RunFailedError: if that fails.
+    """
+    command = [sys.executable, "-c", "from keras_dp.cli import measurement; measurement.main()"]
+    command.append(json.dumps(dataclasses.asdict(run)))
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
+        raise RunFailedError("\n".join(lines[-5:]) or f"The process ended with exit code {process.returncode}.")
+    return Measurement(**json.loads(process.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Measures the run of this process's only argument, and prints the measurement; both are JSON."""
+    print(json.dumps(dataclasses.asdict(measure(Run(**json.loads(sys.argv[1]))))))
+
+
+def measure(run: Run) -> Measurement:
+    """Trains in this process, in which TensorFlow has not started yet.
+
+    Raises:
+        ValueError: if the model's steps cannot be timed one by one, or its inputs are not known.
+    """
+    workload = models.workload(run.model)
+    devices = _devices(run.towers)
+    keras.utils.set_random_seed(SEED)
+    mirrored = run.engine == "mirrored"
+    with tf.distribute.MirroredStrategy(devices).scope() if mirrored else contextlib.nullcontext():
+        inner_model = workload.build()
+        trained_model = _on_engine(run, inner_model, devices)
+        if not inner_model.compiled:
+            optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+            trained_model.compile(optimizer, jit_compile=run.jit_compile, **workload.objective())
+    if inner_model.steps_per_execution != 1:
+        raise ValueError(
+            "Steps are timed one by one. Received: a model that is compiled with "
+            f"steps_per_execution={inner_model.steps_per_execution}. Compile it without."
+        )
+    dataset = synthetic.dataset(inner_model, run.batch_size)
+    step_times = StepTimes()
+    start = time.perf_counter()
+    history = trained_model.fit(
+        dataset, steps_per_epoch=run.warm_up + run.steps, shuffle=False, callbacks=[step_times], verbose=0
+    )
+    measurement = Measurement(
+        step_milliseconds=step_times.milliseconds()[run.warm_up :],
+        first_step_seconds=step_times.ends[0] - start,
+        peak_memory_megabytes=_peak_memory_megabytes(),
+        loss=history.history["loss"][0],
+    )
+    if run.profile_directory is not None:
+        with tf.profiler.experimental.Profile(run.profile_directory):
+            trained_model.fit(dataset, steps_per_epoch=PROFILED_STEPS, shuffle=False, verbose=0)
+    if run.count_bytes:
+        # Some sizes depend on the batch's values, such as those of an embedding's gradients.
+        with contextlib.suppress(RuntimeError):
+            report = keras_dp.communication_report(trained_model, next(iter(dataset)))
+            measurement = dataclasses.replace(measurement, communication_bytes=report.total_bytes)
+    return measurement
+
+
+def _devices(count: int) -> list[str]:
+    """The first GPUs; without GPUs, logical CPUs that share the cores."""
+    if tf.config.list_physical_devices("GPU"):
+        return [f"GPU:{index}" for index in range(count)]
+    keras_dp.use_logical_cpus(count)
+    return [f"CPU:{index}" for index in range(count)]
+
+
+def _on_engine(run: Run, model: keras.Model, devices: list[str]) -> keras.Model:
+    """The model that an engine trains: `model` itself, or a wrapper."""
+    if run.engine in ("keras_dp", "ceiling"):
+        wrapper = keras_dp.DataParallelModel if run.engine == "keras_dp" else IndependentTowers
+        return wrapper(
+            model,
+            devices=devices,
+            parameter_device=run.parameter_device,
+            batch_norm=run.batch_norm,
+            gradient_dtype=run.gradient_dtype,
+        )
+    if run.engine == "mirrored":
+        for layer in keras_seams.flatten_layers(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer.synchronized = run.batch_norm == "sync"
+    return model
+
+
+def _peak_memory_megabytes() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # It is in bytes on macOS, and in kilobytes elsewhere.
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

@@ -1,0 +1,157 @@
+"""The models that the commands train: built-in ones, and those of the user."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+Tensor = Any
+
+VOCABULARY = 5_000
+SEQUENCE_LENGTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model, and how to train it unless it is compiled already.
+
+    Attributes:
+        build: gives a built `keras.Model`.
+        batch_size: rows in a batch, unless told otherwise.
+        objective: gives the loss and the metrics, as arguments of `keras.Model.compile`.
+    """
+
+    build: Callable[[], keras.Model]
+    batch_size: int
+    objective: Callable[[], dict[str, Any]]
+
+
+def workload(name: str) -> Workload:
+    """The model of a name.
+
+    Args:
+        name: a built-in model, or "module:function" for a function without arguments that returns a built `keras.Model`; the
+            module is looked for in the current directory, too.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise ValueError(f"A model is one of {', '.join(BUILT_IN)}, or my_module:build_function. Received: {name!r}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"The module of the model cannot be imported: {error}. Received: {name!r}") from error
+    build = getattr(module, function_name, None)
+    if not callable(build):
+        raise ValueError(f"The module {module_name} has no function {function_name!r}. Received: {name!r}")
+    return Workload(build, 64, regression)
+
+
+def classification() -> dict[str, Any]:
+    """Cross-entropy of class numbers from logits, and accuracy."""
+    return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
+
+
+def regression() -> dict[str, Any]:
+    """Mean squared error."""
+    return {"loss": "mse"}
+
+
+def mlp() -> keras.Model:
+    """784-512-512-10, for images of digits as rows of pixels; logits of shape (batch, 10)."""
+    return keras.Sequential(
+        [
+            keras.Input((784,)),
+            keras.layers.Dense(512, activation="relu"),
+            keras.layers.Dense(512, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def resnet20() -> keras.Model:
+    """ResNet-20 for CIFAR, with parameter-free shortcuts (He et al. 2016, option A); logits of shape (batch, 10)."""
+
+    def convolution(x: Tensor, filters: int, strides: int = 1) -> Tensor:
+        x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
+        return keras.layers.BatchNormalization()(x)
+
+    inputs = keras.Input((32, 32, 3))
+    x = keras.layers.ReLU()(convolution(inputs, 16))
+    for filters, first_strides in ((16, 1), (32, 2), (64, 2)):
+        for strides in (first_strides, 1, 1):
+            shortcut = x
+            if strides == 2:
+                shortcut = keras.ops.pad(x[:, ::2, ::2], ((0, 0), (0, 0), (0, 0), (filters // 4, filters // 4)))
+            x = keras.layers.ReLU()(convolution(x, filters, strides))
+            x = keras.layers.ReLU()(keras.layers.Add()([convolution(x, filters), shortcut]))
+    return keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
+
+
+def resnet50() -> keras.Model:
+    """ResNet-50 for ImageNet, as in `keras.applications`; logits of shape (batch, 1000)."""
+    return keras.applications.ResNet50(weights=None, input_shape=(224, 224, 3), classes=1_000, classifier_activation=None)
+
+
+def transformer() -> keras.Model:
+    """A language model with four pre-norm blocks; logits of the next token, of shape (batch, 64, 5000)."""
+    width = 128
+    tokens = keras.Input((SEQUENCE_LENGTH,), dtype="int32")
+    x = PositionEmbedding()(keras.layers.Embedding(VOCABULARY, width)(tokens))
+    for _ in range(4):
+        normalized = keras.layers.LayerNormalization()(x)
+        attention = keras.layers.MultiHeadAttention(num_heads=4, key_dim=width // 4)
+        x = keras.layers.Add()([x, attention(normalized, normalized, use_causal_mask=True)])
+        hidden = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(x))
+        x = keras.layers.Add()([x, keras.layers.Dense(width)(hidden)])
+    return keras.Model(tokens, keras.layers.Dense(VOCABULARY)(keras.layers.LayerNormalization()(x)))
+
+
+class PositionEmbedding(keras.layers.Layer):
+    """Adds a learned vector to each position of a sequence of shape (batch, positions, width)."""
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Makes the vectors, of shape (positions, width)."""
+        self.vectors = self.add_weight(shape=input_shape[1:], initializer="uniform", name="vectors")
+
+    def call(self, x: Tensor) -> Tensor:
+        """The sum, in the shape of `x`."""
+        return x + self.vectors
+
+
+def unet() -> keras.Model:
+    """A U-Net on images of 64 x 64 pixels, with 16, 32 and 64 channels; logits of shape (batch, 64, 64, 4)."""
+
+    def convolutions(x: Tensor, filters: int) -> Tensor:
+        for _ in range(2):
+            x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+            x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+        return x
+
+    inputs = keras.Input((64, 64, 3))
+    fine = convolutions(inputs, 16)
+    middle = convolutions(keras.layers.MaxPooling2D()(fine), 32)
+    x = convolutions(keras.layers.MaxPooling2D()(middle), 64)
+    for skipped, filters in ((middle, 32), (fine, 16)):
+        x = keras.layers.Conv2DTranspose(filters, 2, strides=2)(x)
+        x = convolutions(keras.layers.Concatenate()([x, skipped]), filters)
+    return keras.Model(inputs, keras.layers.Conv2D(4, 1)(x))
+
+
+BUILT_IN = {
+    "mlp": Workload(mlp, 256, classification),
+    "resnet20": Workload(resnet20, 64, classification),
+    "resnet50": Workload(resnet50, 16, classification),
+    "transformer": Workload(transformer, 64, classification),
+    "unet": Workload(unet, 16, classification),
+}

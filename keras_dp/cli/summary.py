@@ -1,0 +1,167 @@
+"""The figures of a benchmark: medians and ratios over its rounds, as rows of a table."""
+
+import csv
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_dp.cli.measurement import Measurement
+
+
+class Cell(NamedTuple):
+    """What is measured once in each round: an engine on some towers, with a global batch of some rows."""
+
+    engine: str
+    towers: int
+    batch_size: int
+
+    @property
+    def measured(self) -> "Cell":
+        """The cell whose measurement this one shows: plain Keras has one device, whatever the towers of the others."""
+        return self._replace(towers=1) if self.engine == "single" else self
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The figures of a cell over all rounds; None for what was not measured.
+
+    Attributes:
+        engine: one of `keras_dp.cli.measurement.ENGINES`.
+        towers: of the engines that this one is compared with; "single" itself has one device.
+        batch_size: rows in a global batch.
+        median_milliseconds: of all steps.
+        low_milliseconds: 10 % of all steps took less.
+        high_milliseconds: 90 % of all steps took less.
+        keras_dp_ratio: the milliseconds of keras_dp over those of this engine; the median over the rounds.
+        keras_dp_ratio_low: the ratio in the round where it was lowest.
+        keras_dp_ratio_high: the ratio in the round where it was highest.
+        ceiling_percent: the share of the ceiling, its milliseconds over those of this engine; the median over the rounds.
+        first_step_seconds: the median over the rounds.
+        peak_memory_megabytes: the highest of all rounds.
+        communication_megabytes: between devices in a step.
+        loss: the mean of all steps, which shows that the engines train the same; the ceiling does not.
+    """
+
+    engine: str
+    towers: int
+    batch_size: int
+    median_milliseconds: float | None = None
+    low_milliseconds: float | None = None
+    high_milliseconds: float | None = None
+    keras_dp_ratio: float | None = None
+    keras_dp_ratio_low: float | None = None
+    keras_dp_ratio_high: float | None = None
+    ceiling_percent: float | None = None
+    first_step_seconds: float | None = None
+    peak_memory_megabytes: float | None = None
+    communication_megabytes: float | None = None
+    loss: float | None = None
+
+
+def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
+    """The row of a cell.
+
+    Args:
+        cell: the cell.
+        rounds: the measurements of each round; those that failed are missing.
+    """
+    measurements = [measurements[cell.measured] for measurements in rounds if cell.measured in measurements]
+    if not measurements:
+        return Row(*cell)
+    steps = [milliseconds for measurement in measurements for milliseconds in measurement.step_milliseconds]
+    low, median, high = (float(value) for value in np.percentile(steps, (10, 50, 90)))
+    ratios = _ratios("keras_dp", cell, rounds)
+    ceiling_ratios = _ratios("ceiling", cell, rounds)
+    communication = [m.communication_bytes / 1e6 for m in measurements if m.communication_bytes is not None]
+    return Row(
+        *cell,
+        median_milliseconds=median,
+        low_milliseconds=low,
+        high_milliseconds=high,
+        keras_dp_ratio=statistics.median(ratios) if ratios else None,
+        keras_dp_ratio_low=min(ratios, default=None),
+        keras_dp_ratio_high=max(ratios, default=None),
+        ceiling_percent=100 * statistics.median(ceiling_ratios) if ceiling_ratios else None,
+        first_step_seconds=statistics.median(measurement.first_step_seconds for measurement in measurements),
+        peak_memory_megabytes=max(measurement.peak_memory_megabytes for measurement in measurements),
+        communication_megabytes=0.0 if cell.engine == "single" else next(iter(communication), None),
+        loss=None if cell.engine == "ceiling" else measurements[-1].loss,
+    )
+
+
+def _ratios(engine: str, cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> list[float]:
+    """The milliseconds of an engine over those of a cell, in each round: there, both met much the same load."""
+    compared = cell._replace(engine=engine)
+    return [
+        statistics.median(measurements[compared].step_milliseconds)
+        / statistics.median(measurements[cell.measured].step_milliseconds)
+        for measurements in rounds
+        if compared in measurements and cell.measured in measurements
+    ]
+
+
+class Column(NamedTuple):
+    """A column of the table: two lines of heading, the width in characters, and what it shows of a row."""
+
+    heading: str
+    unit: str
+    width: int
+    show: Callable[[Row], str]
+
+
+def _number(value: float | None, decimals: int) -> str:
+    return "-" if value is None else f"{value:.{decimals}f}"
+
+
+def _spread(row: Row) -> str:
+    return "-" if row.low_milliseconds is None else f"{row.low_milliseconds:.2f} to {row.high_milliseconds:.2f}"
+
+
+def _ratio(row: Row) -> str:
+    if row.keras_dp_ratio is None or row.engine == "keras_dp":
+        return "-"
+    return f"{row.keras_dp_ratio:.2f} ({row.keras_dp_ratio_low:.2f} to {row.keras_dp_ratio_high:.2f})"
+
+
+def _step(row: Row) -> str:
+    return "failed" if row.median_milliseconds is None else f"{row.median_milliseconds:.2f}"
+
+
+COLUMNS = (
+    Column("towers", "", 6, lambda row: str(row.towers)),
+    Column("batch", "", 7, lambda row: str(row.batch_size)),
+    Column("step", "ms", 10, _step),
+    Column("10 % to 90 %", "of steps, ms", 19, _spread),
+    Column("keras_dp over it", "(range by round)", 22, _ratio),
+    Column("share of", "ceiling, %", 12, lambda row: _number(row.ceiling_percent, 0)),
+    Column("first", "step, s", 9, lambda row: _number(row.first_step_seconds, 1)),
+    Column("peak", "memory, MB", 12, lambda row: _number(row.peak_memory_megabytes, 0)),
+    Column("sent in a", "step, MB", 11, lambda row: _number(row.communication_megabytes, 2)),
+    Column("mean", "loss", 9, lambda row: _number(row.loss, 4)),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, in at most 128 columns; an empty line where the towers change."""
+    lines = [
+        f"{'engine':<9}" + "".join(f"{column.heading:>{column.width}}" for column in COLUMNS),
+        f"{'':<9}" + "".join(f"{column.unit:>{column.width}}" for column in COLUMNS),
+    ]
+    towers = None
+    for row in rows:
+        lines += [""] if row.towers != towers else []
+        towers = row.towers
+        lines.append(f"{row.engine:<9}" + "".join(f"{column.show(row):>{column.width}}" for column in COLUMNS))
+    return "\n".join(lines)
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Writes the rows with all their digits; what was not measured is empty."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)

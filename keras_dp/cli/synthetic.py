@@ -1,0 +1,80 @@
+"""Synthetic batches for any model: noise in the shapes of its inputs and outputs."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dp import keras_seams
+
+BATCHES = 16
+SEED = 0
+
+
+def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
+    """Endless batches (x, y), ready in memory and the same for every process.
+
+    Inputs are standard normal if they are floats; integers are uniform, below the size of the model's smallest embedding.
+    Targets are class numbers for a sparse categorical cross-entropy, and else uniform between 0 and 1.
+
+    Args:
+        model: built and compiled; Functional or Sequential.
+        batch_size: rows in each batch.
+
+    Raises:
+        ValueError: if the model's inputs are not numbers of known shapes.
+    """
+    if not getattr(model, "inputs", None):
+        raise ValueError(
+            "A model whose inputs are known is Functional, or Sequential with a keras.Input. Received: "
+            f"{type(model).__name__}. Return keras.Model(inputs, outputs)."
+        )
+    random = np.random.default_rng(SEED)
+    inputs = {tensor.name: tensor for tensor in model.inputs} if len(model.inputs) > 1 else model.inputs[0]
+    outputs = model.compute_output_spec(inputs)
+    embeddings = [layer for layer in keras_seams.flatten_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    limit = min((layer.input_dim for layer in embeddings), default=2)
+    x = keras.tree.map_structure(lambda tensor: _inputs(random, tensor, batch_size, limit), inputs)
+    pairs = zip(keras.tree.flatten(outputs), _losses(model, outputs), strict=True)
+    y = keras.tree.pack_sequence_as(outputs, [_targets(random, output, loss, batch_size) for output, loss in pairs])
+    options = tf.data.Options()
+    # Autotuning stalls a pipeline now and then, for far longer than a step takes.
+    options.autotune.enabled = False
+    return tf.data.Dataset.from_tensor_slices((x, keras.tree.lists_to_tuples(y))).repeat().prefetch(2).with_options(options)
+
+
+def _inputs(random: np.random.Generator, tensor: Any, batch_size: int, limit: int) -> Any:
+    """BATCHES batches for one input, of shape (BATCHES, batch size, ...)."""
+    shape, dtype = _shape(tensor, batch_size), tf.as_dtype(tensor.dtype)
+    if dtype.is_floating:
+        return tf.cast(random.standard_normal(shape, dtype="float32"), dtype)
+    if dtype.is_integer or dtype.is_bool:
+        return tf.cast(random.integers(limit, size=shape), dtype)
+    raise ValueError(f"Inputs must be floats, integers or booleans. Received: {tensor.name!r} of dtype {tensor.dtype}")
+
+
+def _targets(random: np.random.Generator, output: Any, loss: Any, batch_size: int) -> Any:
+    """BATCHES batches of targets for one output, of shape (BATCHES, batch size, ...)."""
+    shape = _shape(output, batch_size)
+    loss = keras.losses.get(loss)
+    if isinstance(loss, keras.losses.SparseCategoricalCrossentropy) or loss is keras.losses.sparse_categorical_crossentropy:
+        return random.integers(shape[-1], size=shape[:-1])
+    return random.random(shape, dtype="float32")
+
+
+def _losses(model: keras.Model, outputs: Any) -> list[Any]:
+    """The loss of each output."""
+    if isinstance(model.loss, dict):
+        return [model.loss.get(name) for name in (sorted(outputs) if isinstance(outputs, dict) else model.output_names)]
+    losses = keras.tree.flatten(model.loss)
+    return losses if len(losses) > 1 else losses * len(model.outputs)
+
+
+def _shape(tensor: Any, batch_size: int) -> tuple[int, ...]:
+    if None in tensor.shape[1:]:
+        raise ValueError(
+            f"Only the batch size may be unknown in the shapes of inputs and outputs. Received: {tensor.name!r} of shape "
+            f"{tuple(tensor.shape)}. Give keras.Input its whole shape."
+        )
+    return (BATCHES, batch_size, *tensor.shape[1:])

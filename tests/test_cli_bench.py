@@ -1,0 +1,339 @@
+"""The command `keras-dp bench`: its models, its arguments, what it writes, and one run of all of it."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_dp
+from keras_dp.cli import bench, main, measurement, models, summary, synthetic
+from keras_dp.cli.measurement import Measurement, Run, RunFailedError
+from keras_dp.cli.summary import Cell
+
+USER_MODULE = """
+import keras
+
+def small():
+    return keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+
+def compiled():
+    model = small()
+    model.compile("adam", "mae")
+    return model
+
+def compiled_for_several_steps():
+    model = small()
+    model.compile("adam", "mae", steps_per_execution=2)
+    return model
+
+def broken():
+    raise RuntimeError("this model cannot be built")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def user_directory(tmp_path, monkeypatch):
+    """The current directory, with a module of the user's."""
+    (tmp_path / "user_models.py").write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("user_models", None)
+
+
+def measured(milliseconds, **changes):
+    values = {"step_milliseconds": milliseconds, "first_step_seconds": 1.5, "peak_memory_megabytes": 700.0, "loss": 2.3}
+    return Measurement(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "input_shape", "output_shape", "batch_size"),
+    [
+        ("mlp", 669_706, (784,), (10,), 256),
+        ("resnet20", 271_098, (32, 32, 3), (10,), 64),
+        ("resnet50", 25_636_712, (224, 224, 3), (1_000,), 16),
+        ("transformer", 2_086_536, (64,), (64, 5_000), 64),
+        ("unet", 118_052, (64, 64, 3), (64, 64, 4), 16),
+    ],
+)
+def test_built_in_models(name, parameters, input_shape, output_shape, batch_size):
+    workload = models.workload(name)
+    model = workload.build()
+    assert model.count_params() == parameters
+    assert (model.input_shape, model.output_shape) == ((None, *input_shape), (None, *output_shape))
+    assert workload.batch_size == batch_size
+    assert model.built
+    assert not model.compiled
+
+
+def test_transformer_looks_back_only():
+    tokens = np.arange(64)[np.newaxis]
+    changed = np.where(np.arange(64) < 40, tokens, 7)
+    model = models.transformer()
+    before, after = (keras.ops.convert_to_numpy(model(x)) for x in (tokens, changed))
+    np.testing.assert_allclose(before[:, :40], after[:, :40])
+    assert np.abs(before[:, 40:] - after[:, 40:]).max() > 1e-3
+
+
+def compiled(model, **arguments):
+    model.compile("sgd", **arguments)
+    return model
+
+
+def test_batches_of_a_language_model():
+    model = compiled(models.transformer(), **models.classification())
+    first, second = (next(iter(synthetic.dataset(model, 4))) for _ in range(2))
+    x, y = (tensor.numpy() for tensor in first)
+    assert x.shape == y.shape == (4, 64)
+    assert x.dtype == np.int32
+    for tokens in (x, y):
+        assert 4_000 < tokens.max() < 5_000
+        assert tokens.min() >= 0
+    np.testing.assert_array_equal(second[0], x)
+
+
+def several_inputs_and_outputs(as_outputs):
+    words, image = keras.Input((5,), dtype="int32", name="words"), keras.Input((4, 4, 1), name="image")
+    embedded = layers.Embedding(11, 3)(words)
+    x = layers.Concatenate()([layers.Flatten()(embedded), layers.Flatten()(image)])
+    return keras.Model([words, image], as_outputs(layers.Dense(7, name="kind")(x), layers.Dense(2, name="place")(x)))
+
+
+@pytest.mark.parametrize(
+    ("as_outputs", "named"),
+    [
+        (lambda *outputs: list(outputs), True),
+        (lambda *outputs: list(outputs), False),
+        (lambda kind, place: {"place": place, "kind": kind}, True),
+    ],
+)
+def test_batches_of_several_inputs_and_outputs(as_outputs, named):
+    model = several_inputs_and_outputs(as_outputs)
+    kind_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    compiled(model, loss={"kind": kind_loss, "place": "mse"} if named else [kind_loss, "mse"])
+    x, y = next(iter(synthetic.dataset(model, 6)))
+    assert {name: tensor.shape for name, tensor in x.items()} == {"words": (6, 5), "image": (6, 4, 4, 1)}
+    assert np.max(x["words"]) < 11
+    kind, place = (y["kind"], y["place"]) if isinstance(y, dict) else y
+    assert kind.dtype.is_integer
+    assert (kind.shape, place.shape) == ((6,), (6, 2))
+    assert np.isfinite(model.evaluate(synthetic.dataset(model, 6), steps=2, verbose=0)).all()
+
+
+def test_batches_need_known_shapes():
+    unknown = keras.Sequential([keras.Input((None, 3)), layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"Only the batch size may be unknown.*Received: .*\(None, None, 3\)"):
+        synthetic.dataset(compiled(unknown, loss="mse"), 4)
+    text = keras.Sequential([keras.Input((1,), dtype="string"), layers.StringLookup(vocabulary=["a"])])
+    with pytest.raises(ValueError, match=r"Inputs must be floats, integers or booleans. Received: .* of dtype string"):
+        synthetic.dataset(compiled(text, loss="mse"), 4)
+
+    class Subclassed(keras.Model):
+        def call(self, x):
+            return x
+
+    with pytest.raises(ValueError, match=r"Received: Subclassed. Return keras.Model\(inputs, outputs\)"):
+        synthetic.dataset(compiled(Subclassed(), loss="mse"), 4)
+
+
+def test_model_of_the_user(user_directory):
+    workload = models.workload("user_models:small")
+    assert workload.build().output_shape == (None, 2)
+    assert workload.objective() == {"loss": "mse"}
+
+
+@pytest.mark.parametrize("name", ["small", "compiled"])
+def test_engines_train_the_same(user_directory, monkeypatch, name):
+    monkeypatch.setattr(measurement, "_devices", lambda count: [f"CPU:{index}" for index in range(count)])
+    runs = [Run(engine, 2, 6, f"user_models:{name}", steps=4, warm_up=2) for engine in ("single", "keras_dp", "mirrored")]
+    measurements = [measurement.measure(run) for run in runs]
+    assert np.ptp([measurement.loss for measurement in measurements]) < 1e-9
+    assert [len(measurement.step_milliseconds) for measurement in measurements] == [4, 4, 4]
+
+
+def test_bytes_that_are_not_known(user_directory, monkeypatch):
+    def unknown(parallel, batch):
+        raise RuntimeError("The size of a tensor that is sent is not known.")
+
+    monkeypatch.setattr(measurement, "_devices", lambda count: ["CPU:0", "CPU:1"])
+    monkeypatch.setattr(keras_dp, "communication_report", unknown)
+    run = Run("keras_dp", 2, 6, "user_models:small", steps=1, warm_up=1, count_bytes=True)
+    assert measurement.measure(run).communication_bytes is None
+
+
+def test_steps_are_timed_one_by_one(user_directory, monkeypatch):
+    monkeypatch.setattr(measurement, "_devices", lambda count: ["CPU:0"])
+    with pytest.raises(ValueError, match=r"Received: a model that is compiled with steps_per_execution=2\. Compile it without"):
+        measurement.measure(Run("single", 1, 6, "user_models:compiled_for_several_steps"))
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_mirrored_synchronizes_nested_batch_norm(synchronized):
+    inner_model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dense(2)])
+    model = keras.Sequential([keras.Input((3,)), inner_model, layers.BatchNormalization()])
+    run = Run("mirrored", 2, 4, "mlp", batch_norm="sync" if synchronized else "local")
+    assert measurement._on_engine(run, model, ["CPU:0", "CPU:1"]) is model
+    assert inner_model.layers[0].synchronized is model.layers[1].synchronized is synchronized
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model vgg", "A model is one of mlp, resnet20, resnet50, transformer, unet, or my_module:build_function. "
+         "Received: 'vgg'"),
+        ("--model user_models:missing", "The module user_models has no function 'missing'. Received: 'user_models:missing'"),
+        ("--model user_models:number", "has no function 'number'"),
+        ("--model no_such_module:build", "No module named 'no_such_module'. Received: 'no_such_module:build'"),
+        ("--towers 0", "argument --towers: This is an integer of at least 1. Received: '0'"),
+        ("--towers x", "argument --towers: This is an integer of at least 1. Received: 'x'"),
+        ("--towers 1,,2", "argument --towers: This is an integer of at least 1. Received: ''"),
+        ("--batch 0", "argument --batch: This is an integer of at least 1. Received: '0'"),
+        ("--batch=-4", "argument --batch: This is an integer of at least 1. Received: '-4'"),
+        ("--rounds 0", "argument --rounds: This is an integer of at least 1. Received: '0'"),
+        ("--against horovod", "The engines to compare with are single, mirrored, or none. Received: 'horovod'"),
+        ("--batch-norm global", "argument --batch-norm: invalid choice: 'global'"),
+        ("--profile", "--profile needs a directory to write to. Add --out DIRECTORY."),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(user_directory, capsys, arguments, message):
+    with pytest.raises(SystemExit) as refusal:
+        main(["bench", *arguments.split()])
+    assert refusal.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_command_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "the following arguments are required: command" in capsys.readouterr().err
+
+
+def test_ratios_are_taken_within_rounds():
+    keras_dp_cell, ceiling, single = (Cell(engine, 2, 8) for engine in ("keras_dp", "ceiling", "single"))
+    rounds = [
+        {keras_dp_cell: measured([20.0] * 3), ceiling: measured([10.0] * 3), single.measured: measured([40.0] * 3)},
+        {keras_dp_cell: measured([90.0] * 3), ceiling: measured([80.0] * 3), single.measured: measured([100.0] * 3)},
+        {keras_dp_cell: measured([70.0] * 3), single.measured: measured([100.0] * 3)},
+    ]
+    row = summary.summarize(single, rounds)
+    assert (row.keras_dp_ratio_low, row.keras_dp_ratio, row.keras_dp_ratio_high) == (0.5, 0.7, 0.9)
+    assert row.ceiling_percent == pytest.approx(100 * (0.25 + 0.8) / 2)
+    assert (row.towers, row.median_milliseconds, row.communication_megabytes) == (2, 100.0, 0.0)
+
+
+def results():
+    """Rows of two towers, in which the ceiling has failed."""
+    rounds = [
+        {
+            Cell("keras_dp", 2, 256): measured([5.0, 6.0, 8.0], communication_bytes=2_500_000),
+            Cell("single", 1, 256): measured([10.0, 12.0, 14.0]),
+        }
+    ]
+    cells = [Cell(engine, 2, 256) for engine in ("keras_dp", "ceiling", "single")]
+    return [summary.summarize(cell, rounds) for cell in cells], rounds, {cells[1]: "ValueError: no"}
+
+
+def test_table():
+    rows, _, _ = results()
+    *_, keras_dp_line, ceiling_line, single_line = summary.table(rows).splitlines()
+    assert " ".join(keras_dp_line.split()) == "keras_dp 2 256 6.00 5.20 to 7.60 - - 1.5 700 2.50 2.3000"
+    assert " ".join(ceiling_line.split()) == "ceiling 2 256 failed - - - - - - -"
+    assert " ".join(single_line.split()) == "single 2 256 12.00 10.40 to 13.60 0.50 (0.50 to 0.50) - 1.5 700 0.00 2.3000"
+    assert max(map(len, summary.table(rows).splitlines())) <= 128
+
+
+class Options:
+    command = "keras-dp bench"
+    model = "mlp"
+    scaling = "strong"
+
+
+@pytest.mark.parametrize("with_matplotlib", [True, False])
+def test_files(tmp_path, monkeypatch, capsys, with_matplotlib):
+    if not with_matplotlib:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    options = Options()
+    options.out = tmp_path
+    bench._write(options, *results())
+    with (tmp_path / "bench.csv").open(encoding="utf-8") as file:
+        keras_dp_row, ceiling_row, single_row = csv.DictReader(file)
+    assert (keras_dp_row["engine"], keras_dp_row["median_milliseconds"]) == ("keras_dp", "6.0")
+    assert ceiling_row["median_milliseconds"] == ""
+    assert single_row["keras_dp_ratio"] == "0.5"
+    written = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert written["command"] == "keras-dp bench"
+    assert written["environment"]["keras"] == keras.__version__
+    assert [run["step_milliseconds"] for run in written["runs"]] == [[5.0, 6.0, 8.0], [10.0, 12.0, 14.0]]
+    assert written["failures"] == [{"engine": "ceiling", "towers": 2, "batch_size": 256, "message": "ValueError: no"}]
+    assert (tmp_path / "bench.png").exists() is with_matplotlib
+    assert ("pip install keras_dp[bench]" in capsys.readouterr().err) is not with_matplotlib
+
+
+def test_engines_take_turns(monkeypatch, capsys):
+    runs = []
+
+    def fake(run):
+        runs.append(run)
+        if run.engine == "mirrored":
+            raise RunFailedError("ValueError: not today")
+        return measured([10.0, 11.0])
+
+    monkeypatch.setattr(bench, "measure_in_new_process", fake)
+    arguments = "bench --model unet --towers 4,2,2 --batch 8 --scaling weak --rounds 2 --steps 7 --batch-norm local"
+    assert main(arguments.split()) == 1
+    first_round = [
+        ("keras_dp", 2, 16), ("ceiling", 2, 16), ("single", 1, 16), ("mirrored", 2, 16),
+        ("keras_dp", 4, 32), ("ceiling", 4, 32), ("single", 1, 32), ("mirrored", 4, 32),
+    ]  # fmt: skip
+    second_round = [cell for cell in first_round if cell[0] != "mirrored"]
+    assert [(run.engine, run.towers, run.batch_size) for run in runs] == first_round + second_round
+    assert all((run.model, run.steps, run.batch_norm) == ("unet", 7, "local") for run in runs)
+    assert [run.engine for run in runs if run.count_bytes] == ["keras_dp"] * 2
+    output = capsys.readouterr()
+    assert "round 2 of 2: keras_dp on 4 towers" in output.err
+    assert "mirrored on 4 towers failed:\nValueError: not today" in output.out
+    assert arguments in output.out
+
+
+def test_plain_keras_is_measured_once_for_all_towers(monkeypatch):
+    runs = []
+    monkeypatch.setattr(bench, "measure_in_new_process", lambda run: runs.append(run) or measured([10.0]))
+    assert main(["bench", "--towers", "1,2", "--rounds", "1", "--against", "single"]) == 0
+    assert [(run.engine, run.towers, run.batch_size) for run in runs] == [
+        ("keras_dp", 1, 256), ("ceiling", 1, 256), ("single", 1, 256), ("keras_dp", 2, 256), ("ceiling", 2, 256),
+    ]  # fmt: skip
+
+
+def test_end_to_end(user_directory):
+    """Runs the command as a user does, and reads the towers' names in the profile."""
+    script = "import sys; from keras_dp.cli import main; sys.exit(main())"
+    arguments = "bench --model user_models:small --towers 2 --batch 6 --against none --rounds 1 --steps 3 --warm-up 2"
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments.split(), "--out", "results", "--profile"],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "round 1 of 1: ceiling on 2 towers" in process.stderr
+    written = json.loads((user_directory / "results" / "bench.json").read_text(encoding="utf-8"))
+    run, ceiling_run = written["runs"]
+    assert (run["engine"], ceiling_run["engine"]) == ("keras_dp", "ceiling")
+    assert len(run["step_milliseconds"]) == 3
+    assert run["communication_bytes"] > 0
+    assert run["first_step_seconds"] > max(run["step_milliseconds"]) / 1000
+    (profile,) = (user_directory / "results" / "profile" / "2_towers").rglob("*.xplane.pb")
+    assert all(name in profile.read_bytes() for name in (b"tower_0/", b"tower_1/"))
+
+
+def test_a_failing_run_says_why(user_directory):
+    with pytest.raises(RunFailedError, match="RuntimeError: this model cannot be built"):
+        measurement.measure_in_new_process(Run("keras_dp", 2, 4, "user_models:broken"))
