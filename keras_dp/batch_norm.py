@@ -52,13 +52,13 @@ def batch_norm_mode(mode: str) -> Iterator[dict[BatchNormalization, list[Moments
     def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         correct_moving_statistics(layer)
         if mode == "sync" or is_synchronized(layer):
-            used = of_batch = _moments(layer, inputs, mask, cross_tower_sum)
+            used = of_batch = _moments_of_batch(layer, inputs, mask)
         else:
-            used = _moments(layer, inputs, mask, tf.identity)
+            used = _moments_of_slice(layer, inputs, mask)
             if mode == "first":
                 of_batch = _of_first_tower(used)
             else:
-                of_batch = pooled(used) if mask is None else _moments(layer, inputs, mask, cross_tower_sum)
+                of_batch = pooled(used) if mask is None else _moments_of_batch(layer, inputs, mask)
             before[layer] = [variable.value for variable in layer.non_trainable_variables]
         taken.setdefault(layer, []).append(of_batch)
         return used.mean, used.variance
@@ -76,28 +76,56 @@ def batch_norm_mode(mode: str) -> Iterator[dict[BatchNormalization, list[Moments
             correct_moving_statistics(layer)
 
 
-def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, total: Callable[[Tensor], Tensor]) -> Moments:
+def _moments_of_slice(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> Moments:
     axes = keras_seams.reduction_axes(layer)
-    return moments(inputs, axes, total) if mask is None else masked_moments(inputs, mask, axes, total)
+    return own_moments(inputs, axes) if mask is None else masked_moments(inputs, mask, axes, tf.identity)
 
 
-def moments(inputs: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
-    """Mean and biased variance over `axes`.
+def _moments_of_batch(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> Moments:
+    axes = keras_seams.reduction_axes(layer)
+    return global_moments(inputs, axes) if mask is None else masked_moments(inputs, mask, axes, cross_tower_sum)
+
+
+def own_moments(inputs: Tensor, axes: list[int]) -> Moments:
+    """Mean and biased variance of the slice over `axes`, in two passes; see `global_moments`."""
+    mean, variance = tf.nn.moments(inputs, axes)
+    return Moments(_count(inputs, axes), mean, variance)
+
+
+def global_moments(inputs: Tensor, axes: list[int]) -> Moments:
+    """Mean and biased variance of the global batch over `axes`.
 
     Two passes, mean = sum(x) / n and variance = sum((x - mean)^2) / n, as `tf.nn.moments` on one device: accurate also where
     the mean is large beside the deviation, and never negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the
-    Sample Variance", section 1). The towers exchange 2C + 1 numbers in two rounds, and 2C in one round for the gradient.
+    Sample Variance", section 1). The towers exchange 2C + 1 numbers in two rounds, and 2C in one round for the gradient, which
+    is (g_mean + 2 (x - mean) g_variance) / n: around the mean, the derivative of the variance by the mean is zero.
 
     Args:
         inputs: a tensor of floats.
         axes: what to reduce: all axes but that of the channels.
-        total: `cross_tower_sum` for the moments of the global batch, `tf.identity` for those of the slice.
     """
-    count = total(tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), axes)), inputs.dtype))
-    mean = total(tf.reduce_sum(inputs, axes, keepdims=True)) / count
-    # Around the mean the derivative of the variance by the mean is zero.
-    squares = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
-    return Moments(count, tf.squeeze(mean, axes), total(tf.reduce_sum(squares, axes)) / count)
+    tower = tower_in_trace()
+    alive = tower.alive(inputs.dtype)
+    beside = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
+
+    def broadcast(channels: Tensor) -> Tensor:
+        return channels if beside[-1] == -1 else tf.reshape(channels, beside)
+
+    x = tf.stop_gradient(inputs)
+    count = cross_tower_sum(_count(x, axes))
+    mean = cross_tower_sum(tf.reduce_sum(x, axes)) / count
+    squares = cross_tower_sum(tf.reduce_sum(tf.math.squared_difference(x, broadcast(mean)), axes))
+
+    def gradient(of_moments: Tensor) -> Tensor:
+        of_mean, of_variance = tf.unstack(tower.mark(of_moments) * (alive / count))
+        return (inputs - broadcast(mean)) * broadcast(2 * of_variance) + broadcast(of_mean)
+
+    mean, variance = tf.unstack(tower.derive(tf.stack([mean, squares / count]), inputs, gradient))
+    return Moments(count, mean, variance)
+
+
+def _count(inputs: Tensor, axes: list[int]) -> Tensor:
+    return tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), axes)), inputs.dtype)
 
 
 def masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
@@ -110,7 +138,7 @@ def masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callabl
         inputs: rank R.
         mask: rank R - 1, true where the entries along the last axis count.
         axes: what to reduce: all axes but that of the channels.
-        total: as in `moments`.
+        total: `cross_tower_sum` for the moments of the global batch, `tf.identity` for those of the slice.
     """
     last = inputs.shape.rank - 1
     valid = tf.expand_dims(tf.cast(mask, tf.bool), -1)

@@ -19,7 +19,7 @@ def simplify(
     Returns:
         The nodes, in the order of the GraphDef, and the names by which the fetches are found among them.
     """
-    needed = needed_nodes(graph_def, fetches)
+    needed = needed_nodes(graph_def.node, fetches)
     stands_for: dict[str, str] = {}
     known: dict[object, str] = {}
     kept = []
@@ -27,7 +27,7 @@ def simplify(
         if node.name not in needed:
             continue
         inputs = [_resolve(name, stands_for) for name in node.input]
-        if node.op == "Identity" and len(inputs) == 1 and not node.device and not _is_input(graph, inputs[0]):
+        if node.op in ("Identity", "StopGradient") and len(inputs) == 1 and not node.device and not _is_input(graph, inputs[0]):
             stands_for[node.name] = inputs[0]
             continue
         if not _has_own_result(graph, node):
@@ -45,9 +45,9 @@ def simplify(
     return kept, [_resolve(name.removesuffix(":0"), stands_for) for name in fetches]
 
 
-def needed_nodes(graph_def: graph_pb2.GraphDef, names: Iterable[str]) -> set[str]:
+def needed_nodes(nodes: Iterable[node_def_pb2.NodeDef], names: Iterable[str]) -> set[str]:
     """The names of the nodes that tensors or operations depend on, and of those that yield them."""
-    inputs_of = {node.name: node.input for node in graph_def.node}
+    inputs_of = {node.name: node.input for node in nodes}
     needed: set[str] = set()
     waiting = list(names)
     while waiting:

@@ -52,14 +52,20 @@ def stamp_towers(
     def traced(shared: Any, index: Tensor, batch_slice: Any) -> list[Tensor]:
         with enter_tower(Tower(index, batch_slice)) as tower:
             result = function(tower, shared)
-        result_of.update(structure=result, marks=tower.marks)
-        return [leaf for leaf in _flatten(result) if leaf is not None]
+        leaves = [leaf for leaf in _flatten(result) if leaf is not None]
+        common = {i for i, leaf in enumerate(leaves) if leaf.name in tower.common}
+        result_of.update(structure=result, marks=tower.marks, derived=tower.derived, common=common)
+        return leaves
 
     indices = [tf.constant(i) for i in range(len(devices))]
     arguments = (tf.nest.map_structure(_spec, shared), _spec(indices[0]), tf.nest.map_structure(row_spec, slices[0]))
     with tf.device(None):
         concrete = tf.function(traced, autograph=False).get_concrete_function(*arguments)
     graph_def = concrete.graph.as_graph_def()
+    for node in graph_def.node:
+        if node.name in result_of["derived"]:
+            node.op = "Identity"
+            del node.input[1:]
     _refuse_lost_marks(concrete.graph, graph_def, result_of["marks"])
     _refuse_replaced_variables(concrete.captured_inputs, replaced)
     _refuse_variable_writes(concrete.graph, graph_def)
@@ -71,7 +77,8 @@ def stamp_towers(
         [current_graph.capture(leaf) for leaf in [*_flatten(arguments), *concrete.captured_inputs] if tf.is_tensor(leaf)]
         for arguments in ((shared, index, batch_slice) for index, batch_slice in zip(indices, slices, strict=True))
     ]
-    flat_results = _stamp(concrete.graph, graph_def, set(result_of["marks"]), devices, sum_device, inputs)
+    marks, common = set(result_of["marks"]), result_of["common"]
+    flat_results = _stamp(concrete.graph, graph_def, marks, common, devices, sum_device, inputs)
     if graph_def.library.function or any(node.op in _PYTHON_CALLS for node in graph_def.node):
         _keep_alive(current_graph, concrete)
     return [_pack(result_of["structure"], flat) for flat in flat_results]
@@ -81,36 +88,42 @@ def _stamp(
     tower: tf.Graph,
     graph_def: graph_pb2.GraphDef,
     marks: set[str],
+    common: set[int],
     devices: list[str],
     sum_device: str,
     inputs: list[list[Tensor]],
-) -> list[list[Tensor]]:
+) -> list[list[Tensor | None]]:
+    """The outputs of each tower; those whose index is among `common` are the first tower's alone."""
     placeholders = [tensor.op.name for tensor in tower.inputs]
-    fetches = [tensor.name for tensor in tower.outputs]
-    nodes, fetches = simplify(tower, graph_def, fetches + [f"^{operation.name}" for operation in tower.control_outputs])
+    operations = [f"^{operation.name}" for operation in tower.control_outputs]
+    nodes, fetches = simplify(tower, graph_def, [tensor.name for tensor in tower.outputs] + operations)
+    summed = [node.input[0] for node in nodes if node.name in marks]
+    everywhere = needed_nodes(nodes, [*summed, *(name for i, name in enumerate(fetches) if i not in common)])
+    needed_by = [{node.name for node in nodes}] + [everywhere] * (len(devices) - 1)
+
     stamped = graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
-    used = set()
     for node in nodes:
         if node.name in placeholders:
-            used.add(node.name)
             continue
         if node.name in marks:
             stamped.node.append(_sum_node(node, len(devices), sum_device))
         for i, device in enumerate(devices):
-            stamped.node.append(_copy_node(node, i, device, marks))
+            if node.name in needed_by[i]:
+                stamped.node.append(_copy_node(node, i, device, marks))
     feeds = {
         f"{_in_tower(i, name)}:0": tensor
         for i, tensors in enumerate(inputs)
         for name, tensor in zip(placeholders, tensors, strict=True)
-        if name in used
+        if name in needed_by[i]
     }
-    outputs = [name if ":" in name else f"{name}:0" for name in fetches[: len(tower.outputs)]]
-    fetches = [_in_tower(i, name) for i in range(len(devices)) for name in outputs]
-    fetched = tf.graph_util.import_graph_def(stamped, feeds, fetches, name="towers")
-    for tensor, traced in zip(fetched, list(tower.outputs) * len(devices), strict=True):
-        tensor.set_shape(traced.shape)
-    count = len(tower.outputs)
-    return [fetched[i * count : (i + 1) * count] for i in range(len(devices))]
+    wanted = [(i, k) for i in range(len(devices)) for k in range(len(tower.outputs)) if i == 0 or k not in common]
+    names = [_in_tower(i, fetches[k] if ":" in fetches[k] else f"{fetches[k]}:0") for i, k in wanted]
+    fetched = tf.graph_util.import_graph_def(stamped, feeds, names, name="towers")
+    results: list[list[Tensor | None]] = [[None] * len(tower.outputs) for _ in devices]
+    for (i, k), tensor in zip(wanted, fetched, strict=True):
+        tensor.set_shape(tower.outputs[k].shape)
+        results[i][k] = tensor
+    return results
 
 
 def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, marks: set[str]) -> node_def_pb2.NodeDef:
@@ -199,7 +212,7 @@ def _refuse_lost_marks(graph: tf.Graph, graph_def: graph_pb2.GraphDef, marks: It
     inputs = {tensor.op.name for tensor in graph.inputs}
     foreign = {node.name for node in graph_def.node if node.op.startswith("Placeholder")} - inputs
     for mark in marks if foreign else []:
-        if foreign & needed_nodes(graph_def, [mark]):
+        if foreign & needed_nodes(graph_def.node, [mark]):
             raise RuntimeError(f"{NOT_AT_TOP_LEVEL} Received: operation {mark!r}{_where(graph, mark)}")
 
 
@@ -262,7 +275,7 @@ def _flatten(structure: Any) -> list[Any]:
     return tf.nest.flatten(structure, expand_composites=True)
 
 
-def _pack(structure: Any, flat: list[Tensor]) -> Any:
+def _pack(structure: Any, flat: list[Tensor | None]) -> Any:
     tensors = iter(flat)
     filled = [None if leaf is None else next(tensors) for leaf in _flatten(structure)]
     return tf.nest.pack_sequence_as(structure, filled, expand_composites=True)

@@ -99,10 +99,14 @@ def combine(variables: Variables, towers: list[TowerResult]) -> TowerResult:
 
 
 def _combine_values(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Shares add up; whole numbers and flags, which are not shared out, are the last tower's, which always has rows."""
-    if values[0] is None or not values[0].dtype.is_floating:
-        return values[-1]
-    return tf.add_n(values)
+    """Shares add up; whole numbers and flags, which are not shared out, are the last tower's, which always has rows.
+
+    What is the same on all towers comes from the first one alone.
+    """
+    first, last = values[0], values[-1]
+    if first is None or last is None:
+        return first
+    return tf.add_n(values) if first.dtype.is_floating else last
 
 
 def assign(variables: Variables, total: TowerResult) -> None:

@@ -239,7 +239,13 @@ class _TowerScope:
         return updates
 
     def _shared_out(self, value: Tensor | None) -> Tensor | None:
-        return value * self._tower.share(value.dtype) if value is not None and value.dtype.is_floating else value
+        if value is None:
+            return None
+        if self._tower.is_common(value):
+            value = tf.identity(value)
+            self._tower.common.add(value.name)
+            return value
+        return value * self._tower.share(value.dtype) if value.dtype.is_floating else value
 
     def _refuse_untracked_updates(self) -> None:
         if set(self._scope.state_mapping) - self._known:

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -31,12 +31,17 @@ class Tower:
         index: which of the N towers this is, an int32 scalar tensor.
         slice: the tower's `Slice` of the global batch.
         marks: names of the operations in the tower's graph that stamping turns into sums over the towers.
+        derived: names of those that only say what the gradient of a tensor is, and are not stamped; with the gradients.
+        common: names of the results of the tower that only the first tower needs to compute.
     """
 
     def __init__(self, index: Tensor, batch_slice: Slice):
         self.index = index
         self.slice = batch_slice
         self.marks: list[str] = []
+        self.derived: dict[str, Callable[[Tensor], Tensor]] = {}
+        self.common: set[str] = set()
+        self._is_common: dict[str, bool] = {}
         self._graph = tf.compat.v1.get_default_graph()
         self._graph._keras_dp_tower = self
         self._casts: dict[tuple[str, tf.DType], Tensor] = {}
@@ -63,16 +68,53 @@ class Tower:
         self.marks.append(marked.op.name)
         return marked
 
+    def is_common(self, x: Tensor) -> bool:
+        """Whether `x` is the same on all towers: it comes from shared values, constants and sums over the towers alone."""
+        leaves = tf.nest.flatten((self.index, self.slice), expand_composites=True)
+        own = {leaf.op.name for leaf in leaves if tf.is_tensor(leaf)}
+        waiting = [x.op]
+        while waiting:
+            operation = waiting[-1]
+            inputs = self._inputs(operation)
+            unknown = [other for other in inputs if other.name not in self._is_common]
+            waiting += unknown
+            if not unknown:
+                waiting.pop()
+                is_own = operation.name in own or operation.op_def.is_stateful
+                self._is_common[operation.name] = not is_own and all(self._is_common[other.name] for other in inputs)
+        return self._is_common[x.op.name]
+
+    def _inputs(self, operation: tf.Operation) -> list[tf.Operation]:
+        if operation.name in self.marks:
+            return []
+        inputs = [tensor.op for tensor in operation.inputs]
+        return inputs[:1] if operation.name in self.derived else inputs
+
+    def derive(self, y: Tensor, x: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        """`y`, as a function of `x` alone whose gradient, from that of the result, is what `gradient` says.
+
+        As `tf.custom_gradient`, but kept no longer than the tower's graph.
+        """
+        derived = tf.raw_ops.InplaceUpdate(x=y, i=tf.zeros((0,), tf.int32), v=x)
+        self.derived[derived.op.name] = gradient
+        return derived
+
 
 def _gradient_of_mark(operation: tf.Operation, upstream: Tensor) -> Tensor:
     return operation.outputs[0].graph._keras_dp_tower.mark(upstream)
 
 
-# Snapshot is an identity that nothing else in TensorFlow's Python makes and for which it has no gradient. A tf.custom_gradient
-# for each mark would be registered for good, and would keep the tower's graph with it. A module that is imported once more
-# finds its gradient registered.
+def _gradient_of_derived(operation: tf.Operation, upstream: Tensor) -> tuple[None, None, Tensor]:
+    (derived,) = operation.outputs
+    return None, None, derived.graph._keras_dp_tower.derived[derived.op.name](upstream)
+
+
+# Nothing else in TensorFlow's Python makes these operations, neither has a gradient, and none is stamped as it is. A
+# tf.custom_gradient would be registered for good, and would keep the tower's graph with it. A module that is imported once more
+# finds its gradients registered.
 with contextlib.suppress(KeyError):
     tf.RegisterGradient("Snapshot")(_gradient_of_mark)
+    tf.RegisterGradient("InplaceUpdate")(_gradient_of_derived)
 
 
 def current_tower() -> Tower | None:

@@ -34,7 +34,7 @@ def moments_on_towers(x, num_towers, mask=None):
     def moments(tower):
         x, mask = tower.slice.data
         if mask is None:
-            return batch_norm.moments(x, [0, 1], keras_dp.cross_tower_sum)
+            return batch_norm.global_moments(x, [0, 1])
         return batch_norm.masked_moments(x, mask, [0, 1], keras_dp.cross_tower_sum)
 
     return on_towers(moments, (x, mask), num_towers)[0]
@@ -65,7 +65,7 @@ def test_masked_moments_divide_by_n_plus_epsilon():
 
 def pooled_moments(x, num_towers):
     def pooled(tower):
-        return batch_norm.pooled(batch_norm.moments(tower.slice.data, [0, 1], tf.identity))
+        return batch_norm.pooled(batch_norm.own_moments(tower.slice.data, [0, 1]))
 
     return on_towers(pooled, x, num_towers)[0]
 
