@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import keras
 import tensorflow as tf
 
 from keras_dp.batches import Slice
@@ -21,25 +22,29 @@ class IndependentTowers(DataParallelModel):
     `DataParallelModel` takes longer is all that data parallelism costs. It trains nothing of use: for `fit` in benchmarks.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._sinks = []
-        for device in self._devices[1:]:
-            with tf.device(device):
-                shape = tf.TensorShape(None)
-                self._sinks.append(tf.Variable(tf.zeros((), self.compute_dtype), shape=shape, trainable=False))
+    def _prepare(self, batch: Any) -> None:
+        super()._prepare(batch)
+        variables = Variables.of(self.inner_model)
+        kept = variables.weights + variables.metrics
+        if len(kept) != len(getattr(self, "_sinks", [[]])[0]):
+            self._sinks = [[_sink(variable, device) for variable in kept] for device in self._devices]
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         with mock.patch.object(Tower, "mark", lambda tower, x: tf.identity(x)):
             first, *others = super()._stamp(step, variables, slices)
-        # TensorFlow would not run what nothing is done with.
-        for sink, other in zip(self._sinks, others, strict=True):
-            for tensor in tf.nest.flatten([other.loss, other.gradients, other.metrics], expand_composites=True):
-                if tensor is not None and tensor.dtype == sink.dtype:
-                    sink.assign(tensor)
+        # TensorFlow does not run what nothing is done with: what the other towers compute is kept somewhere.
+        for other, sinks in zip(others, self._sinks[1:], strict=True):
+            for sink, result in zip(sinks, [*other.gradients, *other.metrics], strict=False):
+                if result is not None:
+                    sink.assign(result.values if isinstance(result, tf.IndexedSlices) else result)
         return [first]
 
     def _update_metrics(
         self, variables: Variables, towers: list[TowerResult], slices: Sequence[Slice], total: TowerResult
     ) -> Logs:
         return super()._update_metrics(variables, towers, slices[:1], total)
+
+
+def _sink(variable: keras.Variable, device: str) -> tf.Variable:
+    with tf.device(device):
+        return tf.Variable(variable.value, shape=tf.TensorShape(None), trainable=False)
