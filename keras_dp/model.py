@@ -102,7 +102,7 @@ class DataParallelModel(ModelWrapper):
         self._compiled_with: keras.metrics.Metric | None = None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: list[tuple[type, str | None]] = []
-        prefetches = any(device.startswith("GPU") for device in self._devices)
+        prefetches = all(device.startswith("GPU") for device in self._devices)
         self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, prefetches)
         self._place_variables()
         self._follow_inner_model()
@@ -249,7 +249,8 @@ class DataParallelModel(ModelWrapper):
         self._follow_inner_model()
         callbacks = inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks")
         self._show_inner_model(callbacks)
-        self._measure_input_wait(callbacks)
+        if method is keras.Model.fit:
+            self._measure_input_wait(callbacks)
 
     def _measure_input_wait(self, callbacks: Any) -> None:
         """Has steps measure how long they wait for input, if a callback asks for it."""

@@ -120,17 +120,20 @@ def beside_inputs() -> Iterator[None]:
     So whatever an optimizer computes for a variable (its update, its clipping, its moving average) is computed where the
     variable and the state for it live. Keras leaves that to TensorFlow, which takes the first device.
     """
-    graph = tf.compat.v1.get_default_graph()
-    with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(_device_of_largest_input):
+    if tf.executing_eagerly():
+        yield
+        return
+    of_inputs: dict[int, str] = {}
+    with tf.compat.v1.get_default_graph().device(lambda operation: _device_of_largest_input(operation, of_inputs)):
         yield
 
 
-def _device_of_largest_input(operation: tf.Operation) -> str:
+def _device_of_largest_input(operation: tf.Operation, of_inputs: dict[int, str]) -> str:
     if operation.device or any(attribute.type == "func" for attribute in operation.op_def.attr):
         return operation.device
     variables = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
     by_size = sorted(operation.inputs, key=_known_size, reverse=True)
-    devices = [_device_of(tensor) for tensor in variables or by_size]
+    devices = [_device_of(tensor, of_inputs) for tensor in variables or by_size]
     return next(filter(None, devices), "")
 
 
@@ -139,16 +142,16 @@ def _known_size(tensor: Tensor) -> float:
     return math.inf if size is None else size
 
 
-def _device_of(tensor: Tensor) -> str:
-    """Where a tensor is, as far as that is said; "" otherwise."""
+def _device_of(tensor: Tensor, of_inputs: dict[int, str]) -> str:
+    """Where a tensor is, as far as that is said; "" otherwise. What a graph captured from outside is looked up once."""
     if not tf.is_symbolic_tensor(tensor) or tensor.op.device:
         return tensor.device
     if tensor.op.type == "ReadVariableOp":
-        return _device_of(tensor.op.inputs[0])
-    if tensor.op.type == "Placeholder":
-        captures = {id(internal): external for external, internal in tensor.graph.captures}
-        return _device_of(captures[id(tensor)]) if id(tensor) in captures else ""
-    return ""
+        return _device_of(tensor.op.inputs[0], of_inputs)
+    if tensor.op.type == "Placeholder" and id(tensor) not in of_inputs:
+        outside = [external for external, internal in tensor.graph.captures if internal is tensor]
+        of_inputs[id(tensor)] = _device_of(outside[0], of_inputs) if outside else ""
+    return of_inputs.get(id(tensor), "")
 
 
 def _balanced(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:

@@ -46,6 +46,18 @@ def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices():
     assert parallel.distribute_strategy.seconds_waited is None
 
 
+def test_evaluating_within_a_measured_epoch_does_not_disturb_it():
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.evaluate(X, Y, verbose=0)
+
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.compile("sgd", "mse")
+    callbacks = [keras_dp.callbacks.InputWait(), Evaluates()]
+    history = parallel.fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), verbose=0, callbacks=callbacks).history
+    assert len(history["input_wait"]) == 2
+
+
 def test_input_wait_needs_towers():
     model = build()
     model.compile("sgd", "mse")

@@ -136,3 +136,35 @@ def test_users_layers_sum_over_the_global_batch():
         weights.append(inner.get_weights())
     for one, many in zip(*weights, strict=True):
         np.testing.assert_allclose(many, one, atol=1e-12)
+
+
+def test_what_comes_from_shared_values_and_sums_alone_is_the_same_on_all_towers():
+    """The first tower computes it for all; what depends on a slice, or is random, each computes for itself."""
+    seen = {}
+
+    def step(tower, shared):
+        total = cross_tower_sum(tf.reduce_sum(tower.slice.data))
+        seen.update(
+            shared=tower.is_common(shared * 2.0),
+            total=tower.is_common(total + shared),
+            gradient=tower.is_common(tf.gradients(total * shared, shared)[0]),
+            data=tower.is_common(tf.reduce_sum(tower.slice.data) + total),
+            rows=tower.is_common(tf.cast(tower.slice.rows, shared.dtype) * shared),
+            index=tower.is_common(tf.cast(tower.index, shared.dtype)),
+            random=tower.is_common(tf.random.uniform([])),
+        )
+        common = tf.identity(total * shared)
+        tower.common.add(common.name)
+        return {"common": common, "own": total * 2.0}
+
+    @tf.function
+    def run(x):
+        return stamp_towers(step, tf.constant(3.0, tf.float64), cut(x, 3), ["CPU:0", "CPU:1", "CPU:2"], "CPU:0")
+
+    results = run(np.arange(6.0))
+    assert seen == dict.fromkeys(("shared", "total", "gradient"), True) | dict.fromkeys(
+        ("data", "rows", "index", "random"), False
+    )
+    assert [result["common"] is None for result in results] == [False, True, True]
+    assert float(results[0]["common"]) == 45.0
+    assert [float(result["own"]) for result in results] == [30.0] * 3

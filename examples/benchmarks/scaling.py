@@ -108,7 +108,7 @@ def measure(everything, rounds, steps):
 
 
 def summarize(milliseconds):
-    """A row for each point that was measured in every round."""
+    """A row for each point that was measured."""
     rows = []
     for point, by_round in milliseconds.items():
         if by_round:
@@ -162,7 +162,7 @@ def draw(rows, path):
                 np.array([getattr(row, f"{name}_milliseconds") for row in line]) for name in ("low", "median", "high")
             )
             if panel == "towers" and engine == "single":
-                axes.axhline(median[0], color=f"C{index}", linestyle="--")
+                shown[engine] = axes.axhline(median[0], color=f"C{index}", linestyle="--")
                 continue
             # Beside each other, the spreads do not hide each other.
             positions = [row.value * 1.04 ** (index - 1) for row in line]
@@ -189,8 +189,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--panels", nargs="+", choices=PANELS, default=PANELS, help="which to measure")
     parser.add_argument("--towers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the first panel")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps in each run, after the warm-up")
-    parser.add_argument("--rounds", type=int, default=2, help="in each of which everything runs once")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps in each run, after the warm-up")
+    parser.add_argument("--rounds", type=int, default=1, help="of about nine minutes on two cores")
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIRECTORY", help="where to write the files")
     args = parser.parse_args()
     out = args.out.resolve()
