@@ -141,7 +141,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     batch = parallel._host_batch(*batch)
     with tf.device("CPU:0"):
         slices = cut(batch, parallel.num_towers)
-    with _untouched(parallel):
+    with _untouched(parallel), _without_xla(parallel):
         step, graphs = _run_and_collect(parallel.train_step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
     return CommunicationReport(
@@ -165,6 +165,17 @@ def _untouched(parallel: DataParallelModel) -> Iterator[None]:
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
+
+
+@contextlib.contextmanager
+def _without_xla(parallel: DataParallelModel) -> Iterator[None]:
+    """Towers as they are traced: XLA works within devices, and gives the results of its clusters other names."""
+    compiled = parallel._jit_compile
+    parallel._jit_compile = False
+    try:
+        yield
+    finally:
+        parallel._jit_compile = compiled
 
 
 def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Graph, list[Any]]:

@@ -142,7 +142,7 @@ class DataParallelModel(ModelWrapper):
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
         shared = variables.read(self.inner_model) | {"loss_scale": self._loss_scale() if step == "train" else None}
-        sum_device = placement.home(variables.weights[0]) if variables.weights else self._devices[0]
+        sum_device = self._sum_device(variables)
 
         def stamp(compute_loss: Callable[..., Tensor]) -> list[TowerResult]:
             tower = TowerStep(
@@ -159,6 +159,9 @@ class DataParallelModel(ModelWrapper):
             return stamp(losses.rowwise_loss)
         except losses.NotSplitByRowsError:
             return stamp(losses.gathered_loss)
+
+    def _sum_device(self, variables: Variables) -> str | None:
+        return placement.home(variables.weights[0]) if variables.weights else self._devices[0]
 
     def _loss_scale(self) -> Tensor | None:
         one = tf.ones(())

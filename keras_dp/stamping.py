@@ -1,7 +1,7 @@
 """Trace one tower, stamp N copies of it into the current graph; the only file that knows GraphDefs."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def stamp_towers(
     shared: Any,
     slices: Sequence[Slice],
     devices: list[str],
-    sum_device: str,
+    sum_device: str | None,
     replaced: Iterable[tf.Variable] = (),
 ) -> list[Any]:
     """Runs `function` as one tower on every device, with all cross-tower sums taken on `sum_device`.
@@ -36,7 +36,7 @@ def stamp_towers(
         shared: nested tensors that all towers get.
         slices: N `Slice`s of the global batch, one for each tower.
         devices: N device names.
-        sum_device: where the sums over the towers are taken.
+        sum_device: where the sums over the towers are taken; None to cut them, so that each tower sums its own alone.
         replaced: variables in place of which towers get tensors in `shared`.
 
     Returns:
@@ -77,8 +77,9 @@ def stamp_towers(
         [current_graph.capture(leaf) for leaf in [*_flatten(arguments), *concrete.captured_inputs] if tf.is_tensor(leaf)]
         for arguments in ((shared, index, batch_slice) for index, batch_slice in zip(indices, slices, strict=True))
     ]
-    marks, common = set(result_of["marks"]), result_of["common"]
-    flat_results = _stamp(concrete.graph, graph_def, marks, common, devices, sum_device, inputs)
+    # A mark that is not made a sum is copied as it is: an identity.
+    sums = dict.fromkeys(result_of["marks"], sum_device) if sum_device is not None else {}
+    flat_results = _stamp(concrete.graph, graph_def, sums, result_of["common"], devices, inputs)
     if graph_def.library.function or any(node.op in _PYTHON_CALLS for node in graph_def.node):
         _keep_alive(current_graph, concrete)
     return [_pack(result_of["structure"], flat) for flat in flat_results]
@@ -87,17 +88,19 @@ def stamp_towers(
 def _stamp(
     tower: tf.Graph,
     graph_def: graph_pb2.GraphDef,
-    marks: set[str],
+    sums: dict[str, str],
     common: set[int],
     devices: list[str],
-    sum_device: str,
     inputs: list[list[Tensor]],
 ) -> list[list[Tensor | None]]:
-    """The outputs of each tower; those whose index is among `common` are the first tower's alone."""
+    """The outputs of each tower; those whose index is among `common` are the first tower's alone.
+
+    `sums` are the marks that become sums, and the devices of these.
+    """
     placeholders = [tensor.op.name for tensor in tower.inputs]
     operations = [f"^{operation.name}" for operation in tower.control_outputs]
     nodes, fetches = simplify(tower, graph_def, [tensor.name for tensor in tower.outputs] + operations)
-    summed = [node.input[0] for node in nodes if node.name in marks]
+    summed = [node.input[0] for node in nodes if node.name in sums]
     everywhere = needed_nodes(nodes, [*summed, *(name for i, name in enumerate(fetches) if i not in common)])
     needed_by = [{node.name for node in nodes}] + [everywhere] * (len(devices) - 1)
 
@@ -105,11 +108,11 @@ def _stamp(
     for node in nodes:
         if node.name in placeholders:
             continue
-        if node.name in marks:
-            stamped.node.append(_sum_node(node, len(devices), sum_device))
+        if node.name in sums:
+            stamped.node.append(_sum_node(node, len(devices), sums[node.name]))
         for i, device in enumerate(devices):
             if node.name in needed_by[i]:
-                stamped.node.append(_copy_node(node, i, device, marks))
+                stamped.node.append(_copy_node(node, i, device, sums))
     feeds = {
         f"{_in_tower(i, name)}:0": tensor
         for i, tensors in enumerate(inputs)
@@ -126,7 +129,7 @@ def _stamp(
     return results
 
 
-def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, marks: set[str]) -> node_def_pb2.NodeDef:
+def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, sums: Container[str]) -> node_def_pb2.NodeDef:
     copy = node_def_pb2.NodeDef()
     copy.CopyFrom(node)
     copy.name = _in_tower(i, node.name)
@@ -137,7 +140,7 @@ def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, marks: set[str])
         # Random operations draw different numbers on every tower.
         copy.attr["seed2"].i += i * SEED_STEP
     del copy.input[:]
-    if node.name in marks:
+    if node.name in sums:
         copy.op = "Identity"
         copy.input.append(_sum_name(node.name))
     else:

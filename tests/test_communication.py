@@ -119,6 +119,13 @@ def test_gradients_on_the_wire():
     assert half.bytes_of("weights") == exact.bytes_of("weights")
 
 
+def test_towers_compiled_by_xla_send_the_same():
+    expected = report(optimizer="adam")[1]
+    parallel = keras_dp.DataParallelModel(build(), devices=3)
+    parallel.compile("adam", "mse", jit_compile=True)
+    assert keras_dp.communication_report(parallel, (np.ones((12, 12)), np.ones((12, 4)))) == expected
+
+
 def test_a_single_tower_sends_nothing():
     _, communication = report(num_towers=1)
     assert communication.total_bytes == communication.busiest_bytes == communication.whole_variables_bytes == 0

@@ -11,6 +11,7 @@ def test_public_names_have_docstrings():
         "DataParallelModel",
         "DataParallelOptimizer",
         "SyncBatchNormalization",
+        "callbacks",
         "communication_report",
         "convert_batch_norm",
         "cross_tower_sum",

@@ -6,6 +6,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from comparison import assert_same, fit_evaluate_predict, twins, values
 from keras import layers
 
@@ -94,6 +95,9 @@ def test_variables_move_and_stay_the_users(parameter_device, tmp_path):
     inner.save(tmp_path / "moved.keras")
     loaded = keras.models.load_model(tmp_path / "moved.keras")
     assert_same(inner.get_weights(), loaded.get_weights(), 0)
+    inner.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    assert_same(inner.predict(data[0], verbose=0), exported.serve(data[0]).numpy(), 1e-9)
     # Training goes on without us.
     for model in (one, inner):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0)

@@ -140,3 +140,16 @@ def test_refuses_only_a_py_function_that_is_differentiated():
     with pytest.raises(ValueError, match=r"tf.py_function.*EagerPyFunc"):
         stamped(differentiated, shared=tf.constant(1))()
     assert [x.numpy().tolist() for x in stamped(lambda tower, shared: double(tower.slice.data))()] == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_without_a_device_for_the_sums_each_tower_sums_its_own_alone():
+    def step(tower, shared):
+        return cross_tower_sum(tf.reduce_sum(tower.slice.data))
+
+    @tf.function(autograph=False)
+    def run(sum_device):
+        slices = cut(tf.constant([1.0, 2.0, 3.0]), 3)
+        return stamp_towers(step, None, slices, ["CPU:0", "CPU:1", "CPU:2"], sum_device)
+
+    assert [float(total) for total in run("CPU:0")] == [6.0, 6.0, 6.0]
+    assert [float(total) for total in run(None)] == [1.0, 2.0, 3.0]

@@ -44,7 +44,7 @@ def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
     parallel.compile("sgd", "mse", jit_compile=jit_compile)
     parallel.train_on_batch(X, Y)
     graph = (
-        tf.function(parallel.train_step)
+        tf.function(parallel.train_step, autograph=False)
         .get_concrete_function(
             tuple(
                 keras_dp.batches.Slice((X[half], Y[half]), tf.constant(11 * i), tf.constant(11), tf.constant(22))

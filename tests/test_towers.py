@@ -157,7 +157,7 @@ def test_what_comes_from_shared_values_and_sums_alone_is_the_same_on_all_towers(
         tower.common.add(common.name)
         return {"common": common, "own": total * 2.0}
 
-    @tf.function
+    @tf.function(autograph=False)
     def run(x):
         return stamp_towers(step, tf.constant(3.0, tf.float64), cut(x, 3), ["CPU:0", "CPU:1", "CPU:2"], "CPU:0")
 
