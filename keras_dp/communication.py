@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dp import placement
+from keras_dp import keras_seams, placement
 from keras_dp.batches import Slice, cut
 from keras_dp.model import DataParallelModel
 
@@ -131,11 +131,14 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
         batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`.
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`.
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
         RuntimeError: if the size of a tensor that is sent is not known.
     """
-    if not isinstance(parallel, DataParallelModel) or not parallel.compiled:
-        raise ValueError(f"communication_report() takes a compiled DataParallelModel. Received: {parallel!r}")
+    if not isinstance(parallel, DataParallelModel) or not parallel.compiled or parallel.run_eagerly:
+        raise ValueError(
+            "communication_report() takes a compiled DataParallelModel that does not run eagerly, on one device. "
+            f"Received: {parallel!r}"
+        )
     if not isinstance(batch, tuple):
         batch = (batch,)
     batch = parallel._host_batch(*batch)
@@ -158,7 +161,7 @@ def _untouched(parallel: DataParallelModel) -> Iterator[None]:
     """Puts all variables back to what they were, also those of metrics and the optimizer."""
     optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
     metrics = [variable for metric in parallel.metrics for variable in metric.variables]
-    variables = [*parallel.variables, *optimizer, *metrics]
+    variables = [*parallel.variables, *optimizer, *metrics, *keras_seams.seed_states(parallel.inner_model)]
     before = [np.array(variable) for variable in variables]
     try:
         yield

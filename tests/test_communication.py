@@ -9,7 +9,7 @@ from comparison import assert_same, values
 from keras import layers
 
 import keras_dp
-from keras_dp import placement
+from keras_dp import keras_seams, placement
 
 CHANNELS = 8
 
@@ -137,7 +137,8 @@ def test_the_report_leaves_the_model_as_it_was():
     parallel.compile("adam", "mse", metrics=["mae"])
     x, y = np.ones((6, 12)), np.ones((6, 8))
     parallel.fit(x, y, verbose=0)
-    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    seed = keras_seams.seed_states(model)[-1]
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables), seed]
     before = [np.array(variable) for variable in variables] + values(parallel.optimizer)
     keras_dp.communication_report(parallel, (x, y))
     assert_same(before, [np.array(variable) for variable in variables] + values(parallel.optimizer), 0)
@@ -153,7 +154,11 @@ def test_the_report_as_a_table():
 
 
 def test_refuses_what_has_no_step():
-    with pytest.raises(ValueError, match=r"takes a compiled DataParallelModel. Received: <Sequential"):
+    with pytest.raises(ValueError, match=r"takes a compiled DataParallelModel.*Received: <Sequential"):
         keras_dp.communication_report(build(), np.ones((4, 12)))
     with pytest.raises(ValueError, match="takes a compiled DataParallelModel"):
         keras_dp.communication_report(keras_dp.DataParallelModel(build(), devices=2), np.ones((4, 12)))
+    eager = keras_dp.DataParallelModel(build(), devices=2)
+    eager.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="does not run eagerly"):
+        keras_dp.communication_report(eager, (np.ones((4, 12)), np.ones((4, 4))))
