@@ -40,7 +40,7 @@ def stamp_towers(
         replaced: variables in place of which towers get tensors in `shared`.
 
     Returns:
-        A list of N results of `function`.
+        A list of N results of `function`; what the tower noted in `Tower.common` is None in all but the first.
 
     Raises:
         RuntimeError: if a cross-tower sum stands where stamping cannot see it.
