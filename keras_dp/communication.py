@@ -51,6 +51,8 @@ class CommunicationReport(NamedTuple):
         weight_bytes: P, the bytes of the trainable weights.
         largest_weight_bytes: the bytes of the largest one.
         batch_bytes: the bytes of the global batch.
+        unsized: names of tensors whose size is not known, which count as copies without bytes: those that an optimizer
+            exchanges in a branch, as with loss scaling and gradient accumulation, and those whose size depends on values.
     """
 
     copies: list[Copies]
@@ -58,6 +60,7 @@ class CommunicationReport(NamedTuple):
     weight_bytes: int
     largest_weight_bytes: int
     batch_bytes: int
+    unsized: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -110,6 +113,8 @@ class CommunicationReport(NamedTuple):
             "the global batch": self.batch_bytes,
         }
         lines += [f"{name:<48}{round(size):>16,}" for name, size in facts.items()]
+        if self.unsized:
+            lines.append(f"{len(self.unsized)} of the copies are of unknown size, and count without bytes.")
         return "\n".join(lines)
 
 
@@ -132,7 +137,6 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
 
     Raises:
         ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
-        RuntimeError: if the size of a tensor that is sent is not known.
     """
     if not isinstance(parallel, DataParallelModel) or not parallel.compiled or parallel.run_eagerly:
         raise ValueError(
@@ -147,12 +151,14 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     with _untouched(parallel), _without_xla(parallel):
         step, graphs = _run_and_collect(parallel.train_step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
+    copies, unsized = _copies(step, graphs)
     return CommunicationReport(
-        copies=_copies(step, graphs),
+        copies=copies,
         num_towers=parallel.num_towers,
         weight_bytes=sum(weights),
         largest_weight_bytes=max(weights, default=0),
         batch_bytes=sum(leaf.numpy().nbytes for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None),
+        unsized=unsized,
     )
 
 
@@ -226,7 +232,8 @@ def _graph_optimization_off() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False} | before)
 
 
-def _copies(traced: Graph, graphs: Sequence[Any]) -> list[Copies]:
+def _copies(traced: Graph, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
+    """The copies, and the names of those whose size is not known."""
     slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}
     receivers: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
@@ -237,23 +244,27 @@ def _copies(traced: Graph, graphs: Sequence[Any]) -> list[Copies]:
                 if source in received:
                     receivers[received[source]].append(node.name)
     rows: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    unsized = []
     for graph in graphs:
         for node in graph.node:
             # That one operation waits for another sends no bytes.
             if node.op == "_Send" and "/ctrl/" not in node.input[0]:
-                shape = _shape(node.input[0], traced)
-                if not shape.is_fully_defined():
-                    raise RuntimeError(f"The size of a tensor that is sent is not known. Received: {node.input[0]!r}, {shape}")
+                elements = _known_elements(node.input[0], traced)
+                if elements is None:
+                    unsized.append(node.input[0])
                 kind = _kind(node.input[0], receivers[_key(node)], slices)
                 source, destination = (placement.short_name(node.attr[f"{end}_device"].s.decode()) for end in ("send", "recv"))
-                rows[kind, source, destination].append(shape.num_elements() * tf.as_dtype(node.attr["T"].type).size)
+                rows[kind, source, destination].append((elements or 0) * tf.as_dtype(node.attr["T"].type).size)
     ordered = sorted(rows, key=lambda row: (KINDS.index(row[0]), *row[1:]))
-    return [Copies(*row, len(rows[row]), sum(rows[row])) for row in ordered]
+    return [Copies(*row, len(rows[row]), sum(rows[row])) for row in ordered], tuple(unsized)
 
 
-def _shape(name: str, traced: Graph) -> tf.TensorShape:
+def _known_elements(name: str, traced: Graph) -> int | None:
     operation, _, port = name.partition(":")
-    return traced.get_tensor_by_name(f"{operation}:{port or 0}").shape
+    try:
+        return traced.get_tensor_by_name(f"{operation}:{port or 0}").shape.num_elements()
+    except KeyError:  # It comes from the body of a branch or loop, which TensorFlow puts in its place.
+        return None
 
 
 def _key(node: Any) -> str:

@@ -71,6 +71,7 @@ def test_sharded_updates_happen_where_variables_and_their_state_live(name):
         assert communication.number_of(kind) == len(weights) * 2
         assert communication.bytes_of(kind) == sum(map(size, weights)) * 2
     assert communication.busiest_bytes <= 1.05 * communication.whole_variables_bytes
+    assert not communication.unsized
     # Learning rates, norms and moving statistics: no tensor of a weight's size.
     state = sum(map(size, parallel.non_trainable_weights))
     assert communication.bytes_of("outputs", "other") < 4 * state + 64 * len(weights) < communication.weight_bytes
@@ -124,6 +125,24 @@ def test_towers_compiled_by_xla_send_the_same():
     parallel = keras_dp.DataParallelModel(build(), devices=3)
     parallel.compile("adam", "mse", jit_compile=True)
     assert keras_dp.communication_report(parallel, (np.ones((12, 12)), np.ones((12, 4)))) == expected
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+        lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
+    ],
+    ids=["loss scaling", "accumulation"],
+)
+def test_what_optimizers_exchange_in_branches_is_named_and_not_sized(optimizer):
+    """There Keras's operations are in functions of their own, whose names and shapes the step's graph does not have."""
+    parallel, communication = report(optimizer(), parameter_device="sharded")
+    for kind in ("weights", "gradients"):
+        assert communication.number_of(kind) >= len(parallel.trainable_weights) * 2
+    assert all("cond/" in name for name in communication.unsized)
+    assert communication.unsized
+    assert f"{len(communication.unsized)} of the copies are of unknown size" in str(communication)
 
 
 def test_a_single_tower_sends_nothing():

@@ -158,9 +158,8 @@ def measure(run: Run) -> Measurement:
         with tf.profiler.experimental.Profile(run.profile_directory):
             trained_model.fit(dataset, steps_per_epoch=PROFILED_STEPS, shuffle=False, verbose=0)
     if run.count_bytes:
-        # Some sizes depend on the batch's values, such as those of an embedding's gradients.
-        with contextlib.suppress(RuntimeError):
-            report = keras_dp.communication_report(trained_model, next(iter(dataset)))
+        report = keras_dp.communication_report(trained_model, next(iter(dataset)))
+        if not report.unsized:
             measurement = dataclasses.replace(measurement, communication_bytes=report.total_bytes)
     return measurement
 
