@@ -20,11 +20,15 @@ class IndependentTowers(DataParallelModel):
     `DataParallelModel` takes longer is all that data parallelism costs. It trains nothing of use: for `fit` in benchmarks.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._sinks: list[list[tf.Variable]] = []
+
     def _prepare(self, batch: Any) -> None:
         super()._prepare(batch)
         variables = Variables.of(self.inner_model)
         kept = variables.weights + variables.metrics
-        if len(kept) != len(getattr(self, "_sinks", [[]])[0]):
+        if not self._sinks or len(kept) != len(self._sinks[0]):
             self._sinks = [[_sink(variable, device) for variable in kept] for device in self._devices]
 
     def _sum_device(self, variables: Variables) -> None:

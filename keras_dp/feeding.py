@@ -34,26 +34,32 @@ class SliceFeed:
         devices: of the N towers, for which a batch is cut into slices.
         is_eager: says whether steps run eagerly, in which case batches stay whole.
         prepare: called with the type of a dataset's batches, before any step is traced.
-        prefetches: whether each tower's next slice is sent to its device while the towers work on the last one. Not for the
-            CPUs of a host, which share its memory; tensors that only a host can hold, such as strings, stay there.
 
     Attributes:
+        prefetches: whether each tower's next slice is sent to its device while the towers work on the last one: if all are
+            GPUs, since CPUs share the host's memory. Tensors that only a host can hold, such as strings, stay there.
         seconds_waited: how long steps have waited for their input; None if that is not measured.
     """
 
-    def __init__(
-        self, devices: Sequence[str], is_eager: Callable[[], bool], prepare: Callable[[Any], None], prefetches: bool = False
-    ):
-        self.devices = list(devices)
+    def __init__(self, devices: Sequence[str], is_eager: Callable[[], bool], prepare: Callable[[Any], None]):
+        self.devices = tuple(devices)
         self.is_eager = is_eager
         self.prepare = prepare
-        self.prefetches = prefetches
+        self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
 
     @property
     def num_towers(self) -> int:
         """N, the number of slices to cut a batch into."""
         return len(self.devices)
+
+    def measure_wait(self, wanted: bool) -> bool:
+        """Has steps measure how long they wait for input, or not; whether that is new, so that they need to be traced anew."""
+        is_new = wanted != (self.seconds_waited is not None)
+        if is_new:
+            with tf.device(HOST):
+                self.seconds_waited = tf.Variable(0.0, dtype=tf.float64, trainable=False) if wanted else None
+        return is_new
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset | tf.distribute.DistributedDataset:
         """The dataset of batches as a dataset of N `Slice`s each.
@@ -85,7 +91,7 @@ class SliceFeed:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
         if isinstance(batch, Slice):
-            batch = _strategy(tuple(self.devices)).experimental_local_results(batch)
+            batch = _strategy(self.devices).experimental_local_results(batch)
         if self.seconds_waited is not None:
             begin = tf.timestamp()
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
@@ -102,14 +108,14 @@ def _fits_on_devices(spec: Any) -> bool:
     return isinstance(spec, tf.TensorSpec) and (spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype == tf.bool)
 
 
-def _prefetch_to(devices: Sequence[str], dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
+def _prefetch_to(devices: tuple[str, ...], dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """The slices that follow each other, one on each device, sent there before they are asked for."""
 
     def one_by_one(*slices: Slice) -> tf.data.Dataset:
         return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, slices))
 
     options = tf.distribute.InputOptions(experimental_fetch_to_device=True, experimental_per_replica_buffer_size=1)
-    return _strategy(tuple(devices)).distribute_datasets_from_function(lambda context: dataset.flat_map(one_by_one), options)
+    return _strategy(devices).distribute_datasets_from_function(lambda context: dataset.flat_map(one_by_one), options)
 
 
 @functools.cache

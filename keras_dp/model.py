@@ -19,7 +19,7 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.stamping import stamp_towers
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine
 from keras_dp.tower_step import TowerStep, unknown_rows_explained
-from keras_dp.wrapper import ModelWrapper, refuse_strategy
+from keras_dp.wrapper import ModelWrapper, listed, refuse_strategy
 
 Tensor = Any
 Logs = dict[str, Any]
@@ -102,8 +102,7 @@ class DataParallelModel(ModelWrapper):
         self._compiled_with: keras.metrics.Metric | None = None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: list[tuple[type, str | None]] = []
-        prefetches = all(device.startswith("GPU") for device in self._devices)
-        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, prefetches)
+        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare)
         self._place_variables()
         self._follow_inner_model()
 
@@ -220,7 +219,9 @@ class DataParallelModel(ModelWrapper):
         Raises:
             ValueError: if there was nothing to train on.
         """
-        self._begin(keras.Model.fit, *args, **kwargs)
+        callbacks = self._begin(keras.Model.fit, *args, **kwargs)
+        if self._feed.measure_wait(any(isinstance(callback, InputWait) for callback in callbacks)):
+            self.train_function = self.test_function = None
         history = super().fit(*args, **kwargs)
         # A generator that runs dry between epochs ends training, as in Keras; one that never gave a batch is a mistake.
         if history.epoch and not any(history.history.get("loss", ())):
@@ -248,23 +249,12 @@ class DataParallelModel(ModelWrapper):
         with empty_prediction_refused("predict"):
             return super().predict(*args, **kwargs)
 
-    def _begin(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _begin(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[keras.callbacks.Callback]:
+        """Sees to what changed since the last call; the callbacks among the method's arguments."""
         self._follow_inner_model()
         callbacks = inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks")
         self._show_inner_model(callbacks)
-        if method is keras.Model.fit:
-            self._measure_input_wait(callbacks)
-
-    def _measure_input_wait(self, callbacks: Any) -> None:
-        """Has steps measure how long they wait for input, if a callback asks for it."""
-        listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-        wanted = any(isinstance(callback, InputWait) for callback in keras.tree.flatten(listed or []))
-        if wanted != (self._feed.seconds_waited is not None):
-            self._feed.seconds_waited = None
-            if wanted:
-                with tf.device(HOST):
-                    self._feed.seconds_waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-            self.train_function = self.test_function = self.predict_function = None
+        return listed(callbacks)
 
     def _refuse_no_batches(self, method: str) -> None:
         if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):

@@ -109,7 +109,7 @@ class _MomentsModel(keras.Model):
     def predict_step(self, slices: Any) -> list[list[Moments]]:
         """For each batch normalization, for each of its calls, the moments of one batch, with an axis for the batches."""
         variables = Variables.of(self.model)
-        step = TowerStep(self.model, variables, rowwise_loss, self.batch_norm, gradient_dtype=None)
+        step = TowerStep(self.model, variables, rowwise_loss, self.batch_norm, gradient_dtype=None, jit_compile=False)
         shared = variables.read(self.model)
         towers = stamp_towers(step.moments, shared, slices, self.devices, self.devices[0], variables.native())
         for seed, new in zip(variables.seeds, towers[0].seeds, strict=True):

@@ -50,7 +50,7 @@ class TowerStep:
         compute_loss: Callable[..., Tensor],
         batch_norm: str,
         gradient_dtype: str | None,
-        jit_compile: bool = False,
+        jit_compile: bool,
     ):
         self.model = model
         self.variables = variables
@@ -242,9 +242,7 @@ class _TowerScope:
         if value is None:
             return None
         if self._tower.is_common(value):
-            value = tf.identity(value)
-            self._tower.common.add(value.name)
-            return value
+            return self._tower.only_first(value)
         return value * self._tower.share(value.dtype) if value.dtype.is_floating else value
 
     def _refuse_untracked_updates(self) -> None:

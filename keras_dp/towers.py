@@ -90,6 +90,12 @@ class Tower:
         inputs = [tensor.op for tensor in operation.inputs]
         return inputs[:1] if operation.name in self.derived else inputs
 
+    def only_first(self, x: Tensor) -> Tensor:
+        """The identity, for a result that `is_common`: noted as one that the first tower alone needs to compute."""
+        x = tf.identity(x)
+        self.common.add(x.name)
+        return x
+
     def derive(self, y: Tensor, x: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
         """`y`, as a function of `x` alone whose gradient, from that of the result, is what `gradient` says.
 

@@ -66,11 +66,10 @@ class ModelWrapper(Face, keras.Model):
         def set_model(callback: keras.callbacks.Callback, model: keras.Model) -> None:
             type(callback).set_model(callback, model.inner_model if isinstance(model, ModelWrapper) else model)
 
-        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
-        for callback in keras.tree.flatten(callbacks.callbacks if is_list else callbacks or []):
+        for callback in listed(callbacks):
             if isinstance(callback, _OBSERVERS):
                 callback.set_model = functools.partial(set_model, callback)
-                if is_list:
+                if isinstance(callbacks, keras.callbacks.CallbackList):
                     callback.set_model(self)
 
     def get_config(self) -> dict[str, Any]:
@@ -108,6 +107,12 @@ class ModelWrapper(Face, keras.Model):
 
     def __copy__(self) -> "ModelWrapper":
         raise ValueError(NOT_SERIALIZED)
+
+
+def listed(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """The callbacks in what `fit` takes for them: None, one, several however nested, or a `CallbackList`."""
+    inside = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
+    return list(keras.tree.flatten(inside))
 
 
 def refuse_strategy() -> None:

@@ -93,8 +93,14 @@ def test_slices_that_are_sent_to_devices_ahead_give_the_same_result(steps_per_ex
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
 
 
+@pytest.mark.parametrize("devices", [["GPU:0", "GPU:1"], ["CPU:0"], ["GPU:0", "CPU:0"]])
+def test_slices_are_sent_ahead_if_all_devices_are_gpus(devices):
+    assert SliceFeed(devices, lambda: False, lambda spec: None).prefetches is ("CPU:0" not in devices)
+
+
 def test_slices_wait_on_their_devices():
-    feed = SliceFeed(DEVICES[1:], lambda: False, lambda spec: None, prefetches=True)
+    feed = SliceFeed(DEVICES[1:], lambda: False, lambda spec: None)
+    feed.prefetches = True
     distributed = feed.experimental_distribute_dataset(dataset())
     assert isinstance(distributed, tf.distribute.DistributedDataset)
     devices = []
@@ -103,6 +109,7 @@ def test_slices_wait_on_their_devices():
 
 
 def test_what_only_a_host_can_hold_stays_there():
-    feed = SliceFeed(DEVICES[1:], lambda: False, lambda spec: None, prefetches=True)
+    feed = SliceFeed(DEVICES[1:], lambda: False, lambda spec: None)
+    feed.prefetches = True
     words = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).batch(3)
     assert isinstance(feed.experimental_distribute_dataset(words), tf.data.Dataset)
