@@ -8,7 +8,7 @@ if keras.config.backend() != "tensorflow":
         f"Received: backend {keras.config.backend()!r}"
     )
 
-from keras_dp import callbacks
+from keras_dp import callbacks, optimizers, schedules
 from keras_dp.communication import communication_report
 from keras_dp.model import DataParallelModel
 from keras_dp.optimizer import DataParallelOptimizer
@@ -25,6 +25,8 @@ __all__ = [
     "communication_report",
     "convert_batch_norm",
     "cross_tower_sum",
+    "optimizers",
     "recalibrate_batch_norm",
+    "schedules",
     "use_logical_cpus",
 ]

@@ -1,9 +1,16 @@
 """Callbacks for training on towers."""
 
 import time
+import warnings
 from typing import Any
 
 import keras
+
+from keras_dp import keras_seams
+from keras_dp.momentum import Velocity, innermost, without_velocity
+from keras_dp.schedules import gradual_warmup, refuse_negative, refuse_unless_positive
+
+RATE_PRECISION = 1e-6  # of a learning rate in a float32 variable
 
 
 class InputWait(keras.callbacks.Callback):
@@ -41,3 +48,162 @@ class InputWait(keras.callbacks.Callback):
         """Adds `input_wait` to the logs of the epoch."""
         if logs is not None:
             logs["input_wait"] = min(float(self._waited.numpy()) / (time.perf_counter() - self._begin), 1.0)
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Ramps the learning rate up from η to k η over the first epochs, at every step.
+
+    At step t of the T = `warmup_epochs` times steps per epoch, the rate is η + (k η - η) t / T, and k η at step T (Goyal et
+    al. 2017, https://arxiv.org/abs/1706.02677, section 2.1, "Linear Scaling Rule", and section 2.2, "Gradual warmup").
+    After that the rate is left alone.
+
+    >>> import keras, keras_dp, numpy as np
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+    >>> warmup = keras_dp.callbacks.LearningRateWarmup(0.01, scale=4, warmup_epochs=2)
+    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=1, epochs=3, verbose=0, callbacks=[warmup]).history
+    >>> [round(rate, 4) for rate in history["learning_rate"]]
+    [0.0231, 0.0381, 0.04]
+
+    The rate of each epoch's last step is logged as `learning_rate`. A rate that another callback lowers, as
+    ReduceLROnPlateau does, stays lower by the same factor through the rest of the warm-up; one that it raises is the
+    warm-up's, until that ends: so a LearningRateScheduler takes over after it. For an optimizer with a
+    `LearningRateSchedule`, use `schedules.WarmupThen`, which is the same inside the optimizer.
+
+    The optimizer counts the steps: training that goes on from a checkpoint, in this process or another
+    one, goes on with the warm-up where it was. With `steps_per_execution` of n, the rate changes every n steps.
+
+    Args:
+        base_learning_rate: η, the rate for the small batch.
+        scale: k, by how much the global batch is larger than the small batch. The same global batch on more devices is no
+            larger: it wants the same rate.
+        warmup_epochs: in epochs, also in parts of one.
+        steps_per_epoch: in steps; None for what `fit` knows of its data.
+        momentum_correction: whether the velocity follows each change of the rate that this callback makes or sees; see
+            `MomentumCorrection`. It does nothing for optimizers like Adam.
+
+    Raises:
+        ValueError: if an argument is not a positive number.
+    """
+
+    def __init__(
+        self,
+        base_learning_rate: float,
+        scale: float,
+        warmup_epochs: float = 5,
+        steps_per_epoch: int | None = None,
+        momentum_correction: bool = True,
+    ):
+        super().__init__()
+        refuse_unless_positive("base_learning_rate", base_learning_rate)
+        refuse_unless_positive("scale", scale)
+        refuse_negative("warmup_epochs", warmup_epochs)
+        if steps_per_epoch is not None:
+            refuse_unless_positive("steps_per_epoch", steps_per_epoch)
+        self.base_learning_rate = base_learning_rate
+        self.scale = scale
+        self.warmup_epochs = warmup_epochs
+        self.steps_per_epoch = steps_per_epoch
+        self.momentum_correction = momentum_correction
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Finds out how long the warm-up is.
+
+        Raises:
+            ValueError: if the optimizer's rate cannot be set, or the number of steps in an epoch is not known.
+        """
+        optimizer = self.model.optimizer
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if steps is None:
+            raise ValueError(
+                "LearningRateWarmup does not know how many steps an epoch has, since fit() does not know its data's length. "
+                "Give it steps_per_epoch. Received: steps_per_epoch=None"
+            )
+        if hasattr(optimizer, "optimizers") or keras_seams.learning_rate_schedule(innermost(optimizer)) is not None:
+            raise ValueError(
+                "LearningRateWarmup sets the learning rate, and this optimizer has several, or a schedule. Wrap each schedule: "
+                f"keras_dp.schedules.WarmupThen(schedule, scale, warmup_steps). Received: optimizer={optimizer!r}"
+            )
+        self._warmup_steps = self.warmup_epochs * steps
+        self._rate: float | None = None
+        self._factor = 1.0
+        Velocity.of(optimizer).begin()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate of the next step."""
+        optimizer = innermost(self.model.optimizer)
+        current = float(optimizer.learning_rate)
+        self._rate = self._next_rate(keras_seams.batches_seen(optimizer), current)
+        if self._rate != current:
+            optimizer.learning_rate = self._rate
+        if self.momentum_correction:
+            Velocity.of(optimizer).follow(current, self._rate)
+
+    def _next_rate(self, step: int, current: float) -> float:
+        last = step - self.model.steps_per_execution
+        if last >= self._warmup_steps:
+            return current
+        if step > 0:
+            expected = self._ramp(last) if self._rate is None else self._rate
+            if current < expected * (1 - RATE_PRECISION):
+                self._factor *= current / expected
+        return self._ramp(step) * self._factor
+
+    def _ramp(self, step: int) -> float:
+        end = self.scale * self.base_learning_rate
+        if step >= self._warmup_steps:
+            return end
+        return gradual_warmup(max(step, 0), self.base_learning_rate, end, self._warmup_steps)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Logs the rate of the last step."""
+        if logs is not None:
+            logs.setdefault("learning_rate", self._rate)
+
+
+class MomentumCorrection(keras.callbacks.Callback):
+    """Multiplies the velocity of SGD by η_new / η_old whenever the learning rate changes from η_old to η_new.
+
+    Keras's SGD, with and without Nesterov momentum, keeps the learning rate inside its velocity, v <- m v - η g, so that a new
+    rate takes about 1 / (1 - m) steps to act. Corrected, it acts at once, as in the reference u <- m u + g, w <- w - η u
+    (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 3, remark 2). The same holds for `LARS`, and for RMSprop with
+    momentum. `LearningRateWarmup` corrects by itself.
+
+    Give it as the last callback: it corrects for changes that callbacks before it and the optimizer's schedule make. For an
+    optimizer whose velocity does not hold the rate, such as Adam, or that has none, it does nothing and warns why.
+    """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes the rate of the last step, if training goes on.
+
+        Raises:
+            ValueError: if a schedule changes the rate between steps that are executed together.
+        """
+        optimizer = innermost(self.model.optimizer)
+        reason = without_velocity(optimizer)
+        self._corrects = reason is None
+        if reason is not None:
+            warnings.warn(f"MomentumCorrection does nothing: {reason}", stacklevel=2)
+            return
+        schedule = keras_seams.learning_rate_schedule(optimizer)
+        if schedule is not None and self.model.steps_per_execution > 1:
+            raise ValueError(
+                "MomentumCorrection cannot correct between steps that are executed together, in which the schedule changes the "
+                "learning rate. Compile with steps_per_execution=1, or set the rate with callbacks. "
+                f"Received: steps_per_execution={self.model.steps_per_execution}"
+            )
+        Velocity.of(optimizer).begin()
+        self._last = float(optimizer.learning_rate)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Of a schedule, the rate of the last step: what restores the optimizer's iterations has done so."""
+        optimizer = innermost(self.model.optimizer)
+        schedule = keras_seams.learning_rate_schedule(optimizer)
+        if schedule is not None:
+            self._last = float(schedule(max(keras_seams.batches_seen(optimizer) - 1, 0)))
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Corrects, if the next step has another rate than the last one."""
+        if self._corrects:
+            optimizer = innermost(self.model.optimizer)
+            Velocity.of(optimizer).follow(self._last, float(optimizer.learning_rate))

@@ -200,6 +200,40 @@ def reduced_gradients(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         yield
 
 
+class SGDWithCoupledWeightDecay(keras.optimizers.SGD):
+    """SGD that does not decay weights by itself: `update_step` sees to it."""
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        pass
+
+
+def decays(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
+    """Whether a variable is not excluded from weight decay."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable] | None:
+    """The velocities of an optimizer whose velocities hold the learning rate, once it is built; None for any other."""
+    if isinstance(optimizer, keras.optimizers.SGD):
+        kept = getattr(optimizer, "momentums", [])
+    elif isinstance(optimizer, keras.optimizers.RMSprop):
+        kept = getattr(optimizer, "_momentums", [])
+    else:
+        return None
+    return [velocity for velocity in kept if velocity is not None]
+
+
+def batches_seen(optimizer: keras.optimizers.Optimizer) -> int:
+    """How many batches an optimizer was given: those that it accumulates count one by one, as for its schedule."""
+    return int(optimizer._iterations)
+
+
+def learning_rate_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
+    """The schedule that gives the optimizer's learning rate; None if a variable does."""
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
+
+
 def _optimizers_inside(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     inner = getattr(optimizer, "inner_optimizer", None)
     return list(getattr(optimizer, "optimizers", ())) if inner is None else [inner, *_optimizers_inside(inner)]
