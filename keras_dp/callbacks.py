@@ -133,7 +133,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         """Sets the rate of the next step."""
         optimizer = innermost(self.model.optimizer)
         current = float(optimizer.learning_rate)
-        self._rate = self._next_rate(keras_seams.batches_seen(optimizer), current)
+        self._rate = self._next_rate(int(keras_seams.batches_seen(optimizer)), current)
         if self._rate != current:
             optimizer.learning_rate = self._rate
         if self.momentum_correction:
@@ -200,7 +200,7 @@ class MomentumCorrection(keras.callbacks.Callback):
         optimizer = innermost(self.model.optimizer)
         schedule = keras_seams.learning_rate_schedule(optimizer)
         if schedule is not None:
-            self._last = float(schedule(max(keras_seams.batches_seen(optimizer) - 1, 0)))
+            self._last = float(schedule(max(int(keras_seams.batches_seen(optimizer)) - 1, 0)))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Corrects, if the next step has another rate than the last one."""

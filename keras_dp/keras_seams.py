@@ -159,21 +159,11 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def move_variable(variable: keras.Variable, device: str) -> None:
-    """Puts the value of a variable on another device; the variable stays the same object."""
+    """Puts the value of a variable on another device; the variable stays the same object, and the same for optimizers."""
     old = variable.value
     with tf.device(device):
         variable._value = tf.Variable(old, trainable=old.trainable, name=variable.name, dtype=old.dtype)
-
-
-def know_moved_variables(optimizer: keras.optimizers.Optimizer) -> None:
-    """Has a built optimizer, and those inside it, find their variables again after they were moved."""
-    inside = _optimizers_inside(optimizer)
-    for part in [optimizer, *inside]:
-        if part.built:
-            part._trainable_variables_indices = {part._var_key(v): i for i, v in enumerate(part._trainable_variables)}
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer) and optimizer.built:
-        keys = [[part._var_key(v) for v in part._trainable_variables] for part in inside]
-        optimizer._var_to_optimizer_idx = {key: i for i, of_part in enumerate(keys) for key in of_part}
+    variable._value._unique_id = old._unique_id
 
 
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:
@@ -223,9 +213,14 @@ def velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable] | 
     return [velocity for velocity in kept if velocity is not None]
 
 
-def batches_seen(optimizer: keras.optimizers.Optimizer) -> int:
+def accumulators(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Where a built optimizer with `gradient_accumulation_steps` adds up gradients."""
+    return [accumulator for accumulator in optimizer._accumulated_gradients if accumulator is not None]
+
+
+def batches_seen(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """How many batches an optimizer was given: those that it accumulates count one by one, as for its schedule."""
-    return int(optimizer._iterations)
+    return optimizer._iterations
 
 
 def learning_rate_schedule(optimizer: keras.optimizers.Optimizer) -> Any:

@@ -115,7 +115,7 @@ class DataParallelModel(ModelWrapper):
         gradients, total = all_or_nothing((gradients, combine(variables, towers)))
         assign(variables, total)
         if variables.weights:
-            self.optimizer.apply(gradients, variables.weights)
+            self.optimizer.apply(gradients, variables.weights, data[0].batch_rows)
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return self._update_metrics(variables, towers, data, total)
@@ -325,10 +325,8 @@ class DataParallelModel(ModelWrapper):
     def _compile_towers(self) -> None:
         model = self.inner_model
         optimizer = self.optimizer
-        if optimizer is not None:
-            keras_seams.know_moved_variables(model.optimizer)
-            if self._wanted_device is not None:
-                placement.place_state(model.optimizer)
+        if optimizer is not None and self._wanted_device is not None:
+            placement.place_state(model.optimizer)
         super().compile(
             optimizer,
             run_eagerly=model.run_eagerly,

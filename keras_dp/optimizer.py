@@ -7,7 +7,9 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams, placement
+from keras_dp.accumulation import AccumulatedRows
 from keras_dp.face import Face
+from keras_dp.momentum import innermost
 
 Tensor = Any
 Gradient = Any
@@ -33,22 +35,47 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or its name.
         parameter_device: where gradients are summed, as "GPU:0" or "CPU:0"; None sums each where its variable lives.
+        accumulate: what an optimizer with `gradient_accumulation_steps` applies: "batches" is Keras's own mean over the
+            batches, in which a batch with fewer rows counts as much as the others; "rows" is their mean weighted by rows,
+            which is the gradient of all of them as one batch, if the loss is a mean over rows.
+
+    Raises:
+        ValueError: if `accumulate` is unknown, or is "rows" for an optimizer that does not accumulate.
     """
 
     _inside = "inner_optimizer"
-    _own = frozenset({"parameter_device"})
+    _own = frozenset({"parameter_device", "accumulate"})
 
-    def __init__(self, inner_optimizer: Any, parameter_device: str | None = None, name: str | None = None):
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        parameter_device: str | None = None,
+        accumulate: str = "batches",
+        name: str | None = None,
+    ):
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if isinstance(inner_optimizer, DataParallelOptimizer):
             raise ValueError("The optimizer is a DataParallelOptimizer already. Wrap the Keras optimizer inside it only once.")
+        if accumulate not in ("batches", "rows"):
+            raise ValueError(f'`accumulate` must be "batches" or "rows". Received: accumulate={accumulate!r}')
+        if accumulate == "rows" and not innermost(inner_optimizer).gradient_accumulation_steps:
+            raise ValueError(
+                'accumulate="rows" weights the batches that an optimizer accumulates, and this one accumulates none: give it '
+                f"gradient_accumulation_steps. Received: inner_optimizer={inner_optimizer!r}"
+            )
         super().__init__(learning_rate=0.0, name=name or inner_optimizer.name)
+        self.accumulate = accumulate
+        self._rows = AccumulatedRows(innermost(inner_optimizer)) if accumulate == "rows" else None
         self.parameter_device = None if parameter_device is None else placement.existing_device(parameter_device)
         self.inner_optimizer = inner_optimizer
 
     @tf.autograph.experimental.do_not_convert
     def apply_tower_gradients(
-        self, tower_gradients: Sequence[Sequence[Gradient]], variables: Sequence[Any], reduction: str = "sum"
+        self,
+        tower_gradients: Sequence[Sequence[Gradient]],
+        variables: Sequence[Any],
+        reduction: str = "sum",
+        rows: Tensor | None = None,
     ) -> None:
         """Combines N x K gradients and applies them to K variables.
 
@@ -58,11 +85,12 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
             variables: K variables, as `keras.Variable` or `tf.Variable`.
             reduction: "sum" for losses normalized by the global batch, whose towers add up to the whole (what
                 DataParallelModel does); "mean" for losses that are means over a tower's own rows, of equal number.
+            rows: B, the rows of the global batch; for `accumulate="rows"`.
 
         Raises:
-            ValueError: if the lists do not match, or the reduction is unknown.
+            ValueError: if the lists do not match, the reduction is unknown, or rows are to be accumulated and not given.
         """
-        self.apply(self.combine(tower_gradients, variables, reduction), variables)
+        self.apply(self.combine(tower_gradients, variables, reduction), variables, rows)
 
     @tf.autograph.experimental.do_not_convert
     def combine(
@@ -88,9 +116,15 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         return combined
 
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> Any:
-        """As the inner optimizer's `apply`, each variable where it lives."""
+    def apply(
+        self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None, rows: Tensor | None = None
+    ) -> Any:
+        """As the inner optimizer's `apply`, each variable where it lives; `rows` as in `apply_tower_gradients`."""
         with placement.beside_inputs(), keras_seams.reduced_gradients(self.inner_optimizer):
+            if self._rows is not None:
+                if not self.inner_optimizer.built:
+                    self.inner_optimizer.build(trainable_variables)
+                grads = self._rows.weight(grads, rows)
             return self.inner_optimizer.apply(grads, trainable_variables)
 
     def get_config(self) -> dict[str, Any]:
@@ -98,6 +132,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "parameter_device": self.parameter_device,
+            "accumulate": self.accumulate,
         }
 
     @classmethod

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dp import keras_seams
 from keras_dp.momentum import innermost
@@ -70,7 +71,7 @@ class LARS(keras_seams.SGDWithCoupledWeightDecay):
         """One update of a variable, from its gradient."""
         if keras_seams.decays(self, variable):
             # Of a sparse gradient, rows that occur twice must be added up before they are measured.
-            gradient = keras.ops.cast(keras.ops.convert_to_tensor(gradient), variable.dtype)
+            gradient = keras.ops.cast(tf.convert_to_tensor(gradient), variable.dtype)
             decay = keras.ops.cast(self.weight_decay, variable.dtype)
             weight_norm, gradient_norm = _norm(variable), _norm(gradient)
             moves = keras.ops.logical_and(weight_norm > 0, gradient_norm > 0)
@@ -107,6 +108,11 @@ def exclude_from_weight_decay(optimizer: keras.optimizers.Optimizer, model: kera
         raise ValueError(
             "A model that is not built has no variables that could be excluded from weight decay. Build it, or call it on a "
             f"batch, before. Received: model={model!r}"
+        )
+    if innermost(optimizer).built:
+        raise ValueError(
+            "An optimizer that has been built keeps decaying what it decays: it may have been compiled with a built model, or "
+            f"trained. Exclude variables before. Received: optimizer={optimizer!r}"
         )
     excluded = [v for v in model.trainable_variables if len(v.shape) <= 1 or v.name in UNDECAYED_NAMES]
     innermost(optimizer).exclude_from_weight_decay(var_list=excluded)

@@ -212,6 +212,7 @@ def test_moments_are_replaced_and_put_back():
 
 def test_variables_move_and_optimizers_find_them_again():
     moved = model()
+    moved.optimizer.exclude_from_weight_decay(var_list=moved.trainable_variables[:1])
     moved.optimizer.build(moved.trainable_variables)
     variable = moved.trainable_variables[0]
     value = variable.numpy()
@@ -219,11 +220,41 @@ def test_variables_move_and_optimizers_find_them_again():
     assert variable.value.device.endswith("CPU:3")
     np.testing.assert_array_equal(variable.numpy(), value)
     gradients = [tf.ones_like(v) for v in moved.trainable_variables]
-    with pytest.raises(ValueError, match="Unknown variable"):
-        moved.optimizer.apply(gradients, moved.trainable_variables)
-    keras_seams.know_moved_variables(moved.optimizer)
     moved.optimizer.apply(gradients, moved.trainable_variables)
     assert (variable.numpy() < value).all()
+    assert not keras_seams.decays(moved.optimizer, variable)
+    assert keras_seams.decays(moved.optimizer, moved.trainable_variables[1])
+
+
+def test_velocities_are_those_that_hold_the_learning_rate():
+    variables = [keras.Variable([1.0, 2.0])]
+    for optimizer in (keras.optimizers.SGD(0.5, momentum=0.5), keras.optimizers.RMSprop(0.5, momentum=0.5)):
+        assert keras_seams.velocities(optimizer) == []
+        optimizer.apply([[1.0, 1.0]], variables)
+        (velocity,) = keras_seams.velocities(optimizer)
+        assert np.abs(velocity.numpy()).min() > 0.1
+    assert keras_seams.velocities(keras.optimizers.SGD(0.5)) == []
+    assert keras_seams.velocities(keras.optimizers.Adam()) is None
+
+
+def test_schedules_see_every_batch():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=2)
+    assert keras_seams.learning_rate_schedule(optimizer) is schedule
+    assert keras_seams.learning_rate_schedule(keras.optimizers.SGD(0.1)) is None
+    weight = keras.Variable([1.0])
+    for batches in range(3):
+        assert int(keras_seams.batches_seen(optimizer)) == batches
+        assert float(optimizer.learning_rate) == float(schedule(batches))
+        optimizer.apply([[1.0]], [weight])
+
+
+def test_coupled_weight_decay_is_left_to_the_update():
+    weight = keras.Variable([1.0])
+    keras_seams.SGDWithCoupledWeightDecay(0.5, weight_decay=0.5).apply([[0.0]], [weight])
+    assert weight.numpy() == [1.0]
+    keras.optimizers.SGD(0.5, weight_decay=0.5).apply([[0.0]], [weight])
+    assert weight.numpy() == [0.75]
 
 
 def test_arguments_of_losses_and_metrics_around_functions():

@@ -1,0 +1,150 @@
+"""Trains a ResNet on CIFAR-10 with a large global batch, by the recipe of "Accurate, Large Minibatch SGD".
+
+With --compare, it trains one device with the small batch and the towers with the large one, with and without the parts of the
+recipe, and draws the learning curves.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import cifar10_data
+import keras
+import large_batch_comparison
+import tensorflow as tf
+
+import keras_dp
+
+WEIGHT_DECAY = 5e-4
+
+
+def resnet(depth):
+    """A ResNet for images of 32 x 32 pixels: 3 stages of n blocks with 16, 32 and 64 filters, 6 n + 2 layers.
+
+    As He et al. 2016 (https://arxiv.org/abs/1512.03385, section 4.2), with parameter-free shortcuts (option A). Each block's
+    last gain of batch normalization begins at 0, so that the network begins as a shallow one (Goyal et al. 2017,
+    https://arxiv.org/abs/1706.02677, section 5.1).
+
+    Args:
+        depth: 20, 32, 44, 56 and so on: 6 n + 2.
+
+    Returns:
+        A model that gives ten logits.
+
+    Raises:
+        ValueError: if there is no such depth.
+    """
+    blocks, rest = divmod(depth - 2, 6)
+    if rest or blocks < 1:
+        raise ValueError(f"The depth of a ResNet for CIFAR is 6 n + 2: 8, 14, 20, 32, 56. Received: depth={depth}")
+
+    def convolution(x, filters, strides=1, gain="ones"):
+        x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
+        # The default momentum of 0.99 remembers the first steps for longer than a short training lasts.
+        return keras.layers.BatchNormalization(momentum=0.9, gamma_initializer=gain)(x)
+
+    inputs = keras.Input((32, 32, 3))
+    x = keras.layers.ReLU()(convolution(inputs, 16))
+    for filters in (16, 32, 64):
+        for block in range(blocks):
+            strides = 2 if block == 0 and filters > 16 else 1
+            shortcut = x
+            if strides == 2:
+                shortcut = keras.ops.pad(x[:, ::2, ::2], ((0, 0), (0, 0), (0, 0), (filters // 4, filters // 4)))
+            x = keras.layers.ReLU()(convolution(x, filters, strides))
+            x = keras.layers.ReLU()(keras.layers.Add()([convolution(x, filters, gain="zeros"), shortcut]))
+    return keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
+
+
+def learning_rate(args, scale, warmup, steps_per_epoch):
+    """η, and a tenth and a hundredth of it in the last epochs; scaled and warmed up.
+
+    Args:
+        args: the command line's arguments.
+        scale: k, the factor of all rates.
+        warmup: "gradual" from η to k η; "constant" at η, then k η; or "none".
+        steps_per_epoch: how many batches an epoch has.
+
+    Returns:
+        A schedule.
+    """
+    rate, warmup_steps = args.base_learning_rate, int(args.warmup_epochs * steps_per_epoch)
+    boundaries = [int(part * args.epochs * steps_per_epoch) for part in (0.6, 0.85)]
+    if warmup == "constant":
+        rates = [rate, scale * rate, scale * rate / 10, scale * rate / 100]
+        return keras.optimizers.schedules.PiecewiseConstantDecay([warmup_steps, *boundaries], rates)
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, [rate, rate / 10, rate / 100])
+    return keras_dp.schedules.WarmupThen(schedule, scale, warmup_steps if warmup == "gradual" else 0)
+
+
+def train(args, train_set, test_set, towers, batch_size, scale, warmup, batch_norm, seed, verbose):
+    """Trains one network.
+
+    Args:
+        args: the command line's arguments.
+        train_set: images and labels.
+        test_set: images and labels.
+        towers: on how many devices; 1 trains with Keras alone.
+        batch_size: images in a global batch.
+        scale: k, the factor of the learning rate.
+        warmup: "gradual", "constant" or "none".
+        batch_norm: a mode of `DataParallelModel`.
+        seed: of weights, order and augmentation.
+        verbose: as for `fit`.
+
+    Returns:
+        The history of `fit`, and the model.
+    """
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    model = resnet(args.depth)
+    rate = learning_rate(args, scale, warmup, math.ceil(len(train_set[0]) / batch_size))
+    optimizer = keras.optimizers.SGD(rate, momentum=0.9, weight_decay=WEIGHT_DECAY)
+    keras_dp.optimizers.exclude_from_weight_decay(optimizer, model)
+    if towers > 1:
+        model = keras_dp.DataParallelModel(model, devices=towers, batch_norm=batch_norm)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    history = model.fit(
+        cifar10_data.augmented_batches(*train_set, batch_size, seed),
+        epochs=args.epochs,
+        validation_data=tf.data.Dataset.from_tensor_slices(test_set).batch(500),
+        callbacks=[keras_dp.callbacks.MomentumCorrection()],
+        shuffle=False,  # the dataset does
+        verbose=verbose,
+    )
+    return history.history, model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="FILE.npz", type=Path, help="CIFAR-10 as x_train, y_train, x_test, y_test")
+    parser.add_argument("--depth", type=int, default=20, help="layers: 20, 32 or 56")
+    parser.add_argument("--towers", type=int, default=2, help="devices to train on")
+    parser.add_argument("--batch-size", type=int, default=128, help="images in a global batch")
+    parser.add_argument("--base-batch-size", type=int, default=64, help="images in the batch that the base rate is for")
+    parser.add_argument("--base-learning-rate", type=float, default=0.1)
+    parser.add_argument("--warmup-epochs", type=float, default=1)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--batch-norm", choices=("sync", "local", "first"), default="sync")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--compare", action="store_true", help="train the small and the large batch, with and without the recipe"
+    )
+    large_batch_comparison.add_arguments(parser)
+    args = parser.parse_args()
+    if not tf.config.list_physical_devices("GPU"):
+        keras_dp.use_logical_cpus(args.towers)
+
+    data = cifar10_data.load(args.data)
+    if args.compare:
+        large_batch_comparison.compare(args, data, train)
+        return
+    scale = args.batch_size / args.base_batch_size
+    history, model = train(args, *data, args.towers, args.batch_size, scale, "gradual", args.batch_norm, args.seed, verbose=2)
+    if args.towers > 1:
+        print(f"towers on {', '.join(model.devices)}, parameters on {model.parameter_device}")
+    print(f"test accuracy {100 * history['val_accuracy'][-1]:.2f} %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Names the digit that each pixel belongs to, where a device has room for two images only: what needs towers the most.
+
+Dense prediction has few images in a slice, too few for batch normalization: "sync" normalizes with the moments of all of them.
+The rate is the one of a single tower's images, scaled by the number of towers and warmed up.
+"""
+
+import argparse
+
+import keras
+import mnist_data
+import numpy as np
+import tensorflow as tf
+
+import keras_dp
+
+SIZE = 64  # pixels
+DIGITS = 4  # in an image
+BACKGROUND = 10
+INK = 0.3  # the least brightness of a digit's pixels
+
+
+def scenes(images, labels, count, seed):
+    """Images with several digits on noise, and the class of each pixel.
+
+    Args:
+        images: images of digits of shape (n, 28, 28, 1), from 0 to 1.
+        labels: n labels.
+        count: how many scenes to make.
+        seed: which digits, and where.
+
+    Returns:
+        float32 images of shape (count, 64, 64, 1), and int32 classes of shape (count, 64, 64): the digit, or 10.
+    """
+    random = np.random.default_rng(seed)
+    x = random.uniform(0, 0.3, (count, SIZE, SIZE, 1)).astype("float32")
+    y = np.full((count, SIZE, SIZE), BACKGROUND, "int32")
+    height, width = images.shape[1:3]
+    for scene in range(count):
+        # Digits that overlap hide those before them.
+        for digit in random.integers(len(images), size=DIGITS):
+            top, left = random.integers(SIZE - height + 1), random.integers(SIZE - width + 1)
+            window = scene, slice(top, top + height), slice(left, left + width)
+            ink = images[digit, ..., 0] > INK
+            x[window][ink] = images[digit][ink]
+            y[window][ink] = labels[digit]
+    return x, y
+
+
+def unet():
+    """A U-Net with 16, 32 and 64 filters; logits of shape (batch, 64, 64, 11)."""
+
+    def convolutions(x, filters):
+        for _ in range(2):
+            x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+            x = keras.layers.ReLU()(keras.layers.BatchNormalization(momentum=0.9)(x))
+        return x
+
+    inputs = keras.Input((SIZE, SIZE, 1))
+    fine = convolutions(inputs, 16)
+    middle = convolutions(keras.layers.MaxPooling2D()(fine), 32)
+    x = convolutions(keras.layers.MaxPooling2D()(middle), 64)
+    for skipped, filters in ((middle, 32), (fine, 16)):
+        x = keras.layers.Conv2DTranspose(filters, 2, strides=2)(x)
+        x = convolutions(keras.layers.Concatenate()([x, skipped]), filters)
+    return keras.Model(inputs, keras.layers.Conv2D(BACKGROUND + 1, 1)(x))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="FILE.npz", help="MNIST as x_train, y_train, x_test, y_test")
+    parser.add_argument("--towers", type=int, default=4)
+    parser.add_argument("--images-per-tower", type=int, default=2)
+    parser.add_argument("--scenes", type=int, default=1600, help="images to train on")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--base-learning-rate", type=float, default=0.05, help="for one tower's images")
+    parser.add_argument("--batch-norm", choices=("sync", "local", "first"), default="sync")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if not tf.config.list_physical_devices("GPU"):
+        keras_dp.use_logical_cpus(args.towers)
+
+    train_digits, test_digits = mnist_data.load(args.data)
+    x_train, y_train = scenes(*train_digits, args.scenes, args.seed)
+    x_test, y_test = scenes(*test_digits, 200, args.seed + 1)
+    keras.utils.set_random_seed(args.seed)
+
+    model = keras_dp.DataParallelModel(unet(), devices=args.towers, batch_norm=args.batch_norm)
+    model.compile(
+        keras.optimizers.SGD(args.base_learning_rate, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy", keras.metrics.MeanIoU(BACKGROUND + 1, sparse_y_pred=False, name="mean_iou")],
+    )
+    # One image in each slice of a tower that sees two is the small batch; N towers see N times as many.
+    warmup = keras_dp.callbacks.LearningRateWarmup(args.base_learning_rate, scale=args.towers, warmup_epochs=1)
+    batch_size = args.towers * args.images_per_tower
+    model.fit(x_train, y_train, batch_size=batch_size, epochs=args.epochs, callbacks=[warmup], verbose=2)
+    scores = model.evaluate(x_test, y_test, batch_size=batch_size, verbose=0, return_dict=True)
+
+    print(f"towers on {', '.join(model.devices)}, {args.images_per_tower} images each")
+    print(f"mean intersection over union {100 * scores['mean_iou']:.2f} %")
+    print(f"test accuracy {100 * scores['accuracy']:.2f} %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""accumulate="rows": accumulated batches of different sizes give what all their rows give as one batch."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_dp
+
+X = np.sin(np.arange(88.0)).reshape(22, 4)
+Y = np.cos(np.arange(44.0)).reshape(22, 2)
+WEIGHTS = np.linspace(0.1, 3.0, 22)
+# Eleven rows, as batches of 4, 4 and 3, are one step.
+ROWS, BATCH_SIZE, STEPS = 11, 4, 3
+
+OPTIMIZERS = {
+    "SGD": lambda **arguments: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01, **arguments),
+    "Adam": lambda **arguments: keras.optimizers.Adam(0.01, **arguments),
+    "clipped": lambda **arguments: keras.optimizers.SGD(0.5, global_clipnorm=0.05, **arguments),
+    "loss scaling": lambda **arguments: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9, **arguments), initial_scale=8.0
+    ),
+}
+
+
+def build():
+    keras.utils.set_random_seed(3)
+    regularizer = keras.regularizers.L2(0.01)
+    hidden = layers.Dense(5, activation="tanh", kernel_regularizer=regularizer)
+    return keras.Sequential([keras.Input((4,)), hidden, layers.Dense(2)])
+
+
+def one_batch_at_a_time(optimizer, epochs, sample_weight=None):
+    """Plain Keras, on 11 rows at a time."""
+    model = build()
+    model.compile(optimizer, "mse")
+    model.fit(X, Y, ROWS, epochs, shuffle=False, verbose=0, sample_weight=sample_weight)
+    return model.get_weights()
+
+
+def train_in_parts(model, epochs, sample_weight=None):
+    """Trains on 22 rows as batches of 4, 4, 3, 4, 4, 3."""
+    for _ in range(epochs):
+        for begin in (0, ROWS):
+            for start in range(begin, begin + ROWS, BATCH_SIZE):
+                rows = slice(start, min(start + BATCH_SIZE, begin + ROWS))
+                model.train_on_batch(X[rows], Y[rows], None if sample_weight is None else sample_weight[rows])
+
+
+def accumulating(name, num_towers=2, accumulate="rows", **wrapper_arguments):
+    model = keras_dp.DataParallelModel(build(), devices=num_towers, **wrapper_arguments)
+    inner_optimizer = OPTIMIZERS[name](gradient_accumulation_steps=STEPS)
+    model.compile(keras_dp.DataParallelOptimizer(inner_optimizer, accumulate=accumulate), "mse")
+    return model
+
+
+def difference(expected, received):
+    return max(np.abs(one - other).max() for one, other in zip(expected, received, strict=True))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_uneven_batches_are_one_batch(name, num_towers, weighted):
+    sample_weight = WEIGHTS if weighted else None
+    model = accumulating(name, num_towers)
+    train_in_parts(model, epochs=3, sample_weight=sample_weight)
+    expected = one_batch_at_a_time(OPTIMIZERS[name](), 3, sample_weight)
+    assert difference(expected, model.get_weights()) < 1e-9
+
+
+def test_with_variables_on_all_devices():
+    model = accumulating("Adam", parameter_device="sharded")
+    train_in_parts(model, epochs=3)
+    assert difference(one_batch_at_a_time(OPTIMIZERS["Adam"](), 3), model.get_weights()) < 1e-9
+
+
+def test_through_fit_with_windows_across_epochs():
+    """Eleven rows in batches of 4 are three batches: a window of two ends within the next epoch."""
+    inner_optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model = keras_dp.DataParallelModel(build(), devices=2)
+    model.compile(keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows"), "mse")
+    model.fit(X[:ROWS], Y[:ROWS], BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+    plain = build()
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    for rows in ([*range(8)], [*range(8, 11), *range(4)], [*range(4, 11)]):
+        plain.train_on_batch(X[rows], Y[rows])
+    assert difference(plain.get_weights(), model.get_weights()) < 1e-9
+
+
+def test_keras_own_mean_of_means_is_another_thing():
+    model = accumulating("SGD", accumulate="batches")
+    train_in_parts(model, epochs=3)
+    assert difference(one_batch_at_a_time(OPTIMIZERS["SGD"](), 3), model.get_weights()) > 1e-4
+
+
+def test_of_equal_batches_both_are_the_same():
+    weights = []
+    for accumulate in ("rows", "batches"):
+        model = accumulating("Adam", accumulate=accumulate)
+        model.fit(X[:12], Y[:12], BATCH_SIZE, epochs=3, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert difference(*weights) < 1e-12
+
+
+def test_a_batch_that_overflows_is_left_out_with_its_rows():
+    """The second of four batches is infinite: the loss scale falls, and the window is made of the three others."""
+    model = accumulating("loss scaling")
+    batches = [slice(0, 4), slice(4, 8), slice(8, 11), slice(11, 13)]
+    for number, rows in enumerate(batches):
+        model.train_on_batch(X[rows] * (np.inf if number == 1 else 1), Y[rows])
+    plain = build()
+    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    rows = [*range(4), *range(8, 13)]
+    plain.train_on_batch(X[rows], Y[rows])
+    assert difference(plain.get_weights(), model.get_weights()) < 1e-9
+    assert model.optimizer.inner_optimizer.dynamic_scale.numpy() == 4.0
+
+
+def test_embeddings_of_rows_that_occur_twice():
+    def tokens():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(6, 2), layers.Flatten(), layers.Dense(2)])
+
+    x = np.arange(66).reshape(22, 3) % 6
+    plain = tokens()
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.train_on_batch(x[:7], Y[:7])
+    model = keras_dp.DataParallelModel(tokens(), devices=2)
+    inner_optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model.compile(keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows"), "mse")
+    for rows in (slice(0, 4), slice(4, 7)):
+        model.train_on_batch(x[rows], Y[rows])
+    assert difference(plain.get_weights(), model.get_weights()) < 1e-9
+
+
+def test_training_that_resumes_within_equal_batches(tmp_path):
+    whole = accumulating("Adam")
+    for _ in range(2):
+        whole.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
+    broken = accumulating("Adam")
+    broken.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
+    broken.save_weights(tmp_path / "middle.weights.h5")
+    resumed = accumulating("Adam")
+    resumed.inner_model.optimizer.build(resumed.trainable_variables)
+    resumed.load_weights(tmp_path / "middle.weights.h5")
+    resumed.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
+    assert difference(whole.get_weights(), resumed.get_weights()) < 1e-12
+
+
+def test_in_a_loop_of_ones_own():
+    weight = keras.Variable([0.0])
+    inner_optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    optimizer = keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
+    optimizer.apply_tower_gradients([[[1.0]], [[1.0]]], [weight], rows=3)
+    optimizer.apply_tower_gradients([[[-1.0]], [[-1.0]]], [weight], rows=1)
+    assert weight.numpy() == [-(3 * 2 - 1 * 2) / 4]
+    with pytest.raises(ValueError, match="give their number. Received: rows=None"):
+        optimizer.apply_tower_gradients([[[1.0]]], [weight])
+    again = keras_dp.DataParallelOptimizer.from_config(optimizer.get_config())
+    assert again.accumulate == "rows"
+
+
+@pytest.mark.parametrize(
+    ("inner_optimizer", "accumulate", "message"),
+    [
+        ("sgd", "rows", "this one accumulates none: give it gradient_accumulation_steps"),
+        ("sgd", "elements", '`accumulate` must be "batches" or "rows". Received: accumulate=\'elements\''),
+    ],
+)
+def test_bad_arguments(inner_optimizer, accumulate, message):
+    with pytest.raises(ValueError, match=message):
+        keras_dp.DataParallelOptimizer(inner_optimizer, accumulate=accumulate)

@@ -1,0 +1,112 @@
+"""What the recipe for large batches rests on (Goyal et al. 2017, section 3), on towers, against NumPy."""
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_towers_match_one_device
+from keras import layers
+
+import keras_dp
+
+X = np.sin(np.arange(44.0)).reshape(11, 4)
+Y = np.cos(np.arange(22.0)).reshape(11, 2)
+RATE = 0.125
+
+
+def linear(**arguments):
+    return keras.Sequential([keras.Input((4,)), layers.Dense(2, use_bias=False, **arguments)])
+
+
+def gradient(w, rows=slice(None)):
+    """Of the mean squared error, by the weights."""
+    return 2 / Y[rows].size * X[rows].T @ (X[rows] @ w - Y[rows])
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 4])
+def test_the_loss_is_normalized_by_the_total_minibatch(num_towers):
+    """Remark 3: the towers' gradients add up, each divided by all rows; towers have 2 and 3 rows, or 5 and 6."""
+    model = keras_dp.DataParallelModel(linear(), devices=num_towers)
+    (w,) = model.get_weights()
+    model.compile(keras.optimizers.SGD(RATE), "mse")
+    model.train_on_batch(X, Y)
+    np.testing.assert_allclose(model.get_weights()[0], w - RATE * gradient(w), atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_weight", [1.0, 8.0])
+@pytest.mark.parametrize("num_towers", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["regularizer", "decoupled"])
+def test_weight_decay_is_not_scaled(kind, num_towers, loss_weight):
+    """Remark 1: whatever the number of towers and the scale of the loss, weights decay at the one rate given."""
+    regularizer = keras.regularizers.L2(0.25) if kind == "regularizer" else None
+    model = keras_dp.DataParallelModel(linear(kernel_regularizer=regularizer), devices=num_towers)
+    (w,) = model.get_weights()
+    optimizer = keras.optimizers.SGD(RATE, weight_decay=0.5 if kind == "decoupled" else None)
+    model.compile(optimizer, "mse", loss_weights=loss_weight)
+    model.train_on_batch(X, Y)
+    expected = w - RATE * (loss_weight * gradient(w) + 0.5 * w)
+    np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_linear_scaling_of_one_step(parts):
+    """Section 2.1: where the gradient hardly changes, one step at the rate k η is k steps at the rate η."""
+    rate, w = 1e-5, linear().get_weights()[0]
+    small = w
+    for part in np.array_split(np.arange(12) % 11, parts):
+        small = small - rate * gradient(small, part)
+    model = keras_dp.DataParallelModel(linear(), devices=2)
+    model.set_weights([w])
+    model.compile(keras.optimizers.SGD(parts * rate), "mse")
+    rows = np.arange(12) % 11
+    model.train_on_batch(X[rows], Y[rows])
+    (large,) = model.get_weights()
+    assert np.abs(large - small).max() < 1e-3 * np.abs(small - w).max()
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 4, 7, 30])
+@pytest.mark.parametrize("num_towers", [1, 3, 4])
+def test_an_epoch_sees_every_row_once(num_towers, batch_size, steps_per_execution):
+    """Remark 4: one order in an epoch, divided among the towers. Each row's own weight counts how often it was seen."""
+    rows = np.arange(23)
+    model = keras.Sequential([keras.Input((), dtype="int32"), layers.Embedding(23, 1, embeddings_initializer="zeros")])
+    parallel = keras_dp.DataParallelModel(model, devices=num_towers)
+    seen = Seen(lambda y_true, y_pred: -y_pred, reduction="sum")
+    parallel.compile(keras.optimizers.SGD(1.0), seen, steps_per_execution=steps_per_execution)
+    for epoch in (1, 2):
+        parallel.fit(rows, rows, batch_size=batch_size, shuffle=True, verbose=0)
+        np.testing.assert_allclose(model.get_weights()[0].ravel(), epoch, rtol=1e-12)
+
+
+class Seen(keras.losses.Loss):
+    def __init__(self, fn, reduction):
+        super().__init__(reduction=reduction)
+        self.fn = fn
+
+    def call(self, y_true, y_pred):
+        return self.fn(y_true, y_pred)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_label_smoothing(smoothing):
+    """It is an argument of Keras's losses."""
+
+    def build():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(6, activation="relu"), layers.Dense(3)])
+
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing)
+    y = np.eye(3)[np.arange(11) % 3]
+    assert_towers_match_one_device(build, lambda: {"optimizer": "adam", "loss": loss}, [((X, y), 5)], 3)
+
+
+def test_same_global_batch_same_rate():
+    """More devices alone change nothing."""
+    weights = []
+    for num_towers in (1, 2, 4):
+        keras.utils.set_random_seed(0)
+        model = keras_dp.DataParallelModel(linear(), devices=num_towers)
+        model.compile(keras.optimizers.SGD(RATE, momentum=0.9), "mse")
+        model.fit(X, Y, batch_size=4, epochs=3, verbose=0)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_allclose(weights[1], weights[0], atol=1e-12)
+    np.testing.assert_allclose(weights[2], weights[0], atol=1e-12)
