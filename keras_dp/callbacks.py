@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dp import keras_seams
-from keras_dp.momentum import Velocity, innermost, without_velocity
+from keras_dp.momentum import Velocity, innermost, innermost_optimizers, without_velocity
 from keras_dp.schedules import gradual_warmup, refuse_negative, refuse_unless_positive
 
 RATE_PRECISION = 1e-6  # of a learning rate in a float32 variable
@@ -70,8 +70,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
     warm-up's, until that ends: so a LearningRateScheduler takes over after it. For an optimizer with a
     `LearningRateSchedule`, use `schedules.WarmupThen`, which is the same inside the optimizer.
 
-    The optimizer counts the steps: training that goes on from a checkpoint, in this process or another
-    one, goes on with the warm-up where it was. With `steps_per_execution` of n, the rate changes every n steps.
+    Steps are those of the optimizer, or those of `fit`'s epochs where these are further (`initial_epoch`): training that
+    goes on from a checkpoint, in this process or another one, goes on with the warm-up where it was. With
+    `steps_per_execution` of n, the rate changes every n steps.
 
     Args:
         base_learning_rate: η, the rate for the small batch.
@@ -112,42 +113,44 @@ class LearningRateWarmup(keras.callbacks.Callback):
         Raises:
             ValueError: if the optimizer's rate cannot be set, or the number of steps in an epoch is not known.
         """
-        optimizer = self.model.optimizer
+        optimizer = innermost(self.model.optimizer)
         steps = self.steps_per_epoch or self.params.get("steps")
         if steps is None:
             raise ValueError(
                 "LearningRateWarmup does not know how many steps an epoch has, since fit() does not know its data's length. "
                 "Give it steps_per_epoch. Received: steps_per_epoch=None"
             )
-        if hasattr(optimizer, "optimizers") or keras_seams.learning_rate_schedule(innermost(optimizer)) is not None:
+        if hasattr(optimizer, "optimizers") or keras_seams.learning_rate_schedule(optimizer) is not None:
             raise ValueError(
                 "LearningRateWarmup sets the learning rate, and this optimizer has several, or a schedule. Wrap each schedule: "
                 f"keras_dp.schedules.WarmupThen(schedule, scale, warmup_steps). Received: optimizer={optimizer!r}"
             )
+        self._steps_per_epoch = steps
         self._warmup_steps = self.warmup_epochs * steps
         self._rate: float | None = None
         self._factor = 1.0
         Velocity.of(optimizer).begin()
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts the steps before this epoch."""
+        self._epoch_begin = epoch * self._steps_per_epoch
+
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets the rate of the next step."""
         optimizer = innermost(self.model.optimizer)
         current = float(optimizer.learning_rate)
-        self._rate = self._next_rate(int(keras_seams.batches_seen(optimizer)), current)
+        seen = int(keras_seams.batches_seen(optimizer))
+        step = max(seen, self._epoch_begin + batch)
+        last = step - self.model.steps_per_execution
+        if seen > 0 and last < self._warmup_steps:
+            expected = self._ramp(last) if self._rate is None else self._rate
+            if current < expected * (1 - RATE_PRECISION):
+                self._factor *= current / expected
+        self._rate = current if last >= self._warmup_steps else self._ramp(step) * self._factor
         if self._rate != current:
             optimizer.learning_rate = self._rate
         if self.momentum_correction:
             Velocity.of(optimizer).follow(current, self._rate)
-
-    def _next_rate(self, step: int, current: float) -> float:
-        last = step - self.model.steps_per_execution
-        if last >= self._warmup_steps:
-            return current
-        if step > 0:
-            expected = self._ramp(last) if self._rate is None else self._rate
-            if current < expected * (1 - RATE_PRECISION):
-                self._factor *= current / expected
-        return self._ramp(step) * self._factor
 
     def _ramp(self, step: int) -> float:
         end = self.scale * self.base_learning_rate
@@ -179,31 +182,31 @@ class MomentumCorrection(keras.callbacks.Callback):
         Raises:
             ValueError: if a schedule changes the rate between steps that are executed together.
         """
-        optimizer = innermost(self.model.optimizer)
-        reason = without_velocity(optimizer)
-        self._corrects = reason is None
-        if reason is not None:
-            warnings.warn(f"MomentumCorrection does nothing: {reason}", stacklevel=2)
-            return
-        schedule = keras_seams.learning_rate_schedule(optimizer)
-        if schedule is not None and self.model.steps_per_execution > 1:
-            raise ValueError(
-                "MomentumCorrection cannot correct between steps that are executed together, in which the schedule changes the "
-                "learning rate. Compile with steps_per_execution=1, or set the rate with callbacks. "
-                f"Received: steps_per_execution={self.model.steps_per_execution}"
-            )
-        Velocity.of(optimizer).begin()
-        self._last = float(optimizer.learning_rate)
+        optimizers = innermost_optimizers(self.model.optimizer)
+        reasons = [without_velocity(optimizer) for optimizer in optimizers]
+        corrected = [optimizer for optimizer, reason in zip(optimizers, reasons, strict=True) if reason is None]
+        if not corrected:
+            warnings.warn(f"MomentumCorrection does nothing: {' '.join(filter(None, reasons))}", stacklevel=2)
+        for optimizer in corrected:
+            if keras_seams.learning_rate_schedule(optimizer) is not None and self.model.steps_per_execution > 1:
+                raise ValueError(
+                    "MomentumCorrection cannot correct between steps that are executed together, in which the schedule changes "
+                    "the learning rate. Compile with steps_per_execution=1, or set the rate with callbacks. "
+                    f"Received: steps_per_execution={self.model.steps_per_execution}"
+                )
+            Velocity.of(optimizer).begin()
+        self._last_rates = [(optimizer, float(optimizer.learning_rate)) for optimizer in corrected]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Of a schedule, the rate of the last step: what restores the optimizer's iterations has done so."""
-        optimizer = innermost(self.model.optimizer)
-        schedule = keras_seams.learning_rate_schedule(optimizer)
-        if schedule is not None:
-            self._last = float(schedule(max(int(keras_seams.batches_seen(optimizer)) - 1, 0)))
+        """Of a schedule, finds the rate of the last step: what restores the optimizer's iterations has done so."""
+        self._last_rates = [(optimizer, _last_rate(optimizer, rate)) for optimizer, rate in self._last_rates]
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Corrects, if the next step has another rate than the last one."""
-        if self._corrects:
-            optimizer = innermost(self.model.optimizer)
-            Velocity.of(optimizer).follow(self._last, float(optimizer.learning_rate))
+        for optimizer, last_rate in self._last_rates:
+            Velocity.of(optimizer).follow(last_rate, float(optimizer.learning_rate))
+
+
+def _last_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> float:
+    schedule = keras_seams.learning_rate_schedule(optimizer)
+    return rate if schedule is None else float(schedule(max(int(keras_seams.batches_seen(optimizer)) - 1, 0)))

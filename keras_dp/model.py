@@ -34,6 +34,11 @@ def _on_towers(tower_step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
     @functools.wraps(tower_step)
     def step(model: "DataParallelModel", data: Any) -> Any:
         if model._is_eager():
+            if name == "train" and model.optimizer is not None and model.optimizer.accumulate == "rows":
+                raise ValueError(
+                    'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
+                    'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
+                )
             return model._on_one_device(getattr(model.inner_model, f"{name}_step"), data)
         if tf.executing_eagerly():
             # It was called directly, with a batch.

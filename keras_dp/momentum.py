@@ -19,7 +19,7 @@ class Velocity:
     remark 2, "Apply momentum correction after changing learning rate if using (10)").
 
     Args:
-        optimizer: a Keras optimizer; those around it (loss scaling, keras_dp) are looked through.
+        optimizer: an innermost Keras optimizer.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
@@ -30,7 +30,6 @@ class Velocity:
     @classmethod
     def of(cls, optimizer: keras.optimizers.Optimizer) -> "Velocity":
         """The one velocity of an optimizer: who corrects it twice for one change, corrects it once."""
-        optimizer = innermost(optimizer)
         return _velocities.setdefault(optimizer, cls(optimizer))
 
     def begin(self) -> None:
@@ -62,7 +61,6 @@ _velocities: MutableMapping[keras.optimizers.Optimizer, Velocity] = WeakKeyDicti
 
 def without_velocity(optimizer: keras.optimizers.Optimizer) -> str | None:
     """Why the optimizer has no velocity that holds the learning rate; None if it has one."""
-    optimizer = innermost(optimizer)
     if keras_seams.velocities(optimizer) is None:
         return (
             f"{type(optimizer).__name__} keeps averages of gradients, without the learning rate, which multiplies them when "
@@ -78,6 +76,12 @@ def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimiz
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def innermost_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizer inside those that wrap one, or all those inside a `MultiOptimizer`."""
+    optimizer = innermost(optimizer)
+    return list(getattr(optimizer, "optimizers", [optimizer]))
 
 
 def _multiplication(velocities: list[keras.Variable]) -> Callable[[Any], None]:

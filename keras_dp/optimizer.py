@@ -35,6 +35,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or its name.
         parameter_device: where gradients are summed, as "GPU:0" or "CPU:0"; None sums each where its variable lives.
+        name: the optimizer's name; None for that of the inner optimizer.
         accumulate: what an optimizer with `gradient_accumulation_steps` applies: "batches" is Keras's own mean over the
             batches, in which a batch with fewer rows counts as much as the others; "rows" is their mean weighted by rows,
             which is the gradient of all of them as one batch, if the loss is a mean over rows.
@@ -50,8 +51,8 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         self,
         inner_optimizer: Any,
         parameter_device: str | None = None,
-        accumulate: str = "batches",
         name: str | None = None,
+        accumulate: str = "batches",
     ):
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if isinstance(inner_optimizer, DataParallelOptimizer):
@@ -122,7 +123,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         """As the inner optimizer's `apply`, each variable where it lives; `rows` as in `apply_tower_gradients`."""
         with placement.beside_inputs(), keras_seams.reduced_gradients(self.inner_optimizer):
             if self._rows is not None:
-                if not self.inner_optimizer.built:
+                if trainable_variables is not None and not self.inner_optimizer.built:
                     self.inner_optimizer.build(trainable_variables)
                 grads = self._rows.weight(grads, rows)
             return self.inner_optimizer.apply(grads, trainable_variables)

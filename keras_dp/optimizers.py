@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams
-from keras_dp.momentum import innermost
+from keras_dp.momentum import innermost_optimizers
 from keras_dp.schedules import refuse_negative, refuse_unless_positive
 
 Tensor = Any
@@ -109,13 +109,15 @@ def exclude_from_weight_decay(optimizer: keras.optimizers.Optimizer, model: kera
             "A model that is not built has no variables that could be excluded from weight decay. Build it, or call it on a "
             f"batch, before. Received: model={model!r}"
         )
-    if innermost(optimizer).built:
+    parts = innermost_optimizers(optimizer)
+    if any(part.built for part in parts):
         raise ValueError(
             "An optimizer that has been built keeps decaying what it decays: it may have been compiled with a built model, or "
             f"trained. Exclude variables before. Received: optimizer={optimizer!r}"
         )
     excluded = [v for v in model.trainable_variables if len(v.shape) <= 1 or v.name in UNDECAYED_NAMES]
-    innermost(optimizer).exclude_from_weight_decay(var_list=excluded)
+    for part in parts:
+        part.exclude_from_weight_decay(var_list=excluded)
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -170,6 +170,12 @@ def test_warmup_resumes_in_the_middle(tmp_path, num_towers, by):
         np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
+def test_warmup_goes_by_the_epochs_where_the_optimizer_is_new():
+    """As after `load_weights` of the weights alone: the rate of the new optimizer says nothing."""
+    rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 4)], initial_epoch=3)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 12, 15)[9:], rtol=1e-12)
+
+
 def test_warmup_with_accumulated_gradients_counts_batches():
     optimizer = keras.optimizers.SGD(1.0, momentum=0.9, gradient_accumulation_steps=3)
     rates, _ = rates_of(compiled(2, optimizer), [LearningRateWarmup(0.01, 8, 2)])

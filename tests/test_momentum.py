@@ -147,6 +147,37 @@ def test_through_loss_scaling_and_sharded_variables():
     np.testing.assert_allclose(model.get_weights()[0], reference(RATES), atol=1e-12)
 
 
+def test_each_of_several_optimizers_has_its_velocity():
+    def build():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((2,)), layers.Dense(3, use_bias=False, name="hidden"), layers.Dense(1)])
+
+    weights = []
+    for correct in (True, False):
+        model = build()
+        first, second = keras.optimizers.SGD(Steps([*RATES, 0.0]), MOMENTUM), keras.optimizers.Adam(0.01)
+        chosen = keras.optimizers.OptimizerMap(second, {".*hidden/.*": first})
+        model.compile(keras.optimizers.MultiOptimizer(chosen), "mse")
+        fit(model, [MomentumCorrection()] if correct else [Follow(first)])
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+class Follow(keras.callbacks.Callback):
+    """Multiplies the velocity of one optimizer by itself."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+        self.steps = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        for velocity in self.optimizer.momentums:
+            velocity.assign(velocity * RATES[self.steps] / RATES[max(self.steps - 1, 0)])
+        self.steps += 1
+
+
 def test_a_rate_of_zero_is_survived():
     model = linear()
     model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")

@@ -176,6 +176,21 @@ def test_what_does_not_decay_does_not_on_towers(excluded, parameter_device):
         np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_excluding_from_several_optimizers():
+    model = build()
+    parts = [keras.optimizers.SGD(0.5, weight_decay=0.25) for _ in range(2)]
+    optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(parts[0], {".*kernel": parts[1]}))
+    exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    before = [variable.numpy() + 1 for variable in model.trainable_variables]
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        variable.assign(value)
+    optimizer.apply([np.zeros(value.shape) for value in before], model.trainable_variables)
+    decayed = [(variable.numpy() != value).any() for variable, value in zip(model.trainable_variables, before, strict=True)]
+    assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
+
+
 def test_excluding_needs_variables_and_an_optimizer_without_any():
     model = keras.Sequential([layers.Dense(2)])
     with pytest.raises(ValueError, match="not built has no variables that could be excluded"):

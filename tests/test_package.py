@@ -15,7 +15,9 @@ def test_public_names_have_docstrings():
         "communication_report",
         "convert_batch_norm",
         "cross_tower_sum",
+        "optimizers",
         "recalibrate_batch_norm",
+        "schedules",
         "use_logical_cpus",
     ]
     assert all(getattr(keras_dp, name).__doc__ for name in keras_dp.__all__)
