@@ -173,7 +173,7 @@ class Follow(keras.callbacks.Callback):
         self.steps = 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        for velocity in self.optimizer.momentums:
+        for velocity in self.optimizer.momentums if self.optimizer.built else []:
             velocity.assign(velocity * RATES[self.steps] / RATES[max(self.steps - 1, 0)])
         self.steps += 1
 
