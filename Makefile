@@ -4,7 +4,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: mnist test test-slow lint clean
+.PHONY: mnist test test-slow lint recipe-figures recipe-smoke clean
 
 mnist: $(VENV)/examples.installed  ## Train on MNIST on two towers; make mnist DATA=FILE.npz takes a file.
 	$(BIN)/python examples/mnist_cnn.py --towers 2 $(if $(DATA),--data $(DATA))
@@ -14,6 +14,16 @@ test: $(VENV)/dev.installed  ## Run all tests but those that take long.
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
+
+COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare --warmup-epochs 2
+
+recipe-figures: $(VENV)/examples.installed  ## Train what docs/large_batches.md compares, 27 times; goes on where it was interrupted.
+	$(COMPARE) --towers 8 --batch-size 512 --epochs 10 --seeds 3 --batch-norms local sync \
+		--out results/large_batches $(if $(DATA),--data $(DATA))
+
+recipe-smoke: $(VENV)/examples.installed  ## The same in a minute, to see that it runs.
+	$(COMPARE) --towers 4 --batch-size 256 --epochs 3 --depth 8 --images 1024 \
+		--out results/smoke $(if $(DATA),--data $(DATA))
 
 lint: $(VENV)/dev.installed  ## Check style and types.
 	$(BIN)/ruff check .
