@@ -120,9 +120,9 @@ def main():
     parser.add_argument("--data", metavar="FILE.npz", type=Path, help="CIFAR-10 as x_train, y_train, x_test, y_test")
     parser.add_argument("--depth", type=int, default=20, help="layers: 20, 32 or 56")
     parser.add_argument("--towers", type=int, default=2, help="devices to train on")
-    parser.add_argument("--batch-size", type=int, default=128, help="images in a global batch")
     parser.add_argument("--base-batch-size", type=int, default=64, help="images in the batch that the base rate is for")
     parser.add_argument("--base-learning-rate", type=float, default=0.1)
+    parser.add_argument("--batch-size", type=int, help="images in a global batch; the base batch size for each tower")
     parser.add_argument("--warmup-epochs", type=float, default=1)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-norm", choices=("sync", "local", "first"), default="sync")
@@ -132,6 +132,7 @@ def main():
     )
     large_batch_comparison.add_arguments(parser)
     args = parser.parse_args()
+    args.batch_size = args.batch_size or args.towers * args.base_batch_size
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)
 
