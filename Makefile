@@ -18,11 +18,11 @@ test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications,
 COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare --warmup-epochs 2
 
 recipe-figures: $(VENV)/examples.installed  ## Train what docs/large_batches.md compares, 27 times; goes on where it was interrupted.
-	$(COMPARE) --towers 8 --batch-size 512 --epochs 10 --seeds 3 --batch-norms local sync \
+	$(COMPARE) --towers 8 --epochs 10 --seeds 3 --batch-norms local sync \
 		--out results/large_batches $(if $(DATA),--data $(DATA))
 
 recipe-smoke: $(VENV)/examples.installed  ## The same in a minute, to see that it runs.
-	$(COMPARE) --towers 4 --batch-size 256 --epochs 3 --depth 8 --images 1024 \
+	$(COMPARE) --towers 4 --epochs 3 --depth 8 --images 1024 \
 		--out results/smoke $(if $(DATA),--data $(DATA))
 
 lint: $(VENV)/dev.installed  ## Check style and types.

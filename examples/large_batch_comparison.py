@@ -90,22 +90,22 @@ def mean_and_spread(histories, name="val_accuracy"):
 
 def table(curves, settings, seeds):
     """The lines of a Markdown table of the test errors."""
+    of_seeds = "of one seed" if seeds == 1 else f"mean and standard deviation over {seeds} seeds"
     lines = [
-        f"Test error in % after {settings['epochs']} epochs: mean and standard deviation over {seeds} seeds.",
+        f"Test error in % after {settings['epochs']} epochs, {of_seeds}.",
         "",
         "| | batch | learning rate | batch norm | test error, % |",
         "|---|---|---|---|---|",
     ]
     scale = settings["batch_size"] / settings["base_batch_size"]
-    rate = settings["base_learning_rate"]
     for (name, mode), histories in curves.items():
         mean, spread = mean_and_spread(histories)
         scaled = LARGE.get(name, (False, ""))[0]
+        rate = settings["base_learning_rate"] * (scale if scaled else 1)
         batch = settings["base_batch_size"] if name == SMALL else settings["batch_size"]
         shown = "one device" if name == SMALL else mode
-        lines.append(
-            f"| {name} | {batch} | {rate * (scale if scaled else 1):.2f} | {shown} | {100 - mean:.1f} ± {spread:.1f} |"
-        )
+        error = f"{100 - mean:.1f}" if seeds == 1 else f"{100 - mean:.1f} ± {spread:.1f}"
+        lines.append(f"| {name} | {batch} | {rate:.2f} | {shown} | {error} |")
     return lines
 
 
