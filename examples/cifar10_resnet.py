@@ -16,6 +16,7 @@ import tensorflow as tf
 import keras_dp
 
 WEIGHT_DECAY = 5e-4
+DECAYS = 0.6, 0.85  # parts of the training, after which the rate falls to a tenth
 
 
 def resnet(depth):
@@ -69,7 +70,7 @@ def learning_rate(args, scale, warmup, steps_per_epoch):
         A schedule.
     """
     rate, warmup_steps = args.base_learning_rate, int(args.warmup_epochs * steps_per_epoch)
-    boundaries = [int(part * args.epochs * steps_per_epoch) for part in (0.6, 0.85)]
+    boundaries = [int(part * args.epochs * steps_per_epoch) for part in DECAYS]
     if warmup == "constant":
         rates = [rate, scale * rate, scale * rate / 10, scale * rate / 100]
         return keras.optimizers.schedules.PiecewiseConstantDecay([warmup_steps, *boundaries], rates)
@@ -132,6 +133,8 @@ def main():
     )
     large_batch_comparison.add_arguments(parser)
     args = parser.parse_args()
+    if args.warmup_epochs >= DECAYS[0] * args.epochs:
+        parser.error(f"the rate falls after {DECAYS[0] * args.epochs:g} epochs: the warm-up must end before")
     args.batch_size = args.batch_size or args.towers * args.base_batch_size
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)

@@ -90,7 +90,7 @@ def main():
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy", keras.metrics.MeanIoU(BACKGROUND + 1, sparse_y_pred=False, name="mean_iou")],
     )
-    # One image in each slice of a tower that sees two is the small batch; N towers see N times as many.
+    # The base rate is for the images of one tower; N towers see N times as many.
     warmup = keras_dp.callbacks.LearningRateWarmup(args.base_learning_rate, scale=args.towers, warmup_epochs=1)
     batch_size = args.towers * args.images_per_tower
     model.fit(x_train, y_train, batch_size=batch_size, epochs=args.epochs, callbacks=[warmup], verbose=2)

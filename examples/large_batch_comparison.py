@@ -54,7 +54,10 @@ def compare(args, data, train):
             scale = args.batch_size / args.base_batch_size if scaled else 1
             history, _ = train(args, train_set, test_set, towers, batch_size, scale, warmup, mode, seed, verbose=0)
             seconds.append(time.perf_counter() - begin)
-            path.write_text(json.dumps({"settings": settings, "history": history}))
+            # Whole or not at all, if interrupted.
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps({"settings": settings, "history": history}))
+            unfinished.replace(path)
         left = (
             f", {(len(runs) - number) * statistics.mean(seconds) / 60:.0f} minutes left" if seconds else ", from an earlier run"
         )

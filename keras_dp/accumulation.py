@@ -30,13 +30,18 @@ class AccumulatedRows:
         self._optimizer = optimizer
         with tf.init_scope():
             self._rows = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+            self._batches_seen = tf.Variable(0, trainable=False, dtype=keras_seams.batches_seen(optimizer).dtype)
 
-    def weight(self, gradients: Sequence[Gradient], rows: Tensor | None) -> list[Gradient]:
+    def weight(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], rows: Tensor | None, skips_infinite: bool
+    ) -> list[Gradient]:
         """K gradients of a batch, weighted, to be given to the built optimizer at once.
 
         Args:
             gradients: K gradients of the mean loss of a batch.
+            variables: the K variables that they are for.
             rows: B_j, the number of its rows.
+            skips_infinite: whether a batch with an infinite gradient is skipped, as loss scaling does: it counts for nothing.
 
         Raises:
             ValueError: if the number of rows is not given.
@@ -44,24 +49,32 @@ class AccumulatedRows:
         if rows is None:
             raise ValueError('accumulate="rows" weights batches by their rows: give their number. Received: rows=None')
         rows = tf.cast(rows, tf.float64)
-        weighted = [_scale(gradient, rows) for gradient in gradients]
-        # What a loss scale makes infinite is skipped, and counts for nothing.
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(g))) for g in weighted if g is not None])
+        # What overwrites its variable is not added up.
+        added = [not getattr(variable, "overwrite_with_gradient", False) for variable in variables]
+        weighted = [_scale(g, rows) if is_added else g for g, is_added in zip(gradients, added, strict=True)]
+        counts = _all_finite(weighted) if skips_infinite else tf.constant(True)
         steps = self._optimizer.gradient_accumulation_steps
-        before = tf.cast(keras_seams.batches_seen(self._optimizer).value % steps, tf.float64)
-        resumed = tf.logical_and(before > 0, self._rows == 0)
-        total = tf.where(resumed, before * rows, self._rows) + rows
-        applies = tf.logical_and(finite, before == steps - 1)
+        batches_seen = tf.identity(keras_seams.batches_seen(self._optimizer).value)
+        before = tf.cast(batches_seen % steps, tf.float64)
+        total = rows + tf.where(batches_seen == self._batches_seen, self._rows, before * rows)
+        applies = tf.logical_and(counts, before == steps - 1)
         tf.cond(applies, lambda: self._rescale(steps / total), tf.no_op)
-        self._rows.assign(tf.where(applies, tf.zeros_like(total), tf.where(finite, total, self._rows)))
+        self._rows.assign(tf.where(applies, tf.zeros_like(total), tf.where(counts, total, total - rows)))
+        self._batches_seen.assign(batches_seen + tf.cast(counts, batches_seen.dtype))
         factor = tf.where(applies, steps / total, tf.ones_like(total))
-        return [_scale(gradient, factor) for gradient in weighted]
+        return [_scale(g, factor) if is_added else g for g, is_added in zip(weighted, added, strict=True)]
 
     def _rescale(self, factor: Tensor) -> tf.Operation:
         assigned = []
         for accumulator in keras_seams.accumulators(self._optimizer):
             assigned.append(accumulator.value.assign(accumulator.value * tf.cast(factor, accumulator.dtype)).op)
         return tf.group(*assigned)
+
+
+def _all_finite(gradients: Sequence[Gradient]) -> Tensor:
+    return tf.reduce_all(
+        [tf.reduce_all(tf.math.is_finite(_values(gradient))) for gradient in gradients if gradient is not None]
+    )
 
 
 def _values(gradient: Gradient) -> Tensor:

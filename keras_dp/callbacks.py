@@ -1,5 +1,6 @@
 """Callbacks for training on towers."""
 
+import logging
 import time
 import warnings
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import keras
 
 from keras_dp import keras_seams
-from keras_dp.momentum import Velocity, innermost, innermost_optimizers, without_velocity
+from keras_dp.momentum import Rate, Velocity, innermost, innermost_optimizers, without_velocity
 from keras_dp.schedules import gradual_warmup, refuse_negative, refuse_unless_positive
 
-RATE_PRECISION = 1e-6  # of a learning rate in a float32 variable
+RATE_PRECISION = 0.01  # of a learning rate in a bfloat16 variable
+
+logger = logging.getLogger("keras_dp")
 
 
 class InputWait(keras.callbacks.Callback):
@@ -71,8 +74,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
     `LearningRateSchedule`, use `schedules.WarmupThen`, which is the same inside the optimizer.
 
     Steps are those of the optimizer, or those of `fit`'s epochs where these are further (`initial_epoch`): training that
-    goes on from a checkpoint, in this process or another one, goes on with the warm-up where it was. With
-    `steps_per_execution` of n, the rate changes every n steps.
+    goes on from a checkpoint, in this process or another one, goes on with the warm-up where it was, and an optimizer that
+    has seen that many steps is warm. With `steps_per_execution` of n, the rate changes every n steps.
 
     Args:
         base_learning_rate: η, the rate for the small batch.
@@ -114,54 +117,112 @@ class LearningRateWarmup(keras.callbacks.Callback):
             ValueError: if the optimizer's rate cannot be set, or the number of steps in an epoch is not known.
         """
         optimizer = innermost(self.model.optimizer)
-        steps = self.steps_per_epoch or self.params.get("steps")
+        steps = self.steps_per_epoch or (self.params or {}).get("steps")
         if steps is None:
             raise ValueError(
                 "LearningRateWarmup does not know how many steps an epoch has, since fit() does not know its data's length. "
                 "Give it steps_per_epoch. Received: steps_per_epoch=None"
             )
-        if hasattr(optimizer, "optimizers") or keras_seams.learning_rate_schedule(optimizer) is not None:
+        if hasattr(optimizer, "optimizers") or not keras_seams.has_learning_rate_variable(optimizer):
             raise ValueError(
-                "LearningRateWarmup sets the learning rate, and this optimizer has several, or a schedule. Wrap each schedule: "
-                f"keras_dp.schedules.WarmupThen(schedule, scale, warmup_steps). Received: optimizer={optimizer!r}"
+                "LearningRateWarmup sets the learning rate, and this optimizer has several, a schedule or a function. Wrap "
+                "each schedule: keras_dp.schedules.WarmupThen(schedule, scale, warmup_steps). "
+                f"Received: optimizer={optimizer!r}"
             )
         self._steps_per_epoch = steps
         self._warmup_steps = self.warmup_epochs * steps
-        self._rate: float | None = None
-        self._factor = 1.0
+        self._factor = 1.0  # by which others have lowered the rate
+        self._rate: float | None = None  # of the last step
+        self._is_over = False
         Velocity.of(optimizer).begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the steps before this epoch."""
-        self._epoch_begin = epoch * self._steps_per_epoch
+        self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets the rate of the next step."""
         optimizer = innermost(self.model.optimizer)
         current = float(optimizer.learning_rate)
-        seen = int(keras_seams.batches_seen(optimizer))
-        step = max(seen, self._epoch_begin + batch)
-        last = step - self.model.steps_per_execution
-        if seen > 0 and last < self._warmup_steps:
-            expected = self._ramp(last) if self._rate is None else self._rate
-            if current < expected * (1 - RATE_PRECISION):
-                self._factor *= current / expected
-        self._rate = current if last >= self._warmup_steps else self._ramp(step) * self._factor
-        if self._rate != current:
-            optimizer.learning_rate = self._rate
+        step = self._step(batch)
+        last_rate = self._resume(step, batch, current) if self._rate is None else current
+        self._set_rate(step)
+        # As the variable's dtype rounds it.
+        self._rate = float(optimizer.learning_rate)
         if self.momentum_correction:
-            Velocity.of(optimizer).follow(current, self._rate)
+            Velocity.of(optimizer).follow(self._rate, lambda: last_rate)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Logs the rate of the last step. If the next one is past the warm-up, its rate is left to others from here on."""
+        if logs is not None:
+            logs.setdefault("learning_rate", self._rate)
+        if self._rate is not None and self._step(self._steps_per_epoch) >= self._warmup_steps:
+            self._set_rate(self._step(self._steps_per_epoch))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Training may go on later."""
+        Velocity.of(innermost(self.model.optimizer)).end()
+
+    def _step(self, batch: int) -> int:
+        seen = int(keras_seams.batches_seen(innermost(self.model.optimizer)))
+        return max(seen, self._epoch * self._steps_per_epoch + batch)
+
+    def _set_rate(self, step: int) -> None:
+        if self._is_over:
+            return
+        optimizer = innermost(self.model.optimizer)
+        current = float(optimizer.learning_rate)
+        if self._rate is not None and current < self._rate:
+            self._factor *= current / self._rate
+        rate = self._ramp(step) * self._factor
+        if rate != current:
+            optimizer.learning_rate = rate
+        self._is_over = step >= self._warmup_steps
+
+    def _resume(self, step: int, batch: int, current: float) -> float:
+        """Finds out where training goes on, from what a checkpoint holds: the optimizer's iterations and its rate.
+
+        Returns:
+            The rate of the last step.
+        """
+        seen = int(keras_seams.batches_seen(innermost(self.model.optimizer)))
+        if seen == 0:
+            # The rate of a new optimizer says nothing.
+            return current
+        together = self.model.steps_per_execution
+        last = step - (together if batch else (self._steps_per_epoch - 1) % together + 1)
+        self._is_over = last >= self._warmup_steps
+        if self._is_over and self._epoch == 0:
+            logger.warning(
+                "LearningRateWarmup: the optimizer has seen %d batches already, so that the warm-up of %d steps is over. "
+                "Compile the model with a new optimizer to warm up anew.",
+                seen,
+                self._warmup_steps,
+            )
+        # In the first epoch, no other callback can have lowered a rate that the warm-up had set.
+        if self._is_over or self._epoch == 0:
+            return current
+        expected = self._ramp(last)
+        if current < expected * (1 - RATE_PRECISION):
+            logger.warning(
+                "LearningRateWarmup goes on at step %d with the rate %g, which is lower than the %g that it had come to: it "
+                "takes it for lowered by another callback, and keeps it lower by the same factor.",
+                step,
+                current,
+                expected,
+            )
+            self._factor = current / expected
+            # At the end of an epoch that ends the warm-up, the rate may have been lowered from its full value.
+            self._is_over = step >= self._warmup_steps
+            return current
+        # There, the checkpoint may hold the rate of the next step.
+        return expected if step >= self._warmup_steps else current
 
     def _ramp(self, step: int) -> float:
         end = self.scale * self.base_learning_rate
         if step >= self._warmup_steps:
             return end
         return gradual_warmup(max(step, 0), self.base_learning_rate, end, self._warmup_steps)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs the rate of the last step."""
-        if logs is not None:
-            logs.setdefault("learning_rate", self._rate)
 
 
 class MomentumCorrection(keras.callbacks.Callback):
@@ -172,8 +233,9 @@ class MomentumCorrection(keras.callbacks.Callback):
     (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 3, remark 2). The same holds for `LARS`, and for RMSprop with
     momentum. `LearningRateWarmup` corrects by itself.
 
-    Give it as the last callback: it corrects for changes that callbacks before it and the optimizer's schedule make. For an
-    optimizer whose velocity does not hold the rate, such as Adam, or that has none, it does nothing and warns why.
+    Give it as the last callback: it corrects for changes that callbacks before it and the optimizer's schedule make, and for
+    those between two calls of `fit`. A velocity is forgotten where the rate is 0. For an optimizer whose velocity does not
+    hold the rate, such as Adam, or that has none, it does nothing and warns why.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -184,29 +246,29 @@ class MomentumCorrection(keras.callbacks.Callback):
         """
         optimizers = innermost_optimizers(self.model.optimizer)
         reasons = [without_velocity(optimizer) for optimizer in optimizers]
-        corrected = [optimizer for optimizer, reason in zip(optimizers, reasons, strict=True) if reason is None]
-        if not corrected:
+        self._rates = [Rate(optimizer) for optimizer, reason in zip(optimizers, reasons, strict=True) if reason is None]
+        if not self._rates:
             warnings.warn(f"MomentumCorrection does nothing: {' '.join(filter(None, reasons))}", stacklevel=2)
-        for optimizer in corrected:
-            if keras_seams.learning_rate_schedule(optimizer) is not None and self.model.steps_per_execution > 1:
-                raise ValueError(
-                    "MomentumCorrection cannot correct between steps that are executed together, in which the schedule changes "
-                    "the learning rate. Compile with steps_per_execution=1, or set the rate with callbacks. "
-                    f"Received: steps_per_execution={self.model.steps_per_execution}"
-                )
-            Velocity.of(optimizer).begin()
-        self._last_rates = [(optimizer, float(optimizer.learning_rate)) for optimizer in corrected]
+        if self.model.steps_per_execution > 1 and any(rate.schedule is not None for rate in self._rates):
+            raise ValueError(
+                "MomentumCorrection cannot correct between steps that are executed together, in which the schedule changes the "
+                "learning rate. Compile with steps_per_execution=1, or set the rate with callbacks. "
+                f"Received: steps_per_execution={self.model.steps_per_execution}"
+            )
+        for rate in self._rates:
+            Velocity.of(rate.optimizer).begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Of a schedule, finds the rate of the last step: what restores the optimizer's iterations has done so."""
-        self._last_rates = [(optimizer, _last_rate(optimizer, rate)) for optimizer, rate in self._last_rates]
+        """Notes the rate again, if a callback has restored the optimizer since."""
+        for rate in self._rates:
+            rate.note_restored()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Corrects, if the next step has another rate than the last one."""
-        for optimizer, last_rate in self._last_rates:
-            Velocity.of(optimizer).follow(last_rate, float(optimizer.learning_rate))
+        for rate in self._rates:
+            Velocity.of(rate.optimizer).follow(rate.next(), rate.last)
 
-
-def _last_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> float:
-    schedule = keras_seams.learning_rate_schedule(optimizer)
-    return rate if schedule is None else float(schedule(max(int(keras_seams.batches_seen(optimizer)) - 1, 0)))
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Training may go on later."""
+        for rate in self._rates:
+            Velocity.of(rate.optimizer).end()

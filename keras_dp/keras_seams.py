@@ -214,8 +214,9 @@ def velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable] | 
 
 
 def accumulators(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Where a built optimizer with `gradient_accumulation_steps` adds up gradients."""
-    return [accumulator for accumulator in optimizer._accumulated_gradients if accumulator is not None]
+    """Where a built optimizer with `gradient_accumulation_steps` adds up gradients, but for those that overwrite variables."""
+    pairs = zip(optimizer._trainable_variables, optimizer._accumulated_gradients, strict=True)
+    return [accumulator for variable, accumulator in pairs if not getattr(variable, "overwrite_with_gradient", False)]
 
 
 def batches_seen(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
@@ -223,8 +224,13 @@ def batches_seen(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     return optimizer._iterations
 
 
+def has_learning_rate_variable(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the learning rate is a variable that can be set, and not a schedule or a function."""
+    return isinstance(optimizer._learning_rate, keras.Variable)
+
+
 def learning_rate_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The schedule that gives the optimizer's learning rate; None if a variable does."""
+    """The schedule that gives the optimizer's learning rate; None if none does."""
     rate = optimizer._learning_rate
     return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
 

@@ -1,5 +1,6 @@
 """Momentum correction: a velocity that holds the learning rate follows a change of it."""
 
+import operator
 from collections.abc import Callable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,7 +26,9 @@ class Velocity:
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._optimizer = ref(optimizer)
         self._rate: float | None = None
-        self._multiply: Callable[[Any], None] | None = None
+        self._end: int | None = None
+        self._multiplied: list[Any] = []
+        self._multiply: Callable[[Any], None] = _nothing
 
     @classmethod
     def of(cls, optimizer: keras.optimizers.Optimizer) -> "Velocity":
@@ -33,38 +36,78 @@ class Velocity:
         return _velocities.setdefault(optimizer, cls(optimizer))
 
     def begin(self) -> None:
-        """Training begins, maybe not where it ended: nothing is known of earlier steps."""
-        self._rate = self._multiply = None
+        """Training begins; if not where it ended, nothing is known of the rate of the last step."""
+        if self._end != self._steps():
+            self._rate = None
 
-    def follow(self, old_rate: float, new_rate: float) -> None:
+    def end(self) -> None:
+        """Training ends."""
+        self._end = self._steps()
+
+    def follow(self, new_rate: float, last_rate: Callable[[], float]) -> None:
         """Corrects the velocity for the rate of the next step.
 
         Args:
-            old_rate: the rate of the last step, if this is the first call since training began; later calls know it.
             new_rate: the rate of the next step.
+            last_rate: gives the rate of the last step; asked if it is not known.
         """
-        rate = old_rate if self._rate is None else self._rate
+        rate = last_rate() if self._rate is None else self._rate
         self._rate = new_rate
         # A velocity of rate 0 does not tell what it was before.
         if new_rate == rate or rate == 0:
             return
-        if self._multiply is None:
-            velocities = keras_seams.velocities(self._optimizer())
-            if not velocities:
-                return
-            self._multiply = _multiplication(velocities)
+        velocities = [velocity.value for velocity in keras_seams.velocities(self._optimizer()) or []]
+        if len(velocities) != len(self._multiplied) or any(map(operator.is_not, velocities, self._multiplied)):
+            self._multiplied, self._multiply = velocities, _multiplication(velocities)
         self._multiply(tf.constant(new_rate / rate, tf.float64))
+
+    def _steps(self) -> int:
+        return int(keras_seams.batches_seen(self._optimizer()))
 
 
 _velocities: MutableMapping[keras.optimizers.Optimizer, Velocity] = WeakKeyDictionary()
+
+
+class Rate:
+    """The learning rates of an optimizer's last and next step.
+
+    Attributes:
+        optimizer: the optimizer.
+        schedule: the schedule that gives its rate; None if a variable does.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self.optimizer = optimizer
+        self.schedule = keras_seams.learning_rate_schedule(optimizer)
+        self._steps = keras_seams.batches_seen(optimizer)
+        # Operation by operation, a schedule takes milliseconds.
+        self._at = tf.function(self.schedule or _nothing, reduce_retracing=True)
+        self._note()
+
+    def note_restored(self) -> None:
+        """Notes the rate again, if the optimizer is at another step than when it was noted."""
+        if int(self._steps) != self._noted_at:
+            self._note()
+
+    def _note(self) -> None:
+        self._noted_at = int(self._steps)
+        self._noted = float(self.optimizer.learning_rate) if self.schedule is None else 0.0
+
+    def last(self) -> float:
+        """Of the last step; where a variable gives the rate, of the last one before it was noted."""
+        return self._noted if self.schedule is None else float(self._at(tf.maximum(self._steps.value - 1, 0)))
+
+    def next(self) -> float:
+        """Of the next step."""
+        return float(self.optimizer.learning_rate if self.schedule is None else self._at(tf.identity(self._steps.value)))
 
 
 def without_velocity(optimizer: keras.optimizers.Optimizer) -> str | None:
     """Why the optimizer has no velocity that holds the learning rate; None if it has one."""
     if keras_seams.velocities(optimizer) is None:
         return (
-            f"{type(optimizer).__name__} keeps averages of gradients, without the learning rate, which multiplies them when "
-            "they are applied: a new rate acts on them at once."
+            f"{type(optimizer).__name__} keeps no velocity that the learning rate is part of. In Adam and its kin, the rate "
+            "multiplies averages of gradients when they are applied: a new rate acts on them at once."
         )
     if not optimizer.momentum:
         return f"{type(optimizer).__name__} was made without momentum."
@@ -84,11 +127,17 @@ def innermost_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.op
     return list(getattr(optimizer, "optimizers", [optimizer]))
 
 
-def _multiplication(velocities: list[keras.Variable]) -> Callable[[Any], None]:
+def _multiplication(velocities: list[Any]) -> Callable[[Any], None]:
     @tf.function(autograph=False)
     def multiply(factor: Any) -> None:
         with placement.beside_inputs():
             for velocity in velocities:
-                velocity.assign(velocity * tf.cast(factor, velocity.dtype))
+                # In 16 bits, factors near 1 would be 1.
+                wide = velocity.dtype if velocity.dtype.size > 2 else tf.float32
+                velocity.assign(tf.cast(tf.cast(velocity, wide) * tf.cast(factor, wide), velocity.dtype))
 
     return multiply
+
+
+def _nothing(*_: Any) -> None:
+    pass

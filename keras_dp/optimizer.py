@@ -38,7 +38,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         name: the optimizer's name; None for that of the inner optimizer.
         accumulate: what an optimizer with `gradient_accumulation_steps` applies: "batches" is Keras's own mean over the
             batches, in which a batch with fewer rows counts as much as the others; "rows" is their mean weighted by rows,
-            which is the gradient of all of them as one batch, if the loss is a mean over rows.
+            which is the gradient of all of them as one batch, if the loss is a mean over rows. It is not saved with a model.
 
     Raises:
         ValueError: if `accumulate` is unknown, or is "rows" for an optimizer that does not accumulate.
@@ -61,8 +61,9 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
             raise ValueError(f'`accumulate` must be "batches" or "rows". Received: accumulate={accumulate!r}')
         if accumulate == "rows" and not innermost(inner_optimizer).gradient_accumulation_steps:
             raise ValueError(
-                'accumulate="rows" weights the batches that an optimizer accumulates, and this one accumulates none: give it '
-                f"gradient_accumulation_steps. Received: inner_optimizer={inner_optimizer!r}"
+                'accumulate="rows" weights the batches that one optimizer accumulates, and this one accumulates none, or is '
+                "made of several: give a single one, with gradient_accumulation_steps. "
+                f"Received: inner_optimizer={inner_optimizer!r}"
             )
         super().__init__(learning_rate=0.0, name=name or inner_optimizer.name)
         self.accumulate = accumulate
@@ -125,7 +126,9 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
             if self._rows is not None:
                 if trainable_variables is not None and not self.inner_optimizer.built:
                     self.inner_optimizer.build(trainable_variables)
-                grads = self._rows.weight(grads, rows)
+                skips_infinite = isinstance(self.inner_optimizer, keras.optimizers.LossScaleOptimizer)
+                variables = [None] * len(grads) if trainable_variables is None else trainable_variables
+                grads = self._rows.weight(grads, variables, rows, skips_infinite)
             return self.inner_optimizer.apply(grads, trainable_variables)
 
     def get_config(self) -> dict[str, Any]:

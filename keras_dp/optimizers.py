@@ -12,7 +12,7 @@ from keras_dp.schedules import refuse_negative, refuse_unless_positive
 Tensor = Any
 Variable = Any
 
-UNDECAYED_NAMES = ("bias", "beta", "gamma")
+UNDECAYED_NAMES = ("alpha", "beta", "bias", "gamma", "scale")
 
 
 @keras.saving.register_keras_serializable("keras_dp")
@@ -89,7 +89,7 @@ def exclude_from_weight_decay(optimizer: keras.optimizers.Optimizer, model: kera
     """Has an optimizer decay a model's kernels and embeddings only, not biases nor the gains of normalization.
 
     Goyal et al. 2017 (https://arxiv.org/abs/1706.02677, section 5.1) do not decay the γ and β of batch normalization.
-    Excluded are the variables that are named bias, beta or gamma, and all those with at most one dimension.
+    Excluded are the variables that are named alpha, beta, bias, gamma or scale, and all those with at most one dimension.
 
     >>> import keras, keras_dp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
@@ -98,26 +98,23 @@ def exclude_from_weight_decay(optimizer: keras.optimizers.Optimizer, model: kera
     >>> model.compile(optimizer, "mse")
 
     Args:
-        optimizer: any Keras optimizer that has not been built yet. What was excluded before is excluded no longer.
+        optimizer: any Keras optimizer. What was excluded before is excluded no longer. Keras does not save what is excluded:
+            exclude it again from the optimizer of a loaded model.
         model: a built model, or a `DataParallelModel` around one.
 
     Raises:
-        ValueError: if the model has no variables yet, or the optimizer has been built.
+        ValueError: if the model has no variables yet.
     """
     if not keras_seams.is_built(model):
         raise ValueError(
             "A model that is not built has no variables that could be excluded from weight decay. Build it, or call it on a "
             f"batch, before. Received: model={model!r}"
         )
-    parts = innermost_optimizers(optimizer)
-    if any(part.built for part in parts):
-        raise ValueError(
-            "An optimizer that has been built keeps decaying what it decays: it may have been compiled with a built model, or "
-            f"trained. Exclude variables before. Received: optimizer={optimizer!r}"
-        )
     excluded = [v for v in model.trainable_variables if len(v.shape) <= 1 or v.name in UNDECAYED_NAMES]
-    for part in parts:
+    for part in innermost_optimizers(optimizer):
         part.exclude_from_weight_decay(var_list=excluded)
+    # What was traced before decays what it did.
+    model.train_function = None
 
 
 def _norm(tensor: Tensor) -> Tensor:

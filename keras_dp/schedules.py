@@ -39,7 +39,7 @@ class WarmupThen(LearningRateSchedule):
         name: the name of the operations.
 
     Raises:
-        ValueError: if the scale is not positive, or there is a negative number of steps.
+        ValueError: if the scale is not positive, or the number of steps is negative or not whole.
     """
 
     def __init__(self, schedule: Any, scale: float, warmup_steps: int, name: str = "WarmupThen"):
@@ -50,6 +50,8 @@ class WarmupThen(LearningRateSchedule):
         if not isinstance(schedule, LearningRateSchedule):
             refuse_unless_positive("schedule", schedule, "a LearningRateSchedule or ")
         refuse_negative("warmup_steps", warmup_steps)
+        if warmup_steps != int(warmup_steps):
+            raise ValueError(f"`warmup_steps` must be a whole number. Received: warmup_steps={warmup_steps!r}")
         self.schedule = schedule if isinstance(schedule, LearningRateSchedule) else float(schedule)
         self.scale = float(scale)
         self.warmup_steps = int(warmup_steps)

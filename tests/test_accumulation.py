@@ -162,6 +162,44 @@ def test_in_a_loop_of_ones_own():
     assert again.accumulate == "rows"
 
 
+def test_state_that_is_restored_in_the_same_process():
+    """The rows of the window that was left are not those of the window that was restored."""
+    weights = []
+    for trained_further in (False, True):
+        keras.utils.set_random_seed(0)
+        model = accumulating("Adam")
+        model.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
+        state = [variable.numpy() for variable in (*model.variables, *model.inner_model.optimizer.variables)]
+        if trained_further:
+            model.fit(X[:4], Y[:4], BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+            for variable, value in zip((*model.variables, *model.inner_model.optimizer.variables), state, strict=True):
+                variable.assign(value)
+        model.fit(X[8:20], Y[8:20], BATCH_SIZE, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert difference(*weights) < 1e-12
+
+
+def test_what_overwrites_its_variable_is_not_weighted():
+    """As the scales of float8, of which Keras takes the largest."""
+    scale, weight = keras.Variable([1.0]), keras.Variable([0.0])
+    scale.overwrite_with_gradient = True
+    inner_optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    optimizer = keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
+    for value, rows in ((5.0, 6), (3.0, 2)):
+        optimizer.apply_tower_gradients([[[value], [value]]], [scale, weight], rows=rows)
+    assert scale.numpy() == [5.0]
+    assert weight.numpy() == [-(6 * 5.0 + 2 * 3.0) / 8]
+
+
+def test_infinite_gradients_that_keras_clips_count():
+    weight = keras.Variable([0.0])
+    inner_optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, clipvalue=0.5)
+    optimizer = keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
+    for value in (np.inf, 1.0, 0.25, 0.25):
+        optimizer.apply_tower_gradients([[[value]]], [weight], rows=2)
+    assert weight.numpy() == [-0.75]
+
+
 def test_running_eagerly_is_refused():
     model = accumulating("SGD")
     model.run_eagerly = True
@@ -172,7 +210,12 @@ def test_running_eagerly_is_refused():
 @pytest.mark.parametrize(
     ("inner_optimizer", "accumulate", "message"),
     [
-        ("sgd", "rows", "this one accumulates none: give it gradient_accumulation_steps"),
+        ("sgd", "rows", "this one accumulates none, or is made of several: give a single one, with gradient_accumulation"),
+        (
+            keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(gradient_accumulation_steps=2))),
+            "rows",
+            "or is made of several: give a single one",
+        ),
         ("sgd", "elements", '`accumulate` must be "batches" or "rows". Received: accumulate=\'elements\''),
     ],
 )

@@ -131,17 +131,52 @@ def test_a_rate_that_plateaus_lower_stays_lower():
         np.testing.assert_allclose(received, ramp(0.01, 8, 9, 15) * factors, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [0.16, 0.07, 0.008])
+@pytest.mark.parametrize("epoch", [2, 3])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_scheduler_takes_over_after_the_warmup(place):
+def test_a_scheduler_takes_over_after_the_warmup(place, epoch, rate):
     callbacks = [LearningRateWarmup(0.01, 8, 2)]
-    callbacks.insert(place, keras.callbacks.LearningRateScheduler(lambda epoch: 0.08 if epoch < 3 else 0.008))
+    callbacks.insert(place, keras.callbacks.LearningRateScheduler(lambda now: 0.08 if now < epoch else rate))
     rates, _ = rates_of(compiled(2), callbacks)
-    np.testing.assert_allclose(rates, [*ramp(0.01, 8, 6, 9), *[0.008] * 6], rtol=1e-9)
+    np.testing.assert_allclose(rates, [*ramp(0.01, 8, 6, 3 * epoch), *[rate] * (15 - 3 * epoch)], rtol=1e-9)
+
+
+def test_the_rate_before_the_warmup_says_nothing():
+    """After a step to try things out, the optimizer's own rate was taken for one that a plateau had lowered."""
+    model = compiled(2, keras.optimizers.SGD(0.01, momentum=0.9))
+    model.train_on_batch(X[:1], Y[:1])
+    rates, _ = rates_of(model, [LearningRateWarmup(0.1, 8, 2)])
+    np.testing.assert_allclose(rates, ramp(0.1, 8, 6, 16)[1:], rtol=1e-12)
+
+
+@pytest.mark.parametrize("floatx", ["bfloat16", "float16"])
+def test_rounding_does_not_lower_the_rate(floatx):
+    keras.config.set_floatx(floatx)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 40)], epochs=42)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 120, 126), rtol=0.01)
+
+
+@pytest.mark.parametrize("initial_epoch", [1, 2, 3])
+def test_a_new_optimizer_past_the_warmup_has_the_full_rate(initial_epoch):
+    rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 2)], initial_epoch=initial_epoch)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[3 * initial_epoch :], rtol=1e-12)
+
+
+def test_an_optimizer_that_is_warm_is_said_to_be(caplog):
+    model = compiled(2)
+    rates_of(model, [LearningRateWarmup(0.01, 8, 1)], epochs=2)
+    assert "LearningRateWarmup" not in caplog.text
+    rates, _ = rates_of(model, [LearningRateWarmup(0.001, 4, 1)], epochs=2)
+    np.testing.assert_allclose(rates, 0.08, rtol=1e-12)
+    assert "has seen 6 batches already, so that the warm-up of 3 steps is over" in caplog.text
+    assert "new optimizer to warm up anew" in caplog.text
 
 
 @pytest.mark.parametrize("by", ["fit", "backup", "file"])
 @pytest.mark.parametrize("num_towers", [None, 2])
-def test_warmup_resumes_in_the_middle(tmp_path, num_towers, by):
+def test_warmup_resumes_in_the_middle(tmp_path, caplog, num_towers, by):
     """With what a plateau took from the rate: in the checkpoint there is nothing but the rate and the iterations."""
 
     def callbacks():
@@ -164,7 +199,9 @@ def test_warmup_resumes_in_the_middle(tmp_path, num_towers, by):
         broken = compiled(num_towers)
     left = callbacks()
     left = [left[0], *left[2:]]
+    caplog.clear()
     resumed, _ = rates_of(broken, left, initial_epoch=0 if by == "backup" else 3)
+    assert "goes on at step 9 with the rate 0.0" in caplog.text
     np.testing.assert_allclose(resumed, expected[9:], rtol=1e-6)
     for one, other in zip(unbroken.get_weights(), broken.get_weights(), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5)
@@ -187,11 +224,33 @@ def test_warmup_of_steps_that_run_together_sets_the_rate_of_the_first():
     np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[np.arange(15) % 3 != 1], rtol=1e-12)
 
 
-def test_warmup_resumes_where_steps_run_together():
+@pytest.mark.parametrize("lowered", [1.0, 0.5])
+def test_warmup_resumes_where_steps_run_together(lowered):
     model = compiled(2, steps_per_execution=2)
     rates_of(model, [LearningRateWarmup(0.01, 8, 2)], epochs=1)
+    model.optimizer.learning_rate = float(model.optimizer.learning_rate) * lowered
     rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 2)], initial_epoch=1)
-    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[3:][np.arange(12) % 3 != 1], rtol=1e-12)
+    np.testing.assert_allclose(rates, lowered * ramp(0.01, 8, 6, 15)[3:][np.arange(12) % 3 != 1], rtol=1e-12)
+
+
+def test_warmup_with_mixed_precision():
+    keras.config.set_floatx("float32")
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    try:
+        model = compiled(2)
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+    assert isinstance(model.inner_model.optimizer, keras.optimizers.LossScaleOptimizer)
+    rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 2), keras_dp.callbacks.MomentumCorrection()])
+    # The first steps overflow, and are no steps for the optimizer; the epochs go on.
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-6)
+
+
+def test_warmup_in_a_list_of_callbacks():
+    model = compiled(2)
+    callbacks = keras.callbacks.CallbackList([LearningRateWarmup(0.01, 8, 2)], model=model)
+    with pytest.raises(ValueError, match="does not know how many steps an epoch has"):
+        callbacks.on_train_begin()
 
 
 def test_warmup_of_adam():
@@ -216,8 +275,10 @@ def test_data_of_unknown_length_needs_the_number_of_steps():
     np.testing.assert_allclose(used.rates, ramp(0.01, 8, 6, 3), rtol=1e-12)
 
 
-def test_warmup_does_not_set_the_rate_of_a_schedule():
-    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+@pytest.mark.parametrize(
+    "schedule", [keras.optimizers.schedules.CosineDecay(0.1, 10), lambda: 0.1], ids=["schedule", "function"]
+)
+def test_warmup_does_not_set_the_rate_of_a_schedule(schedule):
     with pytest.raises(ValueError, match=r"Wrap each schedule: keras_dp.schedules.WarmupThen\(schedule, scale, warmup_steps"):
         rates_of(compiled(2, keras.optimizers.SGD(schedule)), [LearningRateWarmup(0.01, 8, 2)])
 

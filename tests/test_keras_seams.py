@@ -242,11 +242,23 @@ def test_schedules_see_every_batch():
     optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=2)
     assert keras_seams.learning_rate_schedule(optimizer) is schedule
     assert keras_seams.learning_rate_schedule(keras.optimizers.SGD(0.1)) is None
+    rates = [0.1, schedule, lambda: 0.1]
+    assert [keras_seams.has_learning_rate_variable(keras.optimizers.SGD(rate)) for rate in rates] == [True, False, False]
     weight = keras.Variable([1.0])
     for batches in range(3):
         assert int(keras_seams.batches_seen(optimizer)) == batches
         assert float(optimizer.learning_rate) == float(schedule(batches))
         optimizer.apply([[1.0]], [weight])
+
+
+def test_accumulators_add_up_gradients():
+    variables = [keras.Variable([1.0]), keras.Variable([1.0])]
+    variables[1].overwrite_with_gradient = True
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=3)
+    optimizer.apply([[2.0], [2.0]], variables)
+    optimizer.apply([[3.0], [3.0]], variables)
+    (accumulator,) = keras_seams.accumulators(optimizer)
+    assert accumulator.numpy() == [5.0]
 
 
 def test_coupled_weight_decay_is_left_to_the_update():

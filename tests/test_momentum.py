@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 
 import keras_dp
+from keras_dp import momentum
 from keras_dp.callbacks import LearningRateWarmup, MomentumCorrection
 
 X = np.sin(np.arange(32.0)).reshape(16, 2)
@@ -178,19 +179,80 @@ class Follow(keras.callbacks.Callback):
         self.steps += 1
 
 
-def test_a_rate_of_zero_is_survived():
+def test_a_rate_of_zero_forgets_the_velocity():
     model = linear()
     model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
-    rates = [0.01, 0.0, 0.0, 0.01, 0.01, 0.02, 0.02, 0.02]
-    fit(model, [Rates(rates), MomentumCorrection()])
-    assert np.isfinite(model.get_weights()[0]).all()
+    fit(model, [Rates([0.0125] * 3 + [0.0]), MomentumCorrection()], epochs=1)
+    assert not model.optimizer.momentums[0].numpy().any()
+    before = model.get_weights()[0]
+    fit(model, [Rates([0.125] * 4), MomentumCorrection()], epochs=1)
+    anew = linear()
+    anew.set_weights([before])
+    anew.compile(keras.optimizers.SGD(0.125, MOMENTUM), "mse")
+    fit(anew, [], epochs=1)
+    np.testing.assert_allclose(model.get_weights()[0], anew.get_weights()[0], atol=1e-12)
+
+
+def test_a_rate_that_changes_between_two_fits():
+    model = wrapped(linear(), 2)
+    model.compile(keras.optimizers.SGD(0.02, MOMENTUM), "mse")
+    fit(model, [MomentumCorrection()], epochs=1)
+    model.optimizer.learning_rate = 0.005
+    fit(model, [MomentumCorrection()], epochs=1)
+    np.testing.assert_allclose(model.get_weights()[0], reference([0.02] * 4 + [0.005] * 4), atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+def test_resumed_with_a_rate_that_does_not_change_nothing_is_corrected(tmp_path, order):
+    def compiled():
+        model = linear()
+        model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
+        backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+        callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.02), backup, MomentumCorrection()]
+        return model, [callbacks[place] for place in order]
+
+    model, callbacks = compiled()
+    fit(model, callbacks, epochs=1)
+    model, callbacks = compiled()
+    assert fit(model, callbacks).epoch == [1]
+    np.testing.assert_allclose(model.get_weights()[0], reference([0.02] * 8), atol=1e-12)
+
+
+@pytest.mark.parametrize("backup_first", [False, True])
+def test_resumed_where_the_warmup_ends(tmp_path, backup_first):
+    def compiled():
+        model = wrapped(linear(), 2)
+        model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
+        backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+        callbacks = [LearningRateWarmup(0.01, 8, 1), backup]
+        return model, callbacks[::-1] if backup_first else callbacks
+
+    model, callbacks = compiled()
+    fit(model, callbacks, epochs=1)
+    model, callbacks = compiled()
+    assert fit(model, callbacks).epoch == [1]
+    rates = [0.01 + 0.07 * min(step / 4, 1) for step in range(8)]
+    np.testing.assert_allclose(model.get_weights()[0], reference(rates), atol=1e-12)
+
+
+def test_velocities_of_16_bits_follow_small_changes():
+    keras.config.set_floatx("float16")
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
+    model.optimizer.build(model.trainable_variables)
+    (velocity,) = model.optimizer.momentums
+    velocity.assign(np.full((2, 1), 1000.0))
+    follower = momentum.Velocity.of(model.optimizer)
+    follower.follow(1.0005, lambda: 1.0)
+    # 1.0005 is 1.0 in float16, and 1000.5 is a number there.
+    np.testing.assert_array_equal(velocity.numpy(), np.full((2, 1), 1000.5))
 
 
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
     [
-        ("adam", "Adam keeps averages of gradients, without the learning rate"),
-        ("lion", "Lion keeps averages of gradients"),
+        ("adam", "Adam keeps no velocity that the learning rate is part of"),
+        ("lion", "Lion keeps no velocity"),
         (keras.optimizers.SGD(0.1), "SGD was made without momentum"),
     ],
     ids=["adam", "lion", "sgd"],

@@ -130,8 +130,8 @@ def layers_of_all_kinds():
     x = layers.Embedding(5, 4)(tokens)
     x = layers.MultiHeadAttention(2, 2)(x, x)
     x = layers.LayerNormalization()(layers.Conv1D(4, 2, padding="same")(x))
-    x = layers.RMSNormalization()(layers.GroupNormalization(2)(x))
-    x = layers.PReLU(shared_axes=[1])(layers.GRU(4, return_sequences=True)(x))
+    x = layers.RMSNormalization(axis=[1, 2])(layers.GroupNormalization(2)(x))
+    x = layers.PReLU()(layers.GRU(4, return_sequences=True)(x))
     return keras.Model(tokens, layers.Dense(2)(layers.BatchNormalization()(layers.Flatten()(x))))
 
 
@@ -191,12 +191,41 @@ def test_excluding_from_several_optimizers():
     assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
 
 
-def test_excluding_needs_variables_and_an_optimizer_without_any():
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.05, 0.9, weight_decay=0.5), lambda: LARS(2.0, 0.9, 0.5)])
+@pytest.mark.parametrize("num_towers", [None, 2])
+def test_a_loaded_model_excludes_again_what_keras_does_not_save(tmp_path, num_towers, make):
+    model = build()
+    optimizer = make()
+    exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, "mse")
+    model.fit(X, Y, shuffle=False, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    if num_towers:
+        loaded = keras_dp.DataParallelModel(loaded, devices=num_towers)
+    exclude_from_weight_decay(loaded.optimizer, loaded)
+    for one in (model, loaded):
+        one.fit(X, Y, epochs=3, shuffle=False, verbose=0)
+    for expected, received in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_towers", [None, 2])
+def test_excluded_between_two_fits(num_towers):
+    model = build()
+    if num_towers:
+        model = keras_dp.DataParallelModel(model, devices=num_towers)
+    model.compile(keras.optimizers.SGD(0.0625, weight_decay=8.0), lambda y_true, y_pred: 0.0 * y_pred)
+    model.set_weights([value + 1.0 for value in model.get_weights()])
+    model.fit(X, Y, verbose=0)
+    exclude_from_weight_decay(model.optimizer, model)
+    before = [variable.numpy() for variable in model.trainable_variables]
+    model.fit(X, Y, verbose=0)
+    decayed = [(v.numpy() != value).all() for v, value in zip(model.trainable_variables, before, strict=True)]
+    assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
+
+
+def test_excluding_needs_variables():
     model = keras.Sequential([layers.Dense(2)])
     with pytest.raises(ValueError, match="not built has no variables that could be excluded"):
         exclude_from_weight_decay(keras.optimizers.SGD(weight_decay=0.1), model)
-    model = build()
-    optimizer = keras.optimizers.SGD(weight_decay=0.1)
-    optimizer.build(model.trainable_variables)
-    with pytest.raises(ValueError, match="Exclude variables before. Received: optimizer="):
-        exclude_from_weight_decay(optimizer, model)

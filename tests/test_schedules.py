@@ -99,6 +99,7 @@ def test_saved_in_mid_warmup_it_goes_on_where_it_was(tmp_path, num_towers):
         ((0.1, "8", 5), "`scale` must be a positive number. Received: scale='8'"),
         ((0.1, 8, -1), "`warmup_steps` must be a number, 0 or more. Received: warmup_steps=-1"),
         ((0.1, 8, True), "`warmup_steps` must be"),
+        ((0.1, 8, 0.9), "`warmup_steps` must be a whole number. Received: warmup_steps=0.9"),
         (("cosine", 8, 5), "`schedule` must be a LearningRateSchedule or a positive number. Received: schedule='cosine'"),
         ((-0.1, 8, 5), "`schedule` must be a LearningRateSchedule or a positive number"),
     ],
