@@ -5,6 +5,7 @@ The rate is the one of a single tower's images, scaled by the number of towers a
 """
 
 import argparse
+import math
 
 import keras
 import mnist_data
@@ -13,8 +14,9 @@ import tensorflow as tf
 
 import keras_dp
 
-SIZE = 64  # pixels
-DIGITS = 4  # in an image
+SIZE = 48  # pixels
+DIGITS = 2  # in an image
+FILTERS = 16, 32, 64, 128  # from fine to coarse
 BACKGROUND = 10
 INK = 0.3  # the least brightness of a digit's pixels
 
@@ -29,7 +31,7 @@ def scenes(images, labels, count, seed):
         seed: which digits, and where.
 
     Returns:
-        float32 images of shape (count, 64, 64, 1), and int32 classes of shape (count, 64, 64): the digit, or 10.
+        float32 images of shape (count, 48, 48, 1), and int32 classes of shape (count, 48, 48): the digit, or 10.
     """
     random = np.random.default_rng(seed)
     x = random.uniform(0, 0.3, (count, SIZE, SIZE, 1)).astype("float32")
@@ -47,7 +49,7 @@ def scenes(images, labels, count, seed):
 
 
 def unet():
-    """A U-Net with 16, 32 and 64 filters; logits of shape (batch, 64, 64, 11)."""
+    """A U-Net; logits of shape (batch, 48, 48, 11)."""
 
     def convolutions(x, filters):
         for _ in range(2):
@@ -56,12 +58,14 @@ def unet():
         return x
 
     inputs = keras.Input((SIZE, SIZE, 1))
-    fine = convolutions(inputs, 16)
-    middle = convolutions(keras.layers.MaxPooling2D()(fine), 32)
-    x = convolutions(keras.layers.MaxPooling2D()(middle), 64)
-    for skipped, filters in ((middle, 32), (fine, 16)):
+    x, skipped = inputs, []
+    for filters in FILTERS[:-1]:
+        skipped.append(convolutions(x, filters))
+        x = keras.layers.MaxPooling2D()(skipped[-1])
+    x = convolutions(x, FILTERS[-1])
+    for filters in FILTERS[-2::-1]:
         x = keras.layers.Conv2DTranspose(filters, 2, strides=2)(x)
-        x = convolutions(keras.layers.Concatenate()([x, skipped]), filters)
+        x = convolutions(keras.layers.Concatenate()([x, skipped.pop()]), filters)
     return keras.Model(inputs, keras.layers.Conv2D(BACKGROUND + 1, 1)(x))
 
 
@@ -71,8 +75,8 @@ def main():
     parser.add_argument("--towers", type=int, default=4)
     parser.add_argument("--images-per-tower", type=int, default=2)
     parser.add_argument("--scenes", type=int, default=1600, help="images to train on")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--base-learning-rate", type=float, default=0.05, help="for one tower's images")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--base-learning-rate", type=float, default=0.1, help="for one tower's images")
     parser.add_argument("--batch-norm", choices=("sync", "local", "first"), default="sync")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -85,15 +89,18 @@ def main():
     keras.utils.set_random_seed(args.seed)
 
     model = keras_dp.DataParallelModel(unet(), devices=args.towers, batch_norm=args.batch_norm)
+    batch_size = args.towers * args.images_per_tower
+    steps_per_epoch = math.ceil(args.scenes / batch_size)
+    # The base rate is for the images of one tower; N towers see N times as many.
+    schedule = keras.optimizers.schedules.CosineDecay(args.base_learning_rate, args.epochs * steps_per_epoch)
+    schedule = keras_dp.schedules.WarmupThen(schedule, scale=args.towers, warmup_steps=steps_per_epoch // 2)
     model.compile(
-        keras.optimizers.SGD(args.base_learning_rate, momentum=0.9),
+        keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy", keras.metrics.MeanIoU(BACKGROUND + 1, sparse_y_pred=False, name="mean_iou")],
     )
-    # The base rate is for the images of one tower; N towers see N times as many.
-    warmup = keras_dp.callbacks.LearningRateWarmup(args.base_learning_rate, scale=args.towers, warmup_epochs=1)
-    batch_size = args.towers * args.images_per_tower
-    model.fit(x_train, y_train, batch_size=batch_size, epochs=args.epochs, callbacks=[warmup], verbose=2)
+    correction = keras_dp.callbacks.MomentumCorrection()
+    model.fit(x_train, y_train, batch_size=batch_size, epochs=args.epochs, callbacks=[correction], verbose=2)
     scores = model.evaluate(x_test, y_test, batch_size=batch_size, verbose=0, return_dict=True)
 
     print(f"towers on {', '.join(model.devices)}, {args.images_per_tower} images each")
