@@ -1,4 +1,4 @@
-"""Callbacks for training on towers."""
+"""Callbacks: the learning rate and the momentum of large batches, and how long towers wait for input."""
 
 import logging
 import time
@@ -154,10 +154,13 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the rate of the last step. If the next one is past the warm-up, its rate is left to others from here on."""
+        if self._rate is None:
+            return
         if logs is not None:
             logs.setdefault("learning_rate", self._rate)
-        if self._rate is not None and self._step(self._steps_per_epoch) >= self._warmup_steps:
-            self._set_rate(self._step(self._steps_per_epoch))
+        next_step = self._step(self._steps_per_epoch)
+        if next_step >= self._warmup_steps:
+            self._set_rate(next_step)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Training may go on later."""
