@@ -15,14 +15,14 @@ test: $(VENV)/dev.installed  ## Run all tests but those that take long.
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
 
-COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare --warmup-epochs 2
+COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare
 
 recipe-figures: $(VENV)/examples.installed  ## Train what docs/large_batches.md compares, 27 times; goes on where it was interrupted.
-	$(COMPARE) --towers 8 --epochs 10 --seeds 3 --batch-norms local sync \
+	$(COMPARE) --towers 8 --epochs 10 --warmup-epochs 2 --seeds 3 --batch-norms local sync \
 		--out results/large_batches $(if $(DATA),--data $(DATA))
 
 recipe-smoke: $(VENV)/examples.installed  ## The same in a minute, to see that it runs.
-	$(COMPARE) --towers 4 --epochs 3 --depth 8 --images 1024 \
+	$(COMPARE) --towers 4 --epochs 3 --warmup-epochs 1 --depth 8 --images 1024 \
 		--out results/smoke $(if $(DATA),--data $(DATA))
 
 lint: $(VENV)/dev.installed  ## Check style and types.
