@@ -1,6 +1,6 @@
-"""Names the digit that each pixel belongs to, where a device has room for two images only: what needs towers the most.
+"""Names the digit that each pixel belongs to, where a device has room for two images only.
 
-Dense prediction has few images in a slice, too few for batch normalization: "sync" normalizes with the moments of all of them.
+Dense prediction has few images in a slice, few for batch normalization: "sync" normalizes with the moments of all of them.
 The rate is the one of a single tower's images, scaled by the number of towers and warmed up.
 """
 
