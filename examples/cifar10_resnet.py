@@ -124,8 +124,8 @@ def main():
     parser.add_argument("--base-batch-size", type=int, default=64, help="images in the batch that the base rate is for")
     parser.add_argument("--base-learning-rate", type=float, default=0.1)
     parser.add_argument("--batch-size", type=int, help="images in a global batch; the base batch size for each tower")
-    parser.add_argument("--warmup-epochs", type=float, default=1)
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--warmup-epochs", type=float, help="a sixth of the epochs, unless told otherwise")
     parser.add_argument("--batch-norm", choices=("sync", "local", "first"), default="sync")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -133,6 +133,8 @@ def main():
     )
     large_batch_comparison.add_arguments(parser)
     args = parser.parse_args()
+    if args.warmup_epochs is None:
+        args.warmup_epochs = args.epochs / 6
     if args.warmup_epochs >= DECAYS[0] * args.epochs:
         parser.error(f"the rate falls after {DECAYS[0] * args.epochs:g} epochs: the warm-up must end before")
     args.batch_size = args.batch_size or args.towers * args.base_batch_size
