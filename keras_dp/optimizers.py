@@ -103,8 +103,10 @@ def exclude_from_weight_decay(optimizer: keras.optimizers.Optimizer, model: kera
         model: a built model, or a `DataParallelModel` around one.
 
     Raises:
-        ValueError: if the model has no variables yet.
+        ValueError: if the model has no variables yet, or there is no optimizer.
     """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(f"Give an optimizer, to be compiled with, and not its name. Received: optimizer={optimizer!r}")
     if not keras_seams.is_built(model):
         raise ValueError(
             "A model that is not built has no variables that could be excluded from weight decay. Build it, or call it on a "

@@ -225,6 +225,11 @@ def test_excluded_between_two_fits(num_towers):
     assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
 
 
+def test_excluding_needs_an_optimizer():
+    with pytest.raises(ValueError, match="and not its name. Received: optimizer='sgd'"):
+        exclude_from_weight_decay("sgd", build())
+
+
 def test_excluding_needs_variables():
     model = keras.Sequential([layers.Dense(2)])
     with pytest.raises(ValueError, match="not built has no variables that could be excluded"):
