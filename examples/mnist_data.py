@@ -6,10 +6,10 @@ import os
 import socket
 from pathlib import Path
 
+import image_archive
 import keras
 import numpy as np
 
-ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 DOWNLOAD_TIMEOUT = 10  # seconds
 
 
@@ -28,7 +28,7 @@ def load(path=None):
         ValueError: if the file lacks an array.
     """
     if path is not None:
-        return _from_file(Path(path))
+        return _from_file(path)
     cached = Path(os.environ.get("KERAS_HOME", "~/.keras")).expanduser() / "datasets" / "mnist.npz"
     if cached.exists():
         return _from_file(cached)
@@ -40,14 +40,8 @@ def load(path=None):
 
 
 def _from_file(path):
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no MNIST file at this path. Received: {str(path)!r}")
-    with np.load(path) as archive:
-        missing = [name for name in ARRAYS if name not in archive]
-        if missing:
-            raise ValueError(f"The file lacks {', '.join(missing)}; it needs {', '.join(ARRAYS)}. Received: {str(path)!r}")
-        x_train, y_train, x_test, y_test = (archive[name] for name in ARRAYS)
-    return _prepare(x_train, y_train), _prepare(x_test, y_test)
+    train, test = image_archive.read(path)
+    return _prepare(*train), _prepare(*test)
 
 
 def _from_download():

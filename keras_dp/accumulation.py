@@ -51,7 +51,7 @@ class AccumulatedRows:
         rows = tf.cast(rows, tf.float64)
         # What overwrites its variable is not added up.
         added = [not getattr(variable, "overwrite_with_gradient", False) for variable in variables]
-        weighted = [_scale(g, rows) if is_added else g for g, is_added in zip(gradients, added, strict=True)]
+        weighted = [scale(g, rows) if is_added else g for g, is_added in zip(gradients, added, strict=True)]
         counts = _all_finite(weighted) if skips_infinite else tf.constant(True)
         steps = self._optimizer.gradient_accumulation_steps
         batches_seen = tf.identity(keras_seams.batches_seen(self._optimizer).value)
@@ -62,7 +62,7 @@ class AccumulatedRows:
         self._rows.assign(tf.where(applies, tf.zeros_like(total), tf.where(counts, total, total - rows)))
         self._batches_seen.assign(batches_seen + tf.cast(counts, batches_seen.dtype))
         factor = tf.where(applies, steps / total, tf.ones_like(total))
-        return [_scale(g, factor) if is_added else g for g, is_added in zip(weighted, added, strict=True)]
+        return [scale(g, factor) if is_added else g for g, is_added in zip(weighted, added, strict=True)]
 
     def _rescale(self, factor: Tensor) -> tf.Operation:
         assigned = []
@@ -81,7 +81,8 @@ def _values(gradient: Gradient) -> Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _scale(gradient: Gradient, factor: Tensor) -> Gradient:
+def scale(gradient: Gradient, factor: Tensor) -> Gradient:
+    """A gradient times a scalar, in the gradient's dtype; sparse ones stay sparse, and None stays None."""
     if gradient is None:
         return None
     gradient = gradient if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from keras_dp import keras_seams
-from keras_dp.momentum import Rate, Velocity, innermost, innermost_optimizers, without_velocity
+from keras_dp.keras_seams import innermost, innermost_optimizers
+from keras_dp.momentum import Rate, Velocity, without_velocity
 from keras_dp.schedules import gradual_warmup, refuse_negative, refuse_unless_positive
 
 RATE_PRECISION = 0.01  # of a learning rate in a bfloat16 variable
@@ -116,7 +117,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         Raises:
             ValueError: if the optimizer's rate cannot be set, or the number of steps in an epoch is not known.
         """
-        optimizer = innermost(self.model.optimizer)
+        optimizer = self._optimizer
         steps = self.steps_per_epoch or (self.params or {}).get("steps")
         if steps is None:
             raise ValueError(
@@ -137,12 +138,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
         Velocity.of(optimizer).begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps before this epoch."""
+        """Notes which epoch it is."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets the rate of the next step."""
-        optimizer = innermost(self.model.optimizer)
+        optimizer = self._optimizer
         current = float(optimizer.learning_rate)
         step = self._step(batch)
         last_rate = self._resume(step, batch, current) if self._rate is None else current
@@ -164,16 +165,20 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Training may go on later."""
-        Velocity.of(innermost(self.model.optimizer)).end()
+        Velocity.of(self._optimizer).end()
+
+    @property
+    def _optimizer(self) -> keras.optimizers.Optimizer:
+        return innermost(self.model.optimizer)
 
     def _step(self, batch: int) -> int:
-        seen = int(keras_seams.batches_seen(innermost(self.model.optimizer)))
+        seen = int(keras_seams.batches_seen(self._optimizer))
         return max(seen, self._epoch * self._steps_per_epoch + batch)
 
     def _set_rate(self, step: int) -> None:
         if self._is_over:
             return
-        optimizer = innermost(self.model.optimizer)
+        optimizer = self._optimizer
         current = float(optimizer.learning_rate)
         if self._rate is not None and current < self._rate:
             self._factor *= current / self._rate
@@ -188,7 +193,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         Returns:
             The rate of the last step.
         """
-        seen = int(keras_seams.batches_seen(innermost(self.model.optimizer)))
+        seen = int(keras_seams.batches_seen(self._optimizer))
         if seen == 0:
             # The rate of a new optimizer says nothing.
             return current

@@ -235,6 +235,19 @@ def learning_rate_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
     return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
+def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer inside those that wrap one."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def innermost_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizer inside those that wrap one, or all those inside a `MultiOptimizer`."""
+    optimizer = innermost(optimizer)
+    return list(getattr(optimizer, "optimizers", [optimizer]))
+
+
 def _optimizers_inside(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     inner = getattr(optimizer, "inner_optimizer", None)
     return list(getattr(optimizer, "optimizers", ())) if inner is None else [inner, *_optimizers_inside(inner)]

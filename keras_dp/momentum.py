@@ -114,19 +114,6 @@ def without_velocity(optimizer: keras.optimizers.Optimizer) -> str | None:
     return None
 
 
-def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer inside those that wrap one."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
-
-
-def innermost_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizer inside those that wrap one, or all those inside a `MultiOptimizer`."""
-    optimizer = innermost(optimizer)
-    return list(getattr(optimizer, "optimizers", [optimizer]))
-
-
 def _multiplication(velocities: list[Any]) -> Callable[[Any], None]:
     @tf.function(autograph=False)
     def multiply(factor: Any) -> None:

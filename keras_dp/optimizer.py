@@ -7,9 +7,9 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams, placement
-from keras_dp.accumulation import AccumulatedRows
+from keras_dp.accumulation import AccumulatedRows, scale
 from keras_dp.face import Face
-from keras_dp.momentum import innermost
+from keras_dp.keras_seams import innermost
 
 Tensor = Any
 Gradient = Any
@@ -114,7 +114,9 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
                     combined.append(_largest(gradients))
                     continue
                 total = sum_gradients([_cast(gradient, variable.dtype) for gradient in gradients])
-                combined.append(total if total is None or reduction == "sum" else _scale(total, 1 / len(gradients)))
+                combined.append(
+                    total if total is None or reduction == "sum" else scale(total, tf.constant(1 / len(gradients), tf.float64))
+                )
         return combined
 
     @tf.autograph.experimental.do_not_convert
@@ -187,9 +189,3 @@ def _cast(gradient: Gradient, dtype: Any) -> Gradient:
     if gradient is None or not tf.is_tensor(gradient) or gradient.dtype == dtype:
         return gradient
     return tf.cast(gradient, dtype)
-
-
-def _scale(gradient: Gradient, factor: float) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams
-from keras_dp.momentum import innermost_optimizers
+from keras_dp.keras_seams import innermost_optimizers
 from keras_dp.schedules import refuse_negative, refuse_unless_positive
 
 Tensor = Any

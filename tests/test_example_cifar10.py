@@ -90,7 +90,7 @@ def test_batches_are_all_images_in_another_order_cropped_and_flipped(example):
 
 def test_files_are_checked(example, tmp_path):
     data = example("cifar10_data")
-    with pytest.raises(FileNotFoundError, match="no CIFAR-10 file at this path"):
+    with pytest.raises(FileNotFoundError, match="no file with images at this path"):
         data.load(tmp_path / "none.npz")
     np.savez(tmp_path / "half.npz", x_train=np.zeros((1, 32, 32, 3)))
     with pytest.raises(ValueError, match="lacks y_train, x_test, y_test"):
