@@ -17,7 +17,7 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["keras_dp", "keras_dp.*"]),
     package_data={"keras_dp": ["py.typed"]},
-    install_requires=["keras>=3.15,<3.16", "tensorflow>=2.21,<2.22", "numpy>=1.26"],
+    install_requires=["keras>=3.15,<3.16", "tensorflow>=2.21,<2.22", "numpy>=1.26", "grpcio>=1.60"],
     entry_points={"console_scripts": ["keras-dp = keras_dp.cli:main"]},
     extras_require={
         "cuda": ["tensorflow[and-cuda]>=2.21,<2.22"],

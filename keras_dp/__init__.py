@@ -16,13 +16,17 @@ from keras_dp.placement import use_logical_cpus
 from keras_dp.recalibration import recalibrate_batch_norm
 from keras_dp.sync_batch_norm import SyncBatchNormalization, convert_batch_norm
 from keras_dp.towers import cross_tower_sum
+from keras_dp.workers import WorkerGroup, WorkerLostError, connect_workers
 
 __all__ = [
     "DataParallelModel",
     "DataParallelOptimizer",
     "SyncBatchNormalization",
+    "WorkerGroup",
+    "WorkerLostError",
     "callbacks",
     "communication_report",
+    "connect_workers",
     "convert_batch_norm",
     "cross_tower_sum",
     "optimizers",

@@ -1,6 +1,5 @@
 """Cut nested batches into slices, and put slices together again."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,12 +26,13 @@ class Slice(NamedTuple):
     batch_rows: Tensor
 
 
-def cut(batch: Any, num_slices: int) -> tuple[Slice, ...]:
+def cut(batch: Any, num_slices: int, wanted: range | None = None) -> tuple[Slice, ...]:
     """Cuts a batch of B rows into N slices: slice i gets rows B*i//N to B*(i+1)//N.
 
     Args:
         batch: nested tensors (dense, ragged or sparse) with B rows each; None and `tf.experimental.Optional` pass through.
         num_slices: N.
+        wanted: which of the slices to make; None for all.
 
     Raises:
         ValueError: if a tensor has no rows, or the row counts are known to disagree.
@@ -40,16 +40,16 @@ def cut(batch: Any, num_slices: int) -> tuple[Slice, ...]:
     """
     batch = keras.tree.map_structure(as_tensor, batch)
     batch_rows = count_rows(batch)
-    begins = [batch_rows * i // num_slices for i in range(num_slices + 1)]
     slices = []
-    for begin, end in itertools.pairwise(begins):
+    for i in range(num_slices) if wanted is None else wanted:
+        begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
         last = tf.maximum(end, begin + 1)
         data = keras.tree.map_structure(lambda leaf, begin=begin, last=last: slice_rows(leaf, begin, last), batch)
         slices.append(Slice(data, begin, end - begin, batch_rows))
     return tuple(slices)
 
 
-def count_rows(batch: Any) -> Tensor:
+def count_rows(batch: Any, at_least: int = 1) -> Tensor:
     """B, the number of rows that all tensors of the batch agree on, as an int32 scalar."""
     leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf)]
     if not leaves:
@@ -72,7 +72,8 @@ def count_rows(batch: Any) -> Tensor:
         )
         for other in rows[1:]
     ]
-    agree.append(tf.debugging.assert_positive(rows[0], message="A batch must have at least one row."))
+    if at_least:
+        agree.append(tf.debugging.assert_positive(rows[0], message="A batch must have at least one row."))
     with tf.control_dependencies([check for check in agree if check is not None]):
         return tf.identity(rows[0])
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp import keras_seams, placement
-from keras_dp.batches import Slice, cut
+from keras_dp.batches import Slice
 from keras_dp.model import DataParallelModel
 
 Tensor = Any
@@ -147,7 +147,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
         batch = (batch,)
     batch = parallel._host_batch(*batch)
     with tf.device("CPU:0"):
-        slices = cut(batch, parallel.num_towers)
+        slices = parallel._feed.cut(batch)
     with _untouched(parallel), _without_xla(parallel):
         step, graphs = _run_and_collect(parallel.train_step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]

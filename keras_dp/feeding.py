@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.batches import Slice, cut
+from keras_dp.collectives import Collectives
+from keras_dp.shards import ShardSlice, as_slices, cut_shards
 
 HOST = "CPU:0"
 
@@ -34,17 +36,27 @@ class SliceFeed:
         devices: of the N towers, for which a batch is cut into slices.
         is_eager: says whether steps run eagerly, in which case batches stay whole.
         prepare: called with the type of a dataset's batches, before any step is traced.
+        collectives: of the workers, each of which takes its shard of every batch, and cuts that.
 
     Attributes:
+        takes_shards: whether the datasets to come hold the batches of this worker alone.
         prefetches: whether each tower's next slice is sent to its device while the towers work on the last one: if all are
             GPUs, since CPUs share the host's memory. Tensors that only a host can hold, such as strings, stay there.
         seconds_waited: how long steps have waited for their input; None if that is not measured.
     """
 
-    def __init__(self, devices: Sequence[str], is_eager: Callable[[], bool], prepare: Callable[[Any], None]):
+    def __init__(
+        self,
+        devices: Sequence[str],
+        is_eager: Callable[[], bool],
+        prepare: Callable[[Any], None],
+        collectives: Collectives | None = None,
+    ):
         self.devices = tuple(devices)
         self.is_eager = is_eager
         self.prepare = prepare
+        self.collectives = collectives or Collectives()
+        self.takes_shards = False
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
 
@@ -52,6 +64,10 @@ class SliceFeed:
     def num_towers(self) -> int:
         """N, the number of slices to cut a batch into."""
         return len(self.devices)
+
+    def cut(self, batch: Any) -> tuple[Slice, ...]:
+        """This worker's N slices of a global batch."""
+        return _cut_shard(batch, self.num_towers, self.collectives.index, self.collectives.count)
 
     def measure_wait(self, wanted: bool) -> bool:
         """Has steps measure how long they wait for input, or not; whether that is new, so that they need to be traced anew."""
@@ -77,9 +93,12 @@ class SliceFeed:
         # tf.data hands over a batch that is a tuple as so many arguments.
         is_tuple = type(dataset.element_spec) is tuple
         # TensorFlow may keep the function: it must not keep the model alive, which this object refers to.
-        num_towers = self.num_towers
+        num_towers, index, count = self.num_towers, self.collectives.index, self.collectives.count
         has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
-        dataset = dataset.map(lambda *batch: cut(batch if is_tuple else batch[0], num_towers))
+        if self.takes_shards and count > 1:
+            dataset = cut_shards(dataset, num_towers)
+        else:
+            dataset = dataset.map(lambda *batch: _cut_shard(batch if is_tuple else batch[0], num_towers, index, count))
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
@@ -90,7 +109,7 @@ class SliceFeed:
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
-        if isinstance(batch, Slice):
+        if isinstance(batch, Slice | ShardSlice):
             batch = _strategy(self.devices).experimental_local_results(batch)
         if self.seconds_waited is not None:
             begin = tf.timestamp()
@@ -100,7 +119,10 @@ class SliceFeed:
             with tf.init_scope():
                 self.prepare(batch)
             with tf.device(HOST):
-                batch = cut(batch, self.num_towers)
+                batch = self.cut(batch)
+        if not self.is_eager() and isinstance(batch[0], ShardSlice):
+            with tf.device(HOST):
+                batch = as_slices(batch, self.collectives)
         return step(batch)
 
 
@@ -111,7 +133,7 @@ def _fits_on_devices(spec: Any) -> bool:
 def _prefetch_to(devices: tuple[str, ...], dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """The slices that follow each other, one on each device, sent there before they are asked for."""
 
-    def one_by_one(*slices: Slice) -> tf.data.Dataset:
+    def one_by_one(*slices: Slice | ShardSlice) -> tf.data.Dataset:
         return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, slices))
 
     options = tf.distribute.InputOptions(experimental_fetch_to_device=True, experimental_per_replica_buffer_size=1)
@@ -128,4 +150,8 @@ def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
 
 
 def _is_cut(batch: Any) -> bool:
-    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], Slice)
+    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], Slice | ShardSlice)
+
+
+def _cut_shard(batch: Any, num_towers: int, index: int, count: int) -> tuple[Slice, ...]:
+    return cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)))

@@ -1,6 +1,7 @@
-"""The few private names of Keras that keras_dp must touch; tests/test_keras_seams.py guards each one.
+"""The few private names of Keras and TensorFlow that keras_dp must touch; tests/test_keras_seams.py guards each one.
 
-Nothing else in the package imports `keras.src` or reads an attribute of Keras that begins with an underscore.
+Nothing else in the package imports `keras.src` or `tensorflow.python`, or reads an attribute of Keras that begins with an
+underscore.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.eager import context
 
 Tensor = Any
 
@@ -145,6 +148,16 @@ def annotate(output: Tensor, notes: dict[str, Tensor | None]) -> Tensor:
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """The epoch with which a callback wants `fit` to begin; None for what `fit` was told."""
+    return model._initial_epoch
+
+
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Has `fit` begin with an epoch, from a callback, when training begins."""
+    model._initial_epoch = epoch
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
@@ -342,3 +355,37 @@ def _on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any
 
 # One thread at a time replaces names of Keras, so that each puts back what it found.
 _replacing = threading.RLock()
+
+
+def start_server(jobs: dict[str, list[str]], job: str, task: int, leader: str) -> None:
+    """Starts TensorFlow in this process as one of several that run collectives together, and its gRPC server.
+
+    As `tf.distribute.MultiWorkerMirroredStrategy` does, but without TensorFlow's coordination service, which gives up a worker
+    that is silent for ten seconds.
+
+    Args:
+        jobs: addresses by job.
+        job: the job of this process.
+        task: its number in that job.
+        leader: the name of the task in which the others look up who takes part.
+
+    Raises:
+        RuntimeError: if TensorFlow has started already.
+        tf.errors.OpError: if the server cannot be started.
+    """
+    tensorflow = context.context()
+    tensorflow.configure_collective_ops(leader, scoped_allocator_enabled_ops=(), device_filters=(f"/job:{job}/task:{task}",))
+    server = tensorflow_server_pb2.ServerDef(
+        cluster=tf.train.ClusterSpec(jobs).as_cluster_def(),
+        default_session_config=tensorflow.config,
+        job_name=job,
+        task_index=task,
+        protocol="grpc",
+    )
+    tensorflow.enable_collective_ops(server)
+    tensorflow.ensure_initialized()
+
+
+def abort_collectives(reason: str) -> None:
+    """Has all collectives of this process fail, those that are under way and those to come."""
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)

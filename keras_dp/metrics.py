@@ -22,12 +22,17 @@ def is_additive(metric: keras.metrics.Metric) -> bool:
     return type(metric) in _ADDITIVE and keras_seams.reduces_last_axis(metric)
 
 
+def overrides_compute_metrics(model: keras.Model) -> bool:
+    """Whether the model computes its metrics in a way of its own."""
+    return getattr(model.compute_metrics, "__func__", None) is not keras.Model.compute_metrics
+
+
 def add_up(model: keras.Model, y_pred: Any) -> bool:
     """Whether all compiled metrics may be updated on each tower's own rows.
 
     Outputs of rank 1 leave the functions of Keras, which reduce the last axis, with no value for each row.
     """
-    if getattr(model.compute_metrics, "__func__", None) is not keras.Model.compute_metrics:
+    if overrides_compute_metrics(model):
         return False
     compiled = keras_seams.compile_metrics(model)
     if compiled is None:

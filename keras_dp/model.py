@@ -1,10 +1,11 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
+import contextlib
 import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,10 +16,13 @@ from keras_dp.batch_norm import MODES
 from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
 from keras_dp.callbacks import InputWait
 from keras_dp.feeding import HOST, NO_BATCHES, SliceFeed, empty_prediction_refused
+from keras_dp.lockstep import Lockstep, all_variables, described_data, described_model, synchronize, without_writers
 from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.shards import with_empty_batches
 from keras_dp.stamping import stamp_towers
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine
 from keras_dp.tower_step import TowerStep, unknown_rows_explained
+from keras_dp.workers import current_workers, share_random_state
 from keras_dp.wrapper import ModelWrapper, listed, refuse_strategy
 
 Tensor = Any
@@ -107,7 +111,10 @@ class DataParallelModel(ModelWrapper):
         self._compiled_with: keras.metrics.Metric | None = None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: list[tuple[type, str | None]] = []
-        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare)
+        self._workers = current_workers()
+        self._predicts_shard = False
+        self._is_synchronized = False
+        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, self._workers.collectives)
         self._place_variables()
         self._follow_inner_model()
 
@@ -116,8 +123,10 @@ class DataParallelModel(ModelWrapper):
         """One step of training on N slices: stamp the towers, sum, apply once."""
         variables = Variables.of(self.inner_model)
         towers = self._stamp("train", variables, data)
-        gradients = self.optimizer.combine([tower.gradients for tower in towers], variables.weights)
-        gradients, total = all_or_nothing((gradients, combine(variables, towers)))
+        gradients = self.optimizer.combine(
+            [tower.gradients for tower in towers], variables.weights, gradient_dtype=self._gradient_dtype
+        )
+        gradients, total = all_or_nothing((gradients, combine(variables, towers, data, self._workers.collectives)))
         assign(variables, total)
         if variables.weights:
             self.optimizer.apply(gradients, variables.weights, data[0].batch_rows)
@@ -130,7 +139,7 @@ class DataParallelModel(ModelWrapper):
         """One step of evaluation on N slices."""
         variables = Variables.of(self.inner_model)
         towers = self._stamp("test", variables, data)
-        total = all_or_nothing(combine(variables, towers))
+        total = all_or_nothing(combine(variables, towers, data, self._workers.collectives))
         assign(variables, total)
         return self._update_metrics(variables, towers, data, total)
 
@@ -139,9 +148,10 @@ class DataParallelModel(ModelWrapper):
         """The outputs for N slices, in the order of the global batch."""
         variables = Variables.of(self.inner_model)
         towers = self._stamp("predict", variables, data)
-        assign(variables, combine(variables, towers))
+        assign(variables, combine(variables, towers, data, self._workers.collectives))
         with tf.device(HOST):
-            return whole_batch([tower.y_pred for tower in towers], data)
+            own_rows = whole_batch([tower.y_pred for tower in towers], data)
+            return own_rows if self._predicts_shard else self._of_all_workers(own_rows)
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
@@ -153,7 +163,10 @@ class DataParallelModel(ModelWrapper):
                 self.inner_model, variables, compute_loss, self._batch_norm, self._gradient_dtype, self._jit_compile
             )
             with unknown_rows_explained():
-                return stamp_towers(tower.trace(step), shared, slices, self.devices, sum_device, variables.native())
+                return stamp_towers(
+                    tower.trace(step),
+                    *(shared, slices, self.devices, sum_device, variables.native(), self._workers.collectives),
+                )
 
         if self._loss_scope == "tower":
             return stamp(losses.tower_loss)
@@ -182,12 +195,25 @@ class DataParallelModel(ModelWrapper):
                 variable.assign_add(gain if variable.value.dtype.is_floating else tf.round(gain))
         if metrics.add_up(model, towers[0].y_pred):
             return model.get_metrics_result()
-        outputs = keras.tree.flatten(whole_batch([tower.y_pred for tower in towers], slices))
-        notes = whole_batch([tower.annotations for tower in towers], slices)
+        outputs = keras.tree.flatten(self._of_all_workers(whole_batch([tower.y_pred for tower in towers], slices)))
+        notes = self._of_all_workers(whole_batch([tower.annotations for tower in towers], slices))
         annotated = [keras_seams.annotate(output, note) for output, note in zip(outputs, notes, strict=True)]
         y_pred = keras.tree.pack_sequence_as(towers[0].y_pred, annotated)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(whole_batch([s.data for s in slices], slices))
-        return model.compute_metrics(x, y, y_pred, sample_weight)
+        if metrics.overrides_compute_metrics(model):
+            x = self._of_all_workers(x)
+        return model.compute_metrics(x, self._of_all_workers(y), y_pred, self._of_all_workers(sample_weight))
+
+    def _of_all_workers(self, own_rows: Any) -> Any:
+        """What the workers have for their rows, put together to what it is for the global batch."""
+
+        def put_together(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            collectives = self._workers.collectives
+            return collectives.sum(leaf) if leaf.shape.rank == 0 else collectives.gather(leaf)
+
+        return keras.tree.map_structure(put_together, own_rows)
 
     def _prepare(self, batch: Any) -> None:
         """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
@@ -200,6 +226,7 @@ class DataParallelModel(ModelWrapper):
             if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
                 keras_seams.symbolic_build(model, specs)
         keras_seams.seed_states(model)
+        self._synchronize_workers()
 
     def _place_variables(self) -> None:
         """Moves the variables of a built model to where they should live."""
@@ -207,7 +234,13 @@ class DataParallelModel(ModelWrapper):
             placement.place(self.inner_model, self._wanted_device, self.devices)
 
     def _is_eager(self) -> bool:
-        return self.run_eagerly or tf.config.functions_run_eagerly()
+        is_eager = self.run_eagerly or tf.config.functions_run_eagerly()
+        if is_eager and self._workers.count > 1:
+            raise ValueError(
+                "run_eagerly=True runs the inner model on one device of one worker, to be debugged. Run the script without "
+                f"TF_CONFIG for that. Received: run_eagerly=True on {self._workers.count} workers"
+            )
+        return is_eager
 
     def _on_one_device(self, step: Any, data: Any) -> Any:
         if not self._told_eager:
@@ -218,48 +251,100 @@ class DataParallelModel(ModelWrapper):
             )
         return step(data)
 
-    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
-        """Trains on N towers; see `keras.Model.fit`.
+    def fit(self, *args: Any, sharded: bool = False, **kwargs: Any) -> keras.callbacks.History:
+        """Trains on N towers of each worker; see `keras.Model.fit`.
+
+        Args:
+            *args: those of `keras.Model.fit`.
+            sharded: whether the datasets, of training and of validation, are those of this worker alone, which the script has
+                divided among the workers: their batches together are the global batches.
+            **kwargs: those of `keras.Model.fit`.
 
         Raises:
-            ValueError: if there was nothing to train on.
+            ValueError: if there was nothing to train on, or workers do not do the same.
+            WorkerLostError: if a worker is lost.
         """
-        callbacks = self._begin(keras.Model.fit, *args, **kwargs)
-        if self._feed.measure_wait(any(isinstance(callback, InputWait) for callback in callbacks)):
-            self.train_function = self.test_function = None
-        history = super().fit(*args, **kwargs)
+        with self._call(keras.Model.fit, sharded, *args, **kwargs) as call:
+            callbacks = listed(call.arguments.get("callbacks"))
+            if self._feed.measure_wait(any(isinstance(callback, InputWait) for callback in callbacks)):
+                self.train_function = self.test_function = None
+            history = super().fit(*call.args[1:], **call.kwargs)
         # A generator that runs dry between epochs ends training, as in Keras; one that never gave a batch is a mistake.
         if history.epoch and not any(history.history.get("loss", ())):
             self._refuse_no_batches("fit")
         return history
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates on N towers; see `keras.Model.evaluate`.
+    def evaluate(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Any:
+        """Evaluates on N towers of each worker; see `keras.Model.evaluate`, and for `sharded`, `fit`.
 
         Raises:
-            ValueError: if there was nothing to evaluate.
+            ValueError: if there was nothing to evaluate, or workers do not do the same.
+            WorkerLostError: if a worker is lost.
         """
-        self._begin(keras.Model.evaluate, *args, **kwargs)
-        results = super().evaluate(*args, **kwargs)
+        with self._call(keras.Model.evaluate, sharded, *args, **kwargs) as call:
+            results = super().evaluate(*call.args[1:], **call.kwargs)
         self._refuse_no_batches("evaluate")
         return results
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predicts on N towers, in the order of the rows; see `keras.Model.predict`.
+    def predict(self, *args: Any, sharded: bool = False, rows: str = "all", **kwargs: Any) -> Any:
+        """Predicts on N towers of each worker, in the order of the rows; see `keras.Model.predict`, and for `sharded`, `fit`.
+
+        Args:
+            *args: those of `keras.Model.predict`.
+            sharded: as in `fit`.
+            rows: "all" gives every worker the predictions for all rows; "shard" those for its own rows of each batch, which
+                are not sent anywhere.
+            **kwargs: those of `keras.Model.predict`.
 
         Raises:
-            ValueError: if there was nothing to predict.
+            ValueError: if there was nothing to predict, or workers do not do the same.
+            WorkerLostError: if a worker is lost.
         """
-        self._begin(keras.Model.predict, *args, **kwargs)
-        with empty_prediction_refused("predict"):
-            return super().predict(*args, **kwargs)
+        _refuse_unknown("rows", rows, ("all", "shard"))
+        if self._predicts_shard != (rows == "shard"):
+            self._predicts_shard = rows == "shard"
+            self.predict_function = None
+        with self._call(keras.Model.predict, sharded, *args, **kwargs) as call, empty_prediction_refused("predict"):
+            return super().predict(*call.args[1:], **call.kwargs)
 
-    def _begin(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[keras.callbacks.Callback]:
-        """Sees to what changed since the last call; the callbacks among the method's arguments."""
+    @contextlib.contextmanager
+    def _call(self, method: Callable[..., Any], sharded: bool, *args: Any, **kwargs: Any) -> Iterator[inspect.BoundArguments]:
+        """A call of `fit`, `evaluate` or `predict`, with the arguments that it has for this worker."""
         self._follow_inner_model()
-        callbacks = inspect.signature(method).bind(self, *args, **kwargs).arguments.get("callbacks")
-        self._show_inner_model(callbacks)
-        return listed(callbacks)
+        call = inspect.signature(method).bind(self, *args, **kwargs)
+        self._show_inner_model(call.arguments.get("callbacks"))
+        if sharded:
+            for name in ("x", "validation_data"):
+                if call.arguments.get(name) is not None:
+                    call.arguments[name] = with_empty_batches(call.arguments[name], self._workers)
+        # fit() evaluates data that it has fed already, with callbacks that it has been given.
+        if self._workers.count > 1 and not isinstance(call.arguments.get("callbacks"), keras.callbacks.CallbackList):
+            self._join_workers(method.__name__, call, sharded)
+        before, self._feed.takes_shards = self._feed.takes_shards, sharded
+        try:
+            with self._workers.losses_named():
+                yield call
+        finally:
+            self._feed.takes_shards = before
+
+    def _join_workers(self, method: str, call: inspect.BoundArguments, sharded: bool) -> None:
+        """Sees to it that all workers make the same call, and to what this one does differently from the first."""
+        arguments = {name: value for name, value in call.arguments.items() if name not in ("self", "verbose", "callbacks")}
+        facts = {"the method called": method, "num_towers": self.num_towers, "sharded": sharded}
+        facts |= {name: described_data(value) for name, value in arguments.items()}
+        self._workers.agree(facts | described_model(self.inner_model))
+        share_random_state(self._workers)
+        self._is_synchronized = False
+        callbacks = without_writers(listed(call.arguments.get("callbacks")), self._workers)
+        call.arguments["callbacks"] = [*callbacks, Lockstep(self._workers)] if method == "fit" else callbacks
+        if not self._workers.is_chief:
+            call.arguments.setdefault("verbose", 0)
+
+    def _synchronize_workers(self) -> None:
+        """Gives all workers the first one's variables, once after they were created, and in each call."""
+        if self._workers.count > 1 and not self._is_synchronized:
+            self._is_synchronized = True
+            synchronize(self._workers, all_variables(self.inner_model))
 
     def _refuse_no_batches(self, method: str) -> None:
         if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):

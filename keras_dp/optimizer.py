@@ -8,8 +8,10 @@ import tensorflow as tf
 
 from keras_dp import keras_seams, placement
 from keras_dp.accumulation import AccumulatedRows, scale
+from keras_dp.collectives import Collectives
 from keras_dp.face import Face
 from keras_dp.keras_seams import innermost
+from keras_dp.workers import current_workers
 
 Tensor = Any
 Gradient = Any
@@ -79,7 +81,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         reduction: str = "sum",
         rows: Tensor | None = None,
     ) -> None:
-        """Combines N x K gradients and applies them to K variables.
+        """Combines N x K gradients, of each of the workers, and applies them to K variables.
 
         Args:
             tower_gradients: N lists (one for each tower) of K gradients: tensors, `tf.IndexedSlices`, or None where the
@@ -96,9 +98,17 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def combine(
-        self, tower_gradients: Sequence[Sequence[Gradient]], variables: Sequence[Any], reduction: str = "sum"
+        self,
+        tower_gradients: Sequence[Sequence[Gradient]],
+        variables: Sequence[Any],
+        reduction: str = "sum",
+        gradient_dtype: str | None = None,
     ) -> list[Gradient]:
-        """The K gradients of the global batch from N x K gradients; see `apply_tower_gradients`."""
+        """The K gradients of the global batch from N x K gradients; see `apply_tower_gradients`.
+
+        Workers send each other gradients of `gradient_dtype`; None for the variables' own.
+        """
+        workers = current_workers()
         if reduction not in ("sum", "mean"):
             raise ValueError(f'`reduction` must be "sum" or "mean". Received: reduction={reduction!r}')
         lengths = [len(gradients) for gradients in tower_gradients]
@@ -114,10 +124,11 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
                     combined.append(_largest(gradients))
                     continue
                 total = sum_gradients([_cast(gradient, variable.dtype) for gradient in gradients])
+                parts = len(gradients) * workers.count
                 combined.append(
-                    total if total is None or reduction == "sum" else scale(total, tf.constant(1 / len(gradients), tf.float64))
+                    total if total is None or reduction == "sum" else scale(total, tf.constant(1 / parts, tf.float64))
                 )
-        return combined
+        return sum_over_workers(combined, variables, workers.collectives, gradient_dtype)
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -159,10 +170,44 @@ def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
         values = tf.concat([gradient.values for gradient in present], axis=0)
         indices = tf.concat([gradient.indices for gradient in present], axis=0)
         if all(_names_rows_once(gradient.indices) for gradient in present):
-            indices, places = tf.unique(indices)
-            values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+            values, indices = _add_up_rows(values, indices)
         return tf.IndexedSlices(values, indices, present[0].dense_shape)
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+
+
+def sum_over_workers(
+    gradients: Sequence[Gradient], variables: Sequence[Any], collectives: Collectives, gradient_dtype: str | None = None
+) -> list[Gradient]:
+    """The sums over the workers of K gradients; sparse ones, as in `sum_gradients`, are put after each other."""
+    if collectives.count == 1:
+        return list(gradients)
+
+    def is_summed(gradient: Gradient, variable: Any) -> bool:
+        is_dense = gradient is not None and not isinstance(gradient, tf.IndexedSlices)
+        return is_dense and not getattr(variable, "overwrite_with_gradient", False)
+
+    columns = list(zip(gradients, variables, strict=True))
+    sums = collectives.sum_all([g if is_summed(g, variable) else None for g, variable in columns], gradient_dtype)
+    for i, (gradient, _) in enumerate(columns):
+        if isinstance(gradient, tf.IndexedSlices):
+            sums[i] = _gather_slices(gradient, collectives)
+        elif gradient is not None and sums[i] is None:
+            sums[i] = tf.reduce_max(collectives.gather(gradient[tf.newaxis]), axis=0)
+    return sums
+
+
+def _gather_slices(gradient: tf.IndexedSlices, collectives: Collectives) -> tf.IndexedSlices:
+    counts = collectives.counts(tf.shape(gradient.indices)[0])
+    values, indices = collectives.gather(gradient.values, counts), collectives.gather(gradient.indices, counts)
+    if _names_rows_once(gradient.indices):
+        values, indices = _add_up_rows(values, indices)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _add_up_rows(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The same rows, each named once."""
+    indices, places = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(values, places, tf.size(indices)), indices
 
 
 def _names_rows_once(indices: Tensor) -> bool:

@@ -18,6 +18,7 @@ from keras_dp.stamping import stamp_towers
 from keras_dp.sync_batch_norm import batch_norms
 from keras_dp.tower_result import Variables
 from keras_dp.tower_step import TowerStep
+from keras_dp.workers import current_workers
 from keras_dp.wrapper import refuse_stateful, refuse_strategy
 
 Tensor = Any
@@ -68,7 +69,7 @@ def recalibrate_batch_norm(
     refuse_stateful(model)
     if isinstance(data, tuple):
         data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions():
+    with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions(), current_workers().losses_named():
         calls_by_layer = _MomentsModel(model, devices, mode).predict(data, batch_size, verbose, steps)
     layers = {layer: calls for layer, calls in zip(batch_norms(model), calls_by_layer, strict=True) if calls}
     if not layers:
@@ -91,7 +92,8 @@ class _MomentsModel(keras.Model):
         self.model = model
         self.devices = list(devices)
         self.batch_norm = batch_norm
-        self.feed = SliceFeed(self.devices, is_eager=lambda: False, prepare=self.prepare)
+        self.collectives = current_workers().collectives
+        self.feed = SliceFeed(self.devices, lambda: False, self.prepare, self.collectives)
         # XLA would compile the step of several devices for one of them.
         self.jit_compile = False
 
@@ -111,7 +113,9 @@ class _MomentsModel(keras.Model):
         variables = Variables.of(self.model)
         step = TowerStep(self.model, variables, rowwise_loss, self.batch_norm, gradient_dtype=None, jit_compile=False)
         shared = variables.read(self.model)
-        towers = stamp_towers(step.moments, shared, slices, self.devices, self.devices[0], variables.native())
+        towers = stamp_towers(
+            step.moments, shared, slices, self.devices, self.devices[0], variables.native(), self.collectives
+        )
         for seed, new in zip(variables.seeds, towers[0].seeds, strict=True):
             if new is not None:
                 seed.assign(new)

@@ -9,11 +9,13 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.batches import Slice, row_spec
+from keras_dp.collectives import Collectives
 from keras_dp.simplification import needed_nodes, simplify
-from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Tower, enter_tower
+from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Common, Tower, enter_tower
 
 Tensor = Any
 
+_SUMS = "cross_tower_sums/"
 _PYTHON_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 _VARIABLE_WRITE = re.compile(r"Assign\w*VariableOp|Resource(Sparse)?Apply\w*|ResourceScatter\w*|ResourceStridedSliceAssign")
 
@@ -25,11 +27,12 @@ def stamp_towers(
     devices: list[str],
     sum_device: str | None,
     replaced: Iterable[tf.Variable] = (),
+    collectives: Collectives | None = None,
 ) -> list[Any]:
     """Runs `function` as one tower on every device, with all cross-tower sums taken on `sum_device`.
 
     The function is traced once. The traced graph is copied once per device into the current graph, and each mark that
-    `cross_tower_sum` left in it becomes one AddN over the towers.
+    `cross_tower_sum` left in it becomes one AddN over the towers, and then a sum over the workers.
 
     Args:
         function: `function(tower, shared)` returns nested tensors, which may hold None.
@@ -38,9 +41,11 @@ def stamp_towers(
         devices: N device names.
         sum_device: where the sums over the towers are taken; None to cut them, so that each tower sums its own alone.
         replaced: variables in place of which towers get tensors in `shared`.
+        collectives: of the workers, each of which has N towers.
 
     Returns:
-        A list of N results of `function`; what the tower noted in `Tower.common` is None in all but the first.
+        A list of N results of `function`; what the tower noted in `Tower.common` is a `Common` in the first, and None in all
+        others.
 
     Raises:
         RuntimeError: if a cross-tower sum stands where stamping cannot see it.
@@ -57,7 +62,9 @@ def stamp_towers(
         result_of.update(structure=result, marks=tower.marks, derived=tower.derived, common=common)
         return leaves
 
-    indices = [tf.constant(i) for i in range(len(devices))]
+    collectives = collectives or Collectives()
+    first = collectives.index * len(devices)
+    indices = [tf.constant(first + i) for i in range(len(devices))]
     arguments = (tf.nest.map_structure(_spec, shared), _spec(indices[0]), tf.nest.map_structure(row_spec, slices[0]))
     with tf.device(None):
         concrete = tf.function(traced, autograph=False).get_concrete_function(*arguments)
@@ -79,7 +86,7 @@ def stamp_towers(
     ]
     # A mark that is not made a sum is copied as it is: an identity.
     sums = dict.fromkeys(result_of["marks"], sum_device) if sum_device is not None else {}
-    flat_results = _stamp(concrete.graph, graph_def, sums, result_of["common"], devices, inputs)
+    flat_results = _stamp(concrete.graph, graph_def, sums, result_of["common"], devices, inputs, collectives)
     if graph_def.library.function or any(node.op in _PYTHON_CALLS for node in graph_def.node):
         _keep_alive(current_graph, concrete)
     return [_pack(result_of["structure"], flat) for flat in flat_results]
@@ -92,7 +99,8 @@ def _stamp(
     common: set[int],
     devices: list[str],
     inputs: list[list[Tensor]],
-) -> list[list[Tensor | None]]:
+    collectives: Collectives,
+) -> list[list[Any]]:
     """The outputs of each tower; those whose index is among `common` are the first tower's alone.
 
     `sums` are the marks that become sums, and the devices of these.
@@ -110,9 +118,11 @@ def _stamp(
             continue
         if node.name in sums:
             stamped.node.append(_sum_node(node, len(devices), sums[node.name]))
+            if collectives.count > 1:
+                stamped.node.extend(_sum_over_workers(stamped.node[-1], tower, collectives))
         for i, device in enumerate(devices):
             if node.name in needed_by[i]:
-                stamped.node.append(_copy_node(node, i, device, sums))
+                stamped.node.append(_copy_node(node, i, device, sums, collectives.index * len(devices) + i))
     feeds = {
         f"{_in_tower(i, name)}:0": tensor
         for i, tensors in enumerate(inputs)
@@ -122,14 +132,15 @@ def _stamp(
     wanted = [(i, k) for i in range(len(devices)) for k in range(len(tower.outputs)) if i == 0 or k not in common]
     names = [_in_tower(i, fetches[k] if ":" in fetches[k] else f"{fetches[k]}:0") for i, k in wanted]
     fetched = tf.graph_util.import_graph_def(stamped, feeds, names, name="towers")
-    results: list[list[Tensor | None]] = [[None] * len(tower.outputs) for _ in devices]
+    results: list[list[Any]] = [[None] * len(tower.outputs) for _ in devices]
     for (i, k), tensor in zip(wanted, fetched, strict=True):
         tensor.set_shape(tower.outputs[k].shape)
-        results[i][k] = tensor
+        results[i][k] = Common(tensor) if k in common else tensor
     return results
 
 
-def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, sums: Container[str]) -> node_def_pb2.NodeDef:
+def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, sums: Container[str], number: int) -> node_def_pb2.NodeDef:
+    """The node in tower i of this worker, which has a number among the towers of all workers."""
     copy = node_def_pb2.NodeDef()
     copy.CopyFrom(node)
     copy.name = _in_tower(i, node.name)
@@ -138,7 +149,7 @@ def _copy_node(node: node_def_pb2.NodeDef, i: int, device: str, sums: Container[
     copy.attr.pop("_class", None)
     if "seed" in copy.attr and "seed2" in copy.attr and (copy.attr["seed"].i or copy.attr["seed2"].i):
         # Random operations draw different numbers on every tower.
-        copy.attr["seed2"].i += i * SEED_STEP
+        copy.attr["seed2"].i += number * SEED_STEP
     del copy.input[:]
     if node.name in sums:
         copy.op = "Identity"
@@ -156,12 +167,30 @@ def _sum_node(node: node_def_pb2.NodeDef, num_towers: int, device: str) -> node_
     return total
 
 
+def _sum_over_workers(total: node_def_pb2.NodeDef, tower: tf.Graph, collectives: Collectives) -> list[node_def_pb2.NodeDef]:
+    """The nodes that sum, over the workers, what a node gives; the last has its name, and it gets another one."""
+    name = total.name
+    total.name = f"{name}/of_this_worker"
+    marked = tower.get_operation_by_name(name.removeprefix(_SUMS)).outputs[0]
+    with tf.Graph().as_default() as graph, tf.device(total.device):
+        own = tf.compat.v1.placeholder(marked.dtype, marked.shape)
+        tf.identity(collectives.sum(own), name="total")
+    nodes = list(graph.as_graph_def().node)
+    names = {node.name: f"{name}/{node.name}" for node in nodes} | {own.op.name: total.name, "total": name}
+    for node in nodes:
+        inputs = [source.partition(":") for source in node.input]
+        del node.input[:]
+        node.input.extend(names[source] + colon + port for source, colon, port in inputs)
+        node.name = names[node.name]
+    return [node for node in nodes if node.name != total.name]
+
+
 def _in_tower(i: int, name: str) -> str:
     return f"^tower_{i}/{name[1:]}" if name.startswith("^") else f"tower_{i}/{name}"
 
 
 def _sum_name(name: str) -> str:
-    return f"cross_tower_sums/{name}"
+    return f"{_SUMS}{name}"
 
 
 def refuse_lost_gradients(loss: Tensor, weights: dict[str, Tensor]) -> None:
@@ -278,7 +307,7 @@ def _flatten(structure: Any) -> list[Any]:
     return tf.nest.flatten(structure, expand_composites=True)
 
 
-def _pack(structure: Any, flat: list[Tensor | None]) -> Any:
+def _pack(structure: Any, flat: list[Any]) -> Any:
     tensors = iter(flat)
     filled = [None if leaf is None else next(tensors) for leaf in _flatten(structure)]
     return tf.nest.pack_sequence_as(structure, filled, expand_composites=True)

@@ -7,6 +7,9 @@ import keras
 import tensorflow as tf
 
 from keras_dp import keras_seams, metrics
+from keras_dp.batches import Slice
+from keras_dp.collectives import Collectives
+from keras_dp.towers import Common
 
 Tensor = Any
 
@@ -77,36 +80,46 @@ class TowerResult(NamedTuple):
     metrics: Sequence[Tensor | None] = ()
 
 
-def combine(variables: Variables, towers: list[TowerResult]) -> TowerResult:
-    """What the global batch does to losses, state, seeds and metrics, each where its variable lives."""
+def combine(variables: Variables, towers: list[TowerResult], slices: Sequence[Slice], collectives: Collectives) -> TowerResult:
+    """What the global batch does to losses, state, seeds and metrics, each where its variable lives.
 
-    def of_kind(kind: str) -> list[Tensor | None]:
+    Args:
+        variables: those of the model.
+        towers: the results of the N towers of this worker.
+        slices: the N slices that they were given.
+        collectives: of the workers.
+    """
+
+    def of_kind(kind: str) -> list[Any]:
         combined = []
         for variable, *values in zip(getattr(variables, kind), *(getattr(tower, kind) for tower in towers), strict=True):
             with tf.device(variable.value.device):
-                combined.append(_combine_values(values))
+                combined.append(_combine_values(values, slices))
         return combined
 
-    return TowerResult(
+    own = TowerResult(
         y_pred=None,
-        loss=_combine_values([tower.loss for tower in towers]),
+        loss=_combine_values([tower.loss for tower in towers], slices),
         weights=of_kind("weights"),
         state=of_kind("state"),
-        # The first tower draws from the seeds themselves, so that its new seeds are those of one device.
-        seeds=towers[0].seeds,
         metrics=of_kind("metrics"),
     )
+    leaves = tf.nest.flatten(own)
+    sums = collectives.sum_all([None if isinstance(leaf, Common) else leaf for leaf in leaves])
+    totals = [leaf.value if isinstance(leaf, Common) else total for leaf, total in zip(leaves, sums, strict=True)]
+    # Every tower leaves the seeds as one device would.
+    return tf.nest.pack_sequence_as(own, totals)._replace(seeds=towers[0].seeds)
 
 
-def _combine_values(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Shares add up; whole numbers and flags, which are not shared out, are the last tower's, which always has rows.
-
-    What is the same on all towers comes from the first one alone.
-    """
+def _combine_values(values: Sequence[Any], slices: Sequence[Slice]) -> Any:
+    """Shares add up; whole numbers and flags, which are not shared out, are those of the tower that has the last rows."""
     first, last = values[0], values[-1]
-    if first is None or last is None:
+    if first is None or isinstance(first, Common):
         return first
-    return tf.add_n(values) if first.dtype.is_floating else last
+    if first.dtype.is_floating:
+        return tf.add_n(values)
+    has_last = tf.logical_and(slices[-1].rows > 0, slices[-1].begin + slices[-1].rows == slices[-1].batch_rows)
+    return tf.where(has_last, last, tf.zeros_like(last))
 
 
 def assign(variables: Variables, total: TowerResult) -> None:

@@ -221,7 +221,7 @@ class _TowerScope:
             gradients=list(gradients),
             weights=[self._shared_out(new) for new in self._updates("weights")],
             state=[self._shared_out(new) for new in self._updates("state")],
-            seeds=self._updates("seeds"),
+            seeds=[None if new is None else _fold_out(new, self._tower.index) for new in self._updates("seeds")],
             metrics=self._metric_totals,
         )
 
@@ -256,6 +256,11 @@ class _TowerScope:
 def _fold_in(seed: Tensor, index: Tensor) -> Tensor:
     """A different seed for each tower, the seed itself for the first."""
     return seed + tf.cast(index, seed.dtype) * tf.constant([SEED_STEP, 0], seed.dtype)
+
+
+def _fold_out(seed: Tensor, index: Tensor) -> Tensor:
+    """The seed without what was folded in: draws move it on by the same amount on every tower."""
+    return seed - tf.cast(index, seed.dtype) * tf.constant([SEED_STEP, 0], seed.dtype)
 
 
 def _without_borrowed_rows(gradient: Any, tower: Tower) -> Any:

@@ -24,6 +24,13 @@ NOT_AT_TOP_LEVEL = (
 _local = threading.local()
 
 
+class Common:
+    """A tensor that is the same on all towers, of which the first one computes it."""
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
 class Tower:
     """The tower that is being traced.
 

@@ -5,9 +5,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from keras_dp.cli import bench
+from keras_dp.cli import bench, launch
 
-COMMANDS = {"bench": bench}
+COMMANDS = {"bench": bench, "launch": launch}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None for the one of this process.
 
     Returns:
-        The exit code: 0, or 1 if something that the command ran has failed.
+        The exit code: 0, or another if something that the command ran has failed.
 
     Raises:
         SystemExit: with code 2, if the arguments are wrong; the message is on stderr.

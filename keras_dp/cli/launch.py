@@ -1,0 +1,333 @@
+"""Starts the workers of a script on this machine, or prints what starts them on several.
+
+  keras-dp launch --workers 2 train.py --epochs 3
+  keras-dp launch --hosts alpha,beta --towers-per-worker 4 train.py --epochs 3
+
+All workers run the same script, and read in TF_CONFIG who and where they are. Each line of their output is printed after the
+worker's number. When one fails, the others are ended too, and its last lines are shown; with --max-restarts, all start again
+then, and the script resumes where keras.callbacks.BackupAndRestore has saved it. SIGINT (ctrl-C) and SIGTERM go to all
+workers; the second one kills them. The exit code is that of the worker that failed first, or 128 + the number of the signal.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TextIO, TypeAlias
+
+GRACE_SECONDS = 5.0  # for the other workers, to find out by themselves that one is lost
+KILL_SECONDS = 10.0  # from a signal to SIGKILL, which ends also what is stopped
+DRAIN_SECONDS = 2.0  # for the output of a worker that has ended, if another process has its pipes
+TAIL_LINES = 20
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+)(?::(\d+))?")
+_GPU = re.compile(r"\d+|(GPU|MIG)-.+")
+_TERMINAL_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\b]")
+_printing = threading.Lock()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    # What looks like the beginning of an option may be one of the script's.
+    parser.allow_abbrev = False
+    parser.add_argument("--workers", type=_integer(1), metavar="N", help="how many processes to start on this machine")
+    parser.add_argument(
+        "--hosts",
+        type=_hosts,
+        metavar="HOST[:PORT],...",
+        help="start nothing, and print the command for each of these hosts; IPv6 addresses stand in brackets",
+    )
+    parser.add_argument("--port", type=_port, default=2222, help="of hosts without one (default: %(default)s)")
+    parser.add_argument(
+        "--towers-per-worker",
+        type=_integer(1),
+        metavar="N",
+        help="devices of each worker (default: its share of the GPUs; without GPUs, one CPU device)",
+    )
+    parser.add_argument(
+        "--max-restarts", type=_integer(0), default=0, metavar="N", help="times to start again after a failure (default: 0)"
+    )
+    parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a module, as in python -m")
+    parser.add_argument("script", help="what every worker runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the workers until all have ended, or prints the commands for the hosts.
+
+    Args:
+        options: what `add_arguments` declares.
+
+    Returns:
+        The exit code: 0; or that of the worker that failed first, 128 + its number for a signal; or 128 + the number of the
+        signal that the launcher received.
+
+    Raises:
+        argparse.ArgumentError: if the options do not go together, the script is missing, or the GPUs cannot be divided.
+    """
+    _check(options)
+    script = [*(["-m"] if options.is_module else []), options.script, *options.arguments]
+    if options.hosts:
+        _print_commands(options, script)
+        return 0
+    gpus = _gpus_of_workers(options.workers, options.towers_per_worker)
+    events: _Events = queue.SimpleQueue()
+    with _signals_into(events):
+        for restart in itertools.count():
+            addresses = _free_addresses(options.workers)
+            shared = {**os.environ, "PYTHONUNBUFFERED": "1", "KERAS_DP_RESTART": str(restart)}
+            environments = [
+                {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[index]}
+                for index in range(options.workers)
+            ]
+            failed, received = _run_workers([sys.executable, *script], environments, events)
+            if failed is not None:
+                _print(f"keras-dp launch: {failed.failure()}", sys.stderr)
+            if received is not None:
+                return 128 + received
+            if failed is None or restart == options.max_restarts:
+                break
+            _print(f"keras-dp launch: all workers start again, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
+    return 0 if failed is None else failed.exit_code()
+
+
+class _Worker:
+    """A process of the script in a group of its own, whose output is printed line by line.
+
+    It puts itself into `events` when it has ended.
+    """
+
+    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: "_Events") -> None:
+        self.index = index
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.readers = [
+            threading.Thread(target=self._print_lines, args=arguments, daemon=True)
+            for arguments in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        ]
+        for thread in (*self.readers, threading.Thread(target=self._wait, args=(events,), daemon=True)):
+            thread.start()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the worker and to the processes that it has started."""
+        # On macOS, a group of processes that have all ended is not missing: it is not permitted.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def drain(self) -> None:
+        """Waits until what the worker had to say is printed."""
+        for reader in self.readers:
+            reader.join(DRAIN_SECONDS)
+
+    def exit_code(self) -> int:
+        """As a shell has it."""
+        code = self.process.returncode
+        return 128 - code if code < 0 else code
+
+    def failure(self) -> str:
+        """What happened, and the last lines of the output."""
+        code = self.process.returncode
+        reason = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        lines = [f"[{self.index}] {line}" for line in self.tail]
+        return "\n".join([f"worker {self.index} failed first, with {reason}. Its last lines:", *lines])
+
+    def _wait(self, events: "_Events") -> None:
+        self.process.wait()
+        self.signal(signal.SIGKILL)  # to what it leaves behind
+        events.put(self)
+
+    def _print_lines(self, pipe: IO[bytes], stream: TextIO) -> None:
+        # If nobody reads the launcher's output any more, the worker finds its pipe closed, as it would without a launcher.
+        with io.TextIOWrapper(pipe, "utf-8", "replace", newline="") as lines, contextlib.suppress(OSError):
+            for line in lines:
+                text = _TERMINAL_CONTROL.sub("", line).rstrip("\r\n")
+                # A progress bar goes back to the beginning of its line before it is there.
+                if text or line.endswith("\n"):
+                    self.tail.append(text)
+                    _print(f"[{self.index}] {text}", stream)
+
+
+_Events: TypeAlias = queue.SimpleQueue[_Worker | int]
+
+
+def _run_workers(
+    command: Sequence[str], environments: Iterable[Mapping[str, str]], events: _Events
+) -> tuple[_Worker | None, int | None]:
+    """Runs a worker in each of the environments until all have ended.
+
+    Args:
+        command: of all workers.
+        environments: the environment variables of each.
+        events: brings the workers that have ended, and the numbers of the signals to the launcher.
+
+    Returns:
+        The first worker that has failed by itself, and the first signal to the launcher, or None.
+    """
+    failed: _Worker | None = None
+    received: int | None = None
+    signals: list[tuple[float, int]] = []  # when to send which
+    workers: list[_Worker] = []
+    running: set[_Worker] = set()
+    try:
+        for index, environment in enumerate(environments):
+            workers.append(_Worker(index, command, environment, events))
+            running.add(workers[-1])
+        while running:
+            try:
+                event = events.get(timeout=max(0.0, signals[0][0] - time.monotonic()) if signals else None)
+            except queue.Empty:
+                _send(running, signals.pop(0)[1])
+                continue
+            now = time.monotonic()
+            if isinstance(event, _Worker):
+                running.remove(event)
+                if event.process.returncode and failed is None and received is None:
+                    failed = event
+                    end = now + GRACE_SECONDS
+                    signals = [(end, signal.SIGTERM), (end + KILL_SECONDS, signal.SIGKILL)]
+            elif received is None:
+                received = event
+                signals = [(now, received), (now + KILL_SECONDS, signal.SIGKILL)]
+            else:
+                signals = [(now, signal.SIGKILL)]
+    finally:
+        _send(running, signal.SIGKILL)
+    for worker in workers:
+        worker.drain()
+    return failed, received
+
+
+def _send(workers: Iterable[_Worker], number: int) -> None:
+    for worker in workers:
+        worker.signal(number)
+
+
+@contextlib.contextmanager
+def _signals_into(events: _Events) -> Iterator[None]:
+    """Puts the numbers of signals that would end the launcher into `events` instead."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda number, frame: events.put(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    with _printing:
+        print(text, file=stream, flush=True)
+
+
+def _place(addresses: Sequence[str], index: int, towers: int | None) -> dict[str, str]:
+    """The environment variables that tell a worker who it is, where the others are, and how many towers it has."""
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    return {"TF_CONFIG": json.dumps(config)} | ({} if towers is None else {"KERAS_DP_TOWERS": str(towers)})
+
+
+def _free_addresses(count: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{listener.getsockname()[1]}" for listener in sockets]
+
+
+def _print_commands(options: argparse.Namespace, script: Sequence[str]) -> None:
+    """Prints, for each host, what to paste into a shell there."""
+    addresses: list[str] = []
+    for host, port in options.hosts:
+        candidates = (f"{host}:{number}" for number in itertools.count(port or options.port))
+        addresses.append(next(address for address in candidates if address not in addresses))
+    for index, address in enumerate(addresses):
+        variables = _place(addresses, index, options.towers_per_worker).items()
+        assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
+        print(f"# {address}\n{assignments} {shlex.join(['python', *script])}\n")
+
+
+def _visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may say on this machine; as in CUDA, the first that is no GPU ends the list."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index, _ in enumerate(NVIDIA_GPUS.glob("*"))]
+    return list(itertools.takewhile(_GPU.fullmatch, (name.strip() for name in visible.split(","))))
+
+
+def _gpus_of_workers(workers: int, towers: int | None) -> list[dict[str, str]]:
+    """The environment variable that gives each worker its GPUs; none, if there are no GPUs."""
+    gpus = _visible_gpus()
+    if not gpus:
+        return [{}] * workers
+    if len(gpus) < workers * towers if towers else len(gpus) % workers:
+        raise argparse.ArgumentError(
+            None,
+            f"Each of {workers} workers needs {towers or 'the same number of'} GPUs. Received: {len(gpus)} GPUs. Change "
+            "--workers or --towers-per-worker, or set CUDA_VISIBLE_DEVICES to the GPUs to use, -1 for the CPU.",
+        )
+    count = towers or len(gpus) // workers
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * count : (index + 1) * count])} for index in range(workers)]
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses options that do not go together, and a script that is not there."""
+    problem = None
+    if options.hosts:
+        if options.workers not in (None, len(options.hosts)):
+            problem = f"--workers and --hosts differ. Received: {options.workers} and {len(options.hosts)}. Leave one out."
+        elif options.max_restarts:
+            problem = f"--hosts starts nothing. Received: --max-restarts {options.max_restarts}. Leave it out."
+    elif options.workers is None:
+        problem = "Either --workers or --hosts is needed. Received: neither. Add --workers 2."
+    elif not options.is_module and not Path(options.script).exists():
+        problem = f"There is no such script. Received: {options.script!r}. Say its path, or -m before a module's name."
+    if problem is not None:
+        raise argparse.ArgumentError(None, problem)
+
+
+def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type for argparse."""
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def parse(value: str) -> int:
+        if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
+            raise argparse.ArgumentTypeError(f"This is an integer {span}. Received: {value!r}")
+        return int(value)
+
+    return parse
+
+
+def _hosts(value: str) -> list[tuple[str, int | None]]:
+    hosts = []
+    for name in value.split(","):
+        match = _HOST.fullmatch(name)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"A host is name, name:port or [IPv6]:port. Received: {name!r}")
+        hosts.append((match[1], None if match[2] is None else _port(match[2])))
+    return hosts
+
+
+_port = _integer(1, 65_535)

@@ -1,0 +1,121 @@
+"""Which workers there are, and which of them this process is: from TF_CONFIG, or from Slurm's variables."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+EXPECTED = (
+    'TF_CONFIG names every worker and says which one this process is, as {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}.'
+)
+
+SLURM_PORT = 8888  # of the first worker on each node, as tf.distribute.cluster_resolver.SlurmClusterResolver has it
+_MOST_SLURM_TASKS_PER_NODE = 4096
+
+_JOBS = ("chief", "worker")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):(\d{1,5})")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The W workers.
+
+    Attributes:
+        jobs: addresses, "host:port", by the job's name: "worker", and "chief" if there is a job of that name.
+        job: the job of this process.
+        task: its number in that job.
+    """
+
+    jobs: dict[str, list[str]]
+    job: str
+    task: int
+
+    @property
+    def names(self) -> list[str]:
+        """What TensorFlow calls the workers; the chief is the first."""
+        return [f"/job:{job}/replica:0/task:{i}" for job in _JOBS for i in range(len(self.jobs.get(job, ())))]
+
+    @property
+    def addresses(self) -> list[str]:
+        """W addresses; that of the chief is the first."""
+        return [address for job in _JOBS for address in self.jobs.get(job, ())]
+
+    @property
+    def index(self) -> int:
+        """The number of this process among all W workers; 0 for the chief."""
+        return self.task + (len(self.jobs.get("chief", ())) if self.job == "worker" else 0)
+
+
+def find_cluster() -> Cluster | None:
+    """The cluster that the environment describes; None for a single process.
+
+    TF_CONFIG is the convention of TensorFlow, Kubernetes (TFJob) and Ray. Without it, the variables of a Slurm job step count.
+
+    Raises:
+        ValueError: if TF_CONFIG is malformed, or Slurm's variables do not fit together.
+    """
+    if os.environ.get("TF_CONFIG", "").strip():
+        return _from_tf_config(os.environ["TF_CONFIG"])
+    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return _from_slurm()
+    return None
+
+
+def _from_tf_config(text: str) -> Cluster | None:
+    def refuse(reason: str) -> ValueError:
+        return ValueError(f"{reason} {EXPECTED} Received: TF_CONFIG={text}")
+
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise refuse(f"TF_CONFIG is not JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise refuse("TF_CONFIG is not a JSON object.")
+    jobs = config.get("cluster") or {}
+    if not isinstance(jobs, dict) or not all(_is_list_of_text(addresses) for addresses in jobs.values()):
+        raise refuse('"cluster" does not map the names of jobs to lists of addresses.')
+    jobs = {job: addresses for job, addresses in jobs.items() if addresses}
+    if not jobs:
+        return None
+    unknown = sorted(set(jobs) - set(_JOBS))
+    if unknown:
+        raise refuse(f'"cluster" has the job(s) {", ".join(unknown)}; keras_dp has workers, and no parameter servers.')
+    addresses = [address for job in jobs.values() for address in job]
+    for address in addresses:
+        matched = _ADDRESS.fullmatch(address)
+        if matched is None or not 0 < int(matched[2]) < 2**16:
+            raise refuse(f'"cluster" has {address!r}, which is not of the form host:port.')
+    if len(set(addresses)) != len(addresses) or len(jobs.get("chief", ())) > 1:
+        raise refuse('"cluster" names an address twice, or has more than one chief.')
+    task = config.get("task")
+    job, index = (str(task.get("type")), task.get("index")) if isinstance(task, dict) else ("", None)
+    number = int(index) if isinstance(index, int | str) and str(index).isdecimal() else -1
+    if not 0 <= number < len(jobs.get(job, ())):
+        raise refuse(f'"task" is not one of the {len(addresses)} of "cluster".')
+    return Cluster(jobs, job, number) if len(addresses) > 1 else None
+
+
+def _from_slurm() -> Cluster:
+    try:
+        # The resolver spreads GPUs over tasks, which is left to Slurm (--gpus-per-task): one place for each task.
+        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+            port_base=SLURM_PORT, gpus_per_node=_MOST_SLURM_TASKS_PER_NODE, gpus_per_task=1, auto_set_gpu=False
+        )
+        addresses = resolver.cluster_spec().as_dict()["worker"]
+        # The resolver lists nodes by the alphabet, Slurm counts its tasks in another order: what counts is the place.
+        own = f"{os.environ['SLURMD_NODENAME']}:{SLURM_PORT + int(os.environ['SLURM_LOCALID'])}"
+        return Cluster({"worker": addresses}, "worker", addresses.index(own))
+    except (KeyError, RuntimeError, ValueError) as error:
+        received = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLURM")}
+        raise ValueError(
+            f"Slurm's variables do not describe this step: {error}. Start the workers with srun, one task for each, or set "
+            f"TF_CONFIG. Received: {received}"
+        ) from None
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

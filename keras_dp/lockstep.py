@@ -1,0 +1,163 @@
+"""Lockstep: what keeps workers together that each run their own `fit`: the same start, the same variables, the same stop."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dp import keras_seams
+from keras_dp.workers import WorkerGroup
+
+# These write files, or send what they would write.
+_WRITERS = (
+    *(keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint),
+    *(keras.callbacks.OrbaxCheckpoint, keras.callbacks.RemoteMonitor, keras.callbacks.TensorBoard),
+)
+
+
+class Lockstep(keras.callbacks.Callback):
+    """Begins training on all workers where the first one begins it, and ends it where one of them ends it.
+
+    It is the last callback, so that what the first worker has restored from a backup is what all begin with.
+
+    Args:
+        group: the workers.
+    """
+
+    def __init__(self, group: WorkerGroup):
+        super().__init__()
+        self._group = group
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Gives all workers the variables and the first epoch of the first worker."""
+        synchronize(self._group, all_variables(self.model.inner_model))
+        with self._group.losses_named():
+            (begin, *_) = self._exchange(keras_seams.initial_epoch(self.model))
+        keras_seams.set_initial_epoch(self.model, begin)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends training on all workers, if a callback of one of them ends it."""
+        with self._group.losses_named():
+            self.model.stop_training = any(self._exchange(bool(self.model.stop_training)))
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return [json.loads(message) for message in self._group.collectives.exchange(json.dumps(value).encode())]
+
+
+def without_writers(callbacks: Sequence[keras.callbacks.Callback], group: WorkerGroup) -> list[keras.callbacks.Callback]:
+    """The callbacks, but for those that write files where this is not the worker that does."""
+    return [callback for callback in callbacks if group.is_chief or not isinstance(callback, _WRITERS)]
+
+
+def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable]) -> None:
+    """Gives all workers the first one's values of variables, unless their checksums say that they have them.
+
+    Raises:
+        ValueError: on all workers, if the variables of one are others.
+        RuntimeError: if the values differ all the same.
+    """
+    if group.count == 1:
+        return
+    shapes = [f"{np.dtype(v.value.dtype.as_numpy_dtype).name}{list(v.shape)}" for v in variables]
+    group.agree({"the number of variables of model and optimizer": len(shapes)})
+    group.agree(
+        {
+            f"the shape of variable {i}, {v.path!r} here,": shape
+            for i, (v, shape) in enumerate(zip(variables, shapes, strict=True))
+        }
+    )
+    if _same_everywhere(group, variables):
+        return
+    values = [_value(variable) for variable in variables]
+    with group.losses_named():
+        received = group.collectives.broadcast(b"".join(value.tobytes() for value in values))
+    offset = 0
+    for variable, value in zip(variables, values, strict=True):
+        new = np.frombuffer(received, value.dtype, value.size, offset).reshape(value.shape)
+        offset += value.nbytes
+        if not group.is_chief:
+            variable.value.assign(new)
+    if not _same_everywhere(group, variables):
+        raise RuntimeError(
+            "The workers' variables still differ after the first worker's were sent to all: their network or memory garbles "
+            "what it is given."
+        )
+
+
+def all_variables(model: keras.Model) -> list[keras.Variable]:
+    """Those of a model, its optimizer, its metrics and the generators of its random numbers."""
+    optimizer = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    variables = [*model.variables, *optimizer, *metrics, *keras_seams.seed_states(model)]
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _same_everywhere(group: WorkerGroup, variables: Sequence[keras.Variable]) -> bool:
+    checksum = hashlib.blake2b(digest_size=16)
+    for variable in variables:
+        checksum.update(_value(variable).tobytes())
+    with group.losses_named():
+        return len(set(group.collectives.exchange(checksum.digest()))) == 1
+
+
+def _value(variable: keras.Variable) -> np.ndarray[Any, Any]:
+    return variable.value.numpy()
+
+
+def described_model(model: keras.Model) -> dict[str, Any]:
+    """What must be the same on all workers, by a name for people."""
+    layers = keras_seams.flatten_layers(model)
+    facts: dict[str, Any] = {"the number of layers": len(layers)}
+    facts |= {f"layer {i}, {layer.name!r} here": _configuration(layer) for i, layer in enumerate(layers)}
+    if model.compiled:
+        facts["the optimizer"] = _configuration(model.optimizer) if model.optimizer is not None else None
+        facts["the loss"] = _text(model.loss)
+    return facts
+
+
+def described_data(value: Any) -> Any:
+    """An argument of `fit` and the like, as far as it must be the same on all workers: a checksum of what arrays hold."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if tf.is_tensor(value) or hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            return f"an array of shape {list(array.shape)}"
+        flat = array.reshape(-1)
+        sample = np.ascontiguousarray(flat[:: max(1, flat.size // _SAMPLED_ELEMENTS)])
+        digest = hashlib.blake2b(sample.tobytes(), digest_size=4).hexdigest()
+        return f"{array.dtype} of shape {list(array.shape)}, checksum {digest}"
+    if isinstance(value, dict):
+        return {str(key): described_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [described_data(item) for item in value]
+    return type(value).__name__
+
+
+_SAMPLED_ELEMENTS = 2**20
+
+
+def _configuration(thing: Any) -> str:
+    """An object's class and configuration, without names, seeds and learning rates, which workers are given."""
+    try:
+        config = thing.get_config()
+    except Exception:  # A user's own class, whose configuration cannot be written down, counts by its name.
+        config = {}
+    return f"{type(thing).__name__} {_text(config)}"
+
+
+_GIVEN = ("name", "seed", "learning_rate", "layers", "input_layers", "output_layers", "nodes", "inbound_nodes", "build_config")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items() if key not in _GIVEN) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, bool | int | float | str | None):
+        return repr(value)
+    return getattr(value, "__name__", type(value).__name__)

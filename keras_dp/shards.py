@@ -1,0 +1,107 @@
+"""Shards that the user has cut: each worker has batches of its own, which together are the global batches."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_dp.batches import Slice, count_rows, cut, slice_rows
+from keras_dp.collectives import Collectives
+from keras_dp.workers import WorkerGroup
+
+Tensor = Any
+
+
+class ShardSlice(NamedTuple):
+    """A `Slice` of a worker's own batch, before its place in the global batch is known.
+
+    Attributes:
+        data: as in `Slice`.
+        begin: index of the first row in the worker's batch, an int32 scalar.
+        rows: how many rows belong to the tower, an int32 scalar.
+        batch_rows: the rows of the worker's batch, 0 once it has no more, an int32 scalar.
+    """
+
+    data: Any
+    begin: Tensor
+    rows: Tensor
+    batch_rows: Tensor
+
+
+def with_empty_batches(dataset: Any, group: WorkerGroup) -> tf.data.Dataset:
+    """A worker's dataset, followed by batches without rows until all workers' datasets have ended.
+
+    Raises:
+        ValueError: if it is no `tf.data.Dataset`.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            "sharded=True takes a tf.data.Dataset that each worker has made of its own part of the data. Give arrays, "
+            f"generators and the like whole, without it: keras_dp divides them. Received: {type(dataset).__name__}"
+        )
+    if group.count == 1:
+        return dataset
+    with group.losses_named():
+        cardinalities = group.collectives.counts(tf.constant(_cardinality(dataset))).numpy().tolist()
+    empty = tf.data.Dataset.from_tensors(tf.nest.map_structure(lambda spec: _rows_of_zeros(spec, 0), dataset.element_spec))
+    leveled = dataset.concatenate(empty.repeat())
+    if min(cardinalities) >= 0:
+        return leveled.take(max(cardinalities))
+    is_endless = tf.data.INFINITE_CARDINALITY in cardinalities
+    cardinality = tf.data.INFINITE_CARDINALITY if is_endless else tf.data.UNKNOWN_CARDINALITY
+    return leveled.apply(tf.data.experimental.assert_cardinality(cardinality))
+
+
+def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
+    """The batches, cut into N `ShardSlice`s each. Those of a batch without rows borrow one from the batch before."""
+
+    def remember(last: Any, batch: Any) -> tuple[Any, Any]:
+        rows = count_rows(batch, at_least=0)
+        data = tf.cond(rows > 0, lambda: batch, lambda: last)
+        first = tf.nest.map_structure(lambda leaf: slice_rows(leaf, tf.constant(0), tf.constant(1)), data)
+        return first, (data, rows)
+
+    def cut_one(data: Any, rows: Tensor) -> tuple[ShardSlice, ...]:
+        has_rows = tf.minimum(rows, 1)
+        return tuple(ShardSlice(part.data, part.begin, part.rows * has_rows, rows) for part in cut(data, num_slices))
+
+    row = tf.nest.map_structure(lambda spec: _rows_of_zeros(spec, 1), dataset.element_spec)
+    return dataset.scan(row, remember).map(cut_one)
+
+
+def as_slices(shards: Sequence[ShardSlice], collectives: Collectives) -> tuple[Slice, ...]:
+    """The slices in their places in the global batch: the workers' batches follow each other.
+
+    Raises:
+        tf.errors.OutOfRangeError: when it runs, if no worker has rows: as if a dataset had ended.
+    """
+    counts = collectives.counts(shards[0].batch_rows)
+    batch_rows = tf.reduce_sum(counts)
+    before = tf.cumsum(counts, exclusive=True)[collectives.index]
+    with tf.init_scope():
+        ended = iter(tf.data.Dataset.range(0))
+    stop = tf.cond(batch_rows > 0, lambda: tf.constant(0, tf.int64), lambda: next(ended))
+    with tf.control_dependencies([stop]):
+        batch_rows = tf.identity(batch_rows)
+    return tuple(Slice(part.data, part.begin + before, part.rows, batch_rows) for part in shards)
+
+
+def _cardinality(dataset: tf.data.Dataset) -> int:
+    # Negative ones say that it is unknown, or infinite.
+    return int(min(dataset.cardinality(), 2**31 - 1))
+
+
+def _rows_of_zeros(spec: Any, rows: int) -> Any:
+    """A batch of a type, with 0 rows or 1."""
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [rows, *(size or 1 for size in spec.shape[1:])]
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = spec.shape[spec.ragged_rank + 1 :]
+        values = tf.zeros([0, *(size or 1 for size in inner)], spec.dtype)
+        lengths = [tf.zeros([rows if level == 0 else 0], spec.row_splits_dtype) for level in range(spec.ragged_rank)]
+        return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
+    if not isinstance(spec, tf.TensorSpec):
+        raise ValueError(f"sharded=True takes batches of tensors. Received: {spec}")
+    shape = [rows, *(size or 1 for size in spec.shape[1:])]
+    return tf.fill(shape, "") if spec.dtype == tf.string else tf.zeros(shape, spec.dtype)

@@ -1,0 +1,246 @@
+"""Workers: processes, on one machine or several, that train one model together."""
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import random
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp import keras_seams
+from keras_dp.cluster import Cluster, find_cluster
+from keras_dp.collectives import COMMUNICATIONS, Collectives
+from keras_dp.placement import use_logical_cpus
+from keras_dp.watch import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, Watch
+
+TIMEOUT = 600.0
+START_TIMEOUT = 1800.0
+
+# The number of towers that `keras-dp launch --towers-per-worker` asks for.
+TOWERS_VARIABLE = "KERAS_DP_TOWERS"
+
+_MARK = "keras_dp: "
+_SECONDS_TO_NOTICE = (REFUSALS + 1) * INTERVAL_SECONDS + PROBE_SECONDS
+_NO_SEED = tf.compat.v1.get_seed(0)[0]
+
+logger = logging.getLogger("keras_dp")
+
+
+class WorkerLostError(RuntimeError):
+    """Workers cannot go on, because another one is gone or does not come; the message names it."""
+
+
+class WorkerGroup:
+    """The W processes that train together, and which of them this one is. `connect_workers` makes it.
+
+    Attributes:
+        index: the number of this worker, 0 to W - 1.
+        count: W.
+        is_chief: whether this is the first worker, which writes files.
+        collectives: what the workers tell each other.
+    """
+
+    def __init__(self, collectives: Collectives | None = None, watch: Watch | None = None, timeout: float = TIMEOUT):
+        self.collectives = collectives or Collectives()
+        self.index = self.collectives.index
+        self.count = self.collectives.count
+        self.is_chief = self.index == 0
+        self._watch = watch
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup(index={self.index}, count={self.count})"
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Sees to it that a few facts, of JSON's types, are the same on all workers.
+
+        Raises:
+            ValueError: on all workers, if they are not; it names the difference.
+        """
+        if self.count == 1:
+            return
+        own = json.dumps(facts).encode()
+        with self.losses_named():
+            if len(set(self.collectives.exchange(hashlib.blake2b(own, digest_size=16).digest()))) == 1:
+                return
+            everywhere = [json.loads(message) for message in self.collectives.exchange(own)]
+        for name in dict.fromkeys(name for facts in everywhere for name in facts):
+            values = [facts.get(name) for facts in everywhere]
+            if any(value != values[0] for value in values):
+                other = next(i for i, value in enumerate(values) if value != values[0])
+                raise ValueError(
+                    "The workers must run the same script with the same arguments, on the same data, of which each takes its "
+                    f"part. They differ in {name}: worker 0 has {values[0]}, worker {other} has {values[other]}."
+                )
+
+    @contextlib.contextmanager
+    def losses_named(self) -> Iterator[None]:
+        """Where workers wait for each other: names the worker that is lost, if TensorFlow's error comes of that.
+
+        Raises:
+            WorkerLostError: in place of TensorFlow's error.
+        """
+        try:
+            yield
+        except tf.errors.OpError as error:
+            reason = self._reason_of(error)
+            if reason is None:
+                raise
+            raise WorkerLostError(reason) from error
+
+    def _reason_of(self, error: tf.errors.OpError) -> str | None:
+        if self._watch is None:
+            return None
+        if "Collective ops is aborted by: Shape mismatch" in error.message:
+            return (
+                "The workers have come to different operations: every worker must call fit(), evaluate(), predict() and the "
+                f"like in the same order, with the same arguments. {error.message}"
+            )
+        if not isinstance(error, _ERRORS_OF_LOSSES):
+            return None
+        # TensorFlow hands the reason on, also from the worker that has noticed first.
+        if _MARK in error.message:
+            return error.message.split(_MARK)[-1].splitlines()[0]
+        deadline = time.monotonic() + _SECONDS_TO_NOTICE
+        while self._watch.lost is None and time.monotonic() < deadline:
+            time.sleep(INTERVAL_SECONDS / 10)
+        if self._watch.lost is not None:
+            return self._watch.lost
+        if isinstance(error, tf.errors.DeadlineExceededError):
+            return (
+                f"Worker {self.index} has waited for {self._timeout:g} s in vain: all workers are there, but not all have come "
+                "to the same step. Every worker must call fit(), evaluate(), predict() and the like; if one of them is only "
+                "slow, wait longer: connect_workers(timeout=...)."
+            )
+        return None
+
+
+_ERRORS_OF_LOSSES = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+    tf.errors.UnknownError,
+)
+
+_current = WorkerGroup()
+
+
+def current_workers() -> WorkerGroup:
+    """The workers that `connect_workers` has connected; this process alone if it has not."""
+    return _current
+
+
+def connect_workers(timeout: float = TIMEOUT, start_timeout: float = START_TIMEOUT, communication: str = "ring") -> WorkerGroup:
+    """Connects this process to the other workers, so that every `DataParallelModel` trains on all of them together.
+
+    Which workers there are, TF_CONFIG says, or Slurm; see docs/multi_worker.md, and `keras-dp launch`. Without, or with one
+    worker, nothing happens, and the script runs as it did. Call it at the top of the script, before TensorFlow does anything,
+    but after `use_logical_cpus`:
+
+    >>> import keras_dp
+    >>> workers = keras_dp.connect_workers()
+    >>> workers.index, workers.count, workers.is_chief
+    (0, 1, True)
+
+    All workers run the same script: the data and arguments of `fit`, `evaluate` and `predict` are those of the global batch,
+    of which each worker takes its shard. The random seeds of Python, NumPy and TensorFlow become those of the first worker.
+
+    Args:
+        timeout: seconds after which a worker that is silent is given up, and all others end with a `WorkerLostError`. It must
+            be longer than what one worker does alone, as saving a checkpoint. One whose process is gone is noticed at once.
+        start_timeout: seconds to wait for workers that start late.
+        communication: "ring" over gRPC, or "nccl" between GPUs.
+
+    Returns:
+        A `WorkerGroup`.
+
+    Raises:
+        ValueError: if TF_CONFIG is malformed, or the workers have different versions of Python's minor release, Keras,
+            TensorFlow, NumPy or keras_dp.
+        RuntimeError: if TensorFlow has started already, or this worker's port is taken.
+        TimeoutError: if a worker does not start in time.
+        WorkerLostError: if one is lost.
+    """
+    global _current
+    if communication not in COMMUNICATIONS:
+        raise ValueError(f'`communication` must be "ring" or "nccl". Received: communication={communication!r}')
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if not isinstance(seconds, int | float) or seconds <= 0:
+            raise ValueError(f"`{name}` must be a positive number of seconds. Received: {name}={seconds!r}")
+    if _current.count > 1:
+        return _current
+    cluster = find_cluster()
+    if TOWERS_VARIABLE in os.environ and not tf.config.list_physical_devices("GPU"):
+        use_logical_cpus(int(os.environ[TOWERS_VARIABLE]))
+    if cluster is not None:
+        _current = _connect(cluster, timeout, start_timeout, communication)
+    return _current
+
+
+def _connect(cluster: Cluster, timeout: float, start_timeout: float, communication: str) -> WorkerGroup:
+    address = cluster.addresses[cluster.index]
+    try:
+        keras_seams.start_server(cluster.jobs, cluster.job, cluster.task, leader=cluster.names[0])
+    except RuntimeError as error:
+        raise RuntimeError(
+            "connect_workers() must be called before TensorFlow does anything: at the top of the script, before tensors, "
+            f"variables and models are made. Received: {error}"
+        ) from error
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            f"TensorFlow's server did not start: does another process listen on the port of worker {cluster.index}? "
+            f"Received: {address}, {error.message}"
+        ) from error
+    watch = Watch(cluster.addresses, cluster.index, timeout)
+    atexit.register(watch.stop)
+    watch.wait_for_all(start_timeout)
+    watch.start(lambda reason: keras_seams.abort_collectives(_MARK + reason))
+    alone = WorkerGroup(watch=watch, timeout=timeout)
+    with alone.losses_named():
+        collectives = Collectives(cluster.index, len(cluster.addresses), communication, timeout)
+    group = WorkerGroup(collectives, watch, timeout)
+    group.agree({"versions": _versions(), "cluster": cluster.jobs})
+    if tf.compat.v1.get_seed(0)[0] == _NO_SEED:
+        tf.random.set_seed(random.SystemRandom().randrange(2**31))
+    share_random_state(group)
+    logger.info("keras_dp: worker %d of %d, at %s", group.index, group.count, address)
+    return group
+
+
+def share_random_state(group: WorkerGroup) -> None:
+    """Gives all workers the first one's random state, of Python, NumPy and TensorFlow: they shuffle alike."""
+    if group.count == 1:
+        return
+    with group.losses_named():
+        own = _random_state()
+        chiefs = group.collectives.broadcast(own)
+    if chiefs == own:
+        return
+    python, numpy, seed = json.loads(chiefs)
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    np.random.set_state((numpy[0], np.array(numpy[1], np.uint32), *numpy[2:]))
+    if seed != tf.compat.v1.get_seed(0)[0]:
+        tf.random.set_seed(seed)
+
+
+def _random_state() -> bytes:
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = state
+    return json.dumps([random.getstate(), [name, keys.tolist(), *rest], int(tf.compat.v1.get_seed(0)[0])]).encode()
+
+
+def _versions() -> str:
+    python = ".".join(platform.python_version_tuple()[:2])
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("keras_dp", "keras", "tensorflow", "numpy"))
+    return f"{packages}, Python {python}"
