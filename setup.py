@@ -23,6 +23,7 @@ setup(
         "cuda": ["tensorflow[and-cuda]>=2.21,<2.22"],
         "bench": FIGURES,
         "examples": EXAMPLES,
+        "ray": [*EXAMPLES, "ray[train]>=2.51,<3"],
         "dev": [
             *EXAMPLES,
             "hypothesis>=6.100",

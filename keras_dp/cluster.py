@@ -79,6 +79,8 @@ def _from_tf_config(text: str) -> Cluster | None:
     if not isinstance(jobs, dict) or not all(_is_list_of_text(addresses) for addresses in jobs.values()):
         raise refuse('"cluster" does not map the names of jobs to lists of addresses.')
     jobs = {job: addresses for job, addresses in jobs.items() if addresses}
+    if not jobs and config.get("sparseCluster"):
+        raise refuse('"sparseCluster" does not name all workers: leave enableDynamicWorker out of the TFJob.')
     if not jobs:
         return None
     unknown = sorted(set(jobs) - set(_JOBS))
@@ -110,9 +112,10 @@ def _from_slurm() -> Cluster:
         own = f"{os.environ['SLURMD_NODENAME']}:{SLURM_PORT + int(os.environ['SLURM_LOCALID'])}"
         return Cluster({"worker": addresses}, "worker", addresses.index(own))
     except (KeyError, RuntimeError, ValueError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
         received = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLURM")}
         raise ValueError(
-            f"Slurm's variables do not describe this step: {error}. Start the workers with srun, one task for each, or set "
+            f"Slurm's variables do not describe this step: {reason}. Start the workers with srun, one task for each, or set "
             f"TF_CONFIG. Received: {received}"
         ) from None
 

@@ -1,7 +1,7 @@
 """Collectives: sums and gathers over the workers, by TensorFlow's own collective runtime."""
 
-import itertools
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,16 +22,17 @@ _SENT_AS = {
     **dict.fromkeys((tf.uint32,), tf.int64),
 }
 _SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
-# Keys below are counted; above, they are made of a count and a size.
-_FIRST_SIZED_KEY = 2**30
+# Keys of tensors whose size is known while a graph is made are below, those of all others above.
+_FIRST_LATE_KEY = 2**30
 _LARGEST_PRIME_BELOW_2_30 = 2**30 - 35
 
 
 class Collectives:
     """Sums and gathers over W workers, in a graph or eagerly. One worker alone has itself for a sum.
 
-    Each operation has a key, by which its parts on the workers find each other: a number, counted in the order in which
-    operations are made. So all workers must make the same ones in the same order.
+    Each operation has a key, by which its parts on the workers find each other, and which belongs to one type and size for
+    good. It is made of these and of the operation's place among those of its graph: so all workers must make the same
+    operations in one graph, and run the same graphs one after the other, but may trace them at different times, or more often.
 
     Args:
         index: the number of this worker.
@@ -45,25 +46,30 @@ class Collectives:
         self.count = count
         self._hint = communication
         self._timeout = timeout
-        self._keys = itertools.count(1)
-        self._ordering: dict[str, tf.Variable] = {}
+        self._kinds: dict[int, tuple[int, Any, int]] = {}
         self._order = list(range(count))
         if count > 1:
             # TensorFlow gathers in an order of its own.
             ranks = self._gather_equal(tf.constant([index])).numpy().tolist()
             self._order = [ranks.index(i) for i in range(count)]
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all workers, on every worker, on the device of `x`; it has the same shape on each."""
+    def sum(self, x: Tensor, place: int | None = None) -> Tensor:
+        """The sum of `x` over all workers, on every worker, on the device of `x`; it has the same shape on each.
+
+        Args:
+            x: a tensor of numbers.
+            place: the operation's, as `next_place` gives it; None for the next one of the current graph.
+        """
         if self.count == 1:
             return x
         with tf.device(x.device or _HOST):
             sent = _as_sent(x)
             if not tf.executing_eagerly() and sent.shape.is_fully_defined() and self._hint == "ring":
-                total = self._sum_in_any_order(sent)
+                total = self._sum_in_any_order(sent, place)
             else:
                 flat = tf.reshape(sent, [-1])
-                total = tf.reshape(tf.raw_ops.CollectiveReduceV2(input=flat, **self._arguments(flat), **_ADD), tf.shape(sent))
+                total = tf.raw_ops.CollectiveReduceV2(input=flat, **self._arguments(flat, place), **_ADD)
+                total = tf.reshape(total, tf.shape(sent))
             return _as_received(total, x)
 
     def sum_all(self, tensors: Sequence[Any], dtype: Any = None) -> list[Any]:
@@ -155,13 +161,13 @@ class Collectives:
             parts = [self.sum(tf.constant(words[i : i + step])).numpy() for i in range(0, len(words), step)]
         return np.concatenate([*parts, words[:0]]).tobytes()[:length]
 
-    def _sum_in_any_order(self, x: Tensor) -> Tensor:
-        """As the second version of the operation, whose executions TensorFlow puts into an order, one after the other."""
+    def _sum_in_any_order(self, x: Tensor, place: int | None) -> Tensor:
+        """As the second version of the operation, which TensorFlow runs one after the other: NCCL needs that, gRPC does not."""
         return tf.raw_ops.CollectiveReduce(
             input=x,
             group_size=self.count,
             group_key=_group_key(x),
-            instance_key=next(self._keys),
+            instance_key=self._key(x, place),
             subdiv_offsets=[0],
             communication_hint=self._hint,
             timeout_seconds=self._timeout,
@@ -171,28 +177,32 @@ class Collectives:
     def _gather_equal(self, flat: Tensor) -> Tensor:
         return tf.raw_ops.CollectiveGatherV2(input=flat, **self._arguments(flat))
 
-    def _arguments(self, flat: Tensor) -> dict[str, Any]:
-        key = next(self._keys)
-        if not tf.executing_eagerly() and flat.shape[0] is None:
-            # TensorFlow remembers the shape that belongs to a key.
-            hashed = (tf.size(flat, tf.int64) * 0x9E3779B1 + key * 0x85EBCA6B) % _LARGEST_PRIME_BELOW_2_30
-            key = _FIRST_SIZED_KEY + tf.cast(hashed, tf.int32)
+    def _key(self, x: Tensor, place: int | None) -> int:
+        if place is None:
+            place = 0 if tf.executing_eagerly() else next_place(tf.compat.v1.get_default_graph())
+        kind = (place, x.dtype, math.prod(x.shape))
+        key = zlib.crc32(repr(kind).encode()) % _LARGEST_PRIME_BELOW_2_30
+        while self._kinds.setdefault(key, kind) != kind:
+            key = (key + 1) % _LARGEST_PRIME_BELOW_2_30
+        return key
+
+    def _late_key(self, x: Tensor, place: int | None) -> Tensor:
+        """The key of a tensor whose size is known when the graph runs."""
+        place = next_place(tf.compat.v1.get_default_graph()) if place is None else place
+        salt = zlib.crc32(repr((place, x.dtype)).encode()) % 2**30
+        hashed = (tf.size(x, tf.int64) * 0x9E3779B1 + salt * 0x85EBCA6B) % _LARGEST_PRIME_BELOW_2_30
+        return _FIRST_LATE_KEY + tf.cast(hashed, tf.int32)
+
+    def _arguments(self, flat: Tensor, place: int | None = None) -> dict[str, Any]:
+        is_known = tf.executing_eagerly() or flat.shape[0] is not None
         return {
             "group_size": self.count,
             "group_key": _group_key(flat),
-            "instance_key": key,
-            "ordering_token": [self._ordering_token(flat)] if self._hint == "nccl" else [],
+            "instance_key": self._key(flat, place) if is_known else self._late_key(flat, place),
+            "ordering_token": [],
             "communication_hint": self._hint,
             "timeout_seconds": self._timeout,
         }
-
-    def _ordering_token(self, x: Tensor) -> Tensor:
-        """NCCL must launch its operations in one order on all workers: TensorFlow runs those with one token in turn."""
-        device = short_name(x.device)
-        if device not in self._ordering:
-            with tf.init_scope(), tf.device(device):
-                self._ordering[device] = tf.Variable(0.0, trainable=False)
-        return self._ordering[device].handle
 
     def _gather_sparse(self, x: tf.SparseTensor) -> tf.SparseTensor:
         rows = self.counts(x.dense_shape[0])
@@ -201,6 +211,13 @@ class Collectives:
         entries = self.counts(tf.shape(x.values)[0])
         shape = tf.concat([[tf.cast(tf.reduce_sum(rows), tf.int64)], x.dense_shape[1:]], axis=0)
         return tf.SparseTensor(self.gather(x.indices + offset, entries), self.gather(x.values, entries), shape)
+
+
+def next_place(graph: tf.Graph) -> int:
+    """The number of the next collective operation among those of a graph."""
+    place: int = getattr(graph, "_keras_dp_collectives", 0)
+    graph._keras_dp_collectives = place + 1
+    return place
 
 
 class _Piece(NamedTuple):

@@ -64,12 +64,7 @@ def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable]) -> None
         return
     shapes = [f"{np.dtype(v.value.dtype.as_numpy_dtype).name}{list(v.shape)}" for v in variables]
     group.agree({"the number of variables of model and optimizer": len(shapes)})
-    group.agree(
-        {
-            f"the shape of variable {i}, {v.path!r} here,": shape
-            for i, (v, shape) in enumerate(zip(variables, shapes, strict=True))
-        }
-    )
+    group.agree({f"the shape of variable {i}": shape for i, shape in enumerate(shapes)})
     if _same_everywhere(group, variables):
         return
     values = [_value(variable) for variable in variables]
@@ -109,14 +104,13 @@ def _value(variable: keras.Variable) -> np.ndarray[Any, Any]:
 
 
 def described_model(model: keras.Model) -> dict[str, Any]:
-    """What must be the same on all workers, by a name for people."""
+    """What must be the same on all workers, by names for people."""
     layers = keras_seams.flatten_layers(model)
-    facts: dict[str, Any] = {"the number of layers": len(layers)}
-    facts |= {f"layer {i}, {layer.name!r} here": _configuration(layer) for i, layer in enumerate(layers)}
-    if model.compiled:
-        facts["the optimizer"] = _configuration(model.optimizer) if model.optimizer is not None else None
-        facts["the loss"] = _text(model.loss)
-    return facts
+    facts = {f"layer {i}, {layer.name!r} here": _configuration(layer) for i, layer in enumerate(layers)}
+    if not model.compiled:
+        return facts
+    optimizer = {} if model.optimizer is None else _configuration(model.optimizer)
+    return facts | {"the optimizer": optimizer, "the loss": _written(model.loss)}
 
 
 def described_data(value: Any) -> Any:
@@ -141,23 +135,23 @@ def described_data(value: Any) -> Any:
 _SAMPLED_ELEMENTS = 2**20
 
 
-def _configuration(thing: Any) -> str:
-    """An object's class and configuration, without names, seeds and learning rates, which workers are given."""
+def _configuration(thing: Any) -> dict[str, Any]:
+    """An object's class and configuration, without names, and without seeds and learning rates, which workers are given."""
     try:
         config = thing.get_config()
     except Exception:  # A user's own class, whose configuration cannot be written down, counts by its name.
         config = {}
-    return f"{type(thing).__name__} {_text(config)}"
+    return {"class": type(thing).__name__, **_written(config)}
 
 
-_GIVEN = ("name", "seed", "learning_rate", "layers", "input_layers", "output_layers", "nodes", "inbound_nodes", "build_config")
+_LEFT_OUT = ("name", "seed", "learning_rate", "layers", "input_layers", "output_layers", "nodes", "build_config")
 
 
-def _text(value: Any) -> str:
+def _written(value: Any) -> Any:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items() if key not in _GIVEN) + "}"
+        return {str(key): _written(item) for key, item in value.items() if key not in _LEFT_OUT}
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return [_written(item) for item in value]
     if isinstance(value, bool | int | float | str | None):
-        return repr(value)
+        return value
     return getattr(value, "__name__", type(value).__name__)

@@ -331,8 +331,8 @@ class DataParallelModel(ModelWrapper):
         """Sees to it that all workers make the same call, and to what this one does differently from the first."""
         arguments = {name: value for name, value in call.arguments.items() if name not in ("self", "verbose", "callbacks")}
         facts = {"the method called": method, "num_towers": self.num_towers, "sharded": sharded}
-        facts |= {name: described_data(value) for name, value in arguments.items()}
-        self._workers.agree(facts | described_model(self.inner_model))
+        facts |= described_model(self.inner_model) | {name: described_data(value) for name, value in arguments.items()}
+        self._workers.agree(facts)
         share_random_state(self._workers)
         self._is_synchronized = False
         callbacks = without_writers(listed(call.arguments.get("callbacks")), self._workers)
@@ -395,6 +395,21 @@ class DataParallelModel(ModelWrapper):
             optimizer.inner_optimizer = self.inner_model.optimizer
             self._combining_optimizer = optimizer
         self._compile_towers()
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the inner model, see `keras.Model.save`; of several workers, the first one does."""
+        if self._workers.is_chief:
+            self.inner_model.save(*args, **kwargs)
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the inner model's weights, see `keras.Model.save_weights`; of several workers, the first one does."""
+        if self._workers.is_chief:
+            self.inner_model.save_weights(*args, **kwargs)
+
+    def export(self, *args: Any, **kwargs: Any) -> None:
+        """Exports the inner model, see `keras.Model.export`; of several workers, the first one does."""
+        if self._workers.is_chief:
+            self.inner_model.export(*args, **kwargs)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the inner model as it was when it gave this `get_compile_config()`, and the towers around it."""

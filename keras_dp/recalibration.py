@@ -113,9 +113,7 @@ class _MomentsModel(keras.Model):
         variables = Variables.of(self.model)
         step = TowerStep(self.model, variables, rowwise_loss, self.batch_norm, gradient_dtype=None, jit_compile=False)
         shared = variables.read(self.model)
-        towers = stamp_towers(
-            step.moments, shared, slices, self.devices, self.devices[0], variables.native(), self.collectives
-        )
+        towers = stamp_towers(step.moments, shared, slices, self.devices, self.devices[0], variables.native(), self.collectives)
         for seed, new in zip(variables.seeds, towers[0].seeds, strict=True):
             if new is not None:
                 seed.assign(new)

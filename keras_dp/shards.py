@@ -47,9 +47,10 @@ def with_empty_batches(dataset: Any, group: WorkerGroup) -> tf.data.Dataset:
     leveled = dataset.concatenate(empty.repeat())
     if min(cardinalities) >= 0:
         return leveled.take(max(cardinalities))
-    is_endless = tf.data.INFINITE_CARDINALITY in cardinalities
-    cardinality = tf.data.INFINITE_CARDINALITY if is_endless else tf.data.UNKNOWN_CARDINALITY
-    return leveled.apply(tf.data.experimental.assert_cardinality(cardinality))
+    if tf.data.INFINITE_CARDINALITY in cardinalities:
+        return leveled
+    # It ends when all have, and not never, which is what its length says.
+    return leveled.filter(lambda *_: True)
 
 
 def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
@@ -81,9 +82,10 @@ def as_slices(shards: Sequence[ShardSlice], collectives: Collectives) -> tuple[S
     with tf.init_scope():
         ended = iter(tf.data.Dataset.range(0))
     stop = tf.cond(batch_rows > 0, lambda: tf.constant(0, tf.int64), lambda: next(ended))
+    slices = tuple(Slice(part.data, part.begin + before, part.rows, batch_rows) for part in shards)
+    # A step that fails while workers exchange anything ends that for good: nothing may begin before it is known to go on.
     with tf.control_dependencies([stop]):
-        batch_rows = tf.identity(batch_rows)
-    return tuple(Slice(part.data, part.begin + before, part.rows, batch_rows) for part in shards)
+        return tf.nest.map_structure(tf.identity, slices, expand_composites=True)
 
 
 def _cardinality(dataset: tf.data.Dataset) -> int:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.batches import Slice, row_spec
-from keras_dp.collectives import Collectives
+from keras_dp.collectives import Collectives, next_place
 from keras_dp.simplification import needed_nodes, simplify
 from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Common, Tower, enter_tower
 
@@ -172,9 +172,10 @@ def _sum_over_workers(total: node_def_pb2.NodeDef, tower: tf.Graph, collectives:
     name = total.name
     total.name = f"{name}/of_this_worker"
     marked = tower.get_operation_by_name(name.removeprefix(_SUMS)).outputs[0]
+    place = next_place(tf.compat.v1.get_default_graph())
     with tf.Graph().as_default() as graph, tf.device(total.device):
         own = tf.compat.v1.placeholder(marked.dtype, marked.shape)
-        tf.identity(collectives.sum(own), name="total")
+        tf.identity(collectives.sum(own, place), name="total")
     nodes = list(graph.as_graph_def().node)
     names = {node.name: f"{name}/{node.name}" for node in nodes} | {own.op.name: total.name, "total": name}
     for node in nodes:

@@ -29,6 +29,7 @@ START_TIMEOUT = 1800.0
 TOWERS_VARIABLE = "KERAS_DP_TOWERS"
 
 _MARK = "keras_dp: "
+_NO_PROXY_VARIABLE = "no_grpc_proxy"
 _SECONDS_TO_NOTICE = (REFUSALS + 1) * INTERVAL_SECONDS + PROBE_SECONDS
 _NO_SEED = tf.compat.v1.get_seed(0)[0]
 
@@ -73,14 +74,12 @@ class WorkerGroup:
             if len(set(self.collectives.exchange(hashlib.blake2b(own, digest_size=16).digest()))) == 1:
                 return
             everywhere = [json.loads(message) for message in self.collectives.exchange(own)]
-        for name in dict.fromkeys(name for facts in everywhere for name in facts):
-            values = [facts.get(name) for facts in everywhere]
-            if any(value != values[0] for value in values):
-                other = next(i for i, value in enumerate(values) if value != values[0])
-                raise ValueError(
-                    "The workers must run the same script with the same arguments, on the same data, of which each takes its "
-                    f"part. They differ in {name}: worker 0 has {values[0]}, worker {other} has {values[other]}."
-                )
+        other = next(i for i, facts in enumerate(everywhere) if facts != everywhere[0])
+        path, first, second = _first_difference(everywhere[0], everywhere[other])
+        raise ValueError(
+            "The workers must run the same script with the same arguments, on the same data, of which each takes its part. "
+            f"They differ in {', '.join(path)}: worker 0 has {first!r}, worker {other} has {second!r}."
+        )
 
     @contextlib.contextmanager
     def losses_named(self) -> Iterator[None]:
@@ -122,6 +121,16 @@ class WorkerGroup:
                 "slow, wait longer: connect_workers(timeout=...)."
             )
         return None
+
+
+def _first_difference(one: Any, other: Any) -> tuple[list[str], Any, Any]:
+    """Where two nested dictionaries differ first, and what each has there."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in {**one, **other}:
+            if one.get(name) != other.get(name):
+                path, *values = _first_difference(one.get(name), other.get(name))
+                return [name, *path], *values
+    return [], one, other
 
 
 _ERRORS_OF_LOSSES = (
@@ -190,6 +199,7 @@ def connect_workers(timeout: float = TIMEOUT, start_timeout: float = START_TIMEO
 
 def _connect(cluster: Cluster, timeout: float, start_timeout: float, communication: str) -> WorkerGroup:
     address = cluster.addresses[cluster.index]
+    _go_around_proxies(cluster)
     try:
         keras_seams.start_server(cluster.jobs, cluster.job, cluster.task, leader=cluster.names[0])
     except RuntimeError as error:
@@ -216,6 +226,13 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
     share_random_state(group)
     logger.info("keras_dp: worker %d of %d, at %s", group.index, group.count, address)
     return group
+
+
+def _go_around_proxies(cluster: Cluster) -> None:
+    """Has gRPC not go through a proxy that is there for the rest of the world."""
+    listed = os.environ.get(_NO_PROXY_VARIABLE, os.environ.get("no_proxy", ""))
+    hosts = [address.rpartition(":")[0].strip("[]") for address in cluster.addresses]
+    os.environ[_NO_PROXY_VARIABLE] = ",".join(filter(None, [listed, *dict.fromkeys(hosts)]))
 
 
 def share_random_state(group: WorkerGroup) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_mnist.py"
 
-# Imported here, it would raise warnings of its own.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install keras_dp[ray]")
 
 

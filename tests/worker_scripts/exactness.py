@@ -1,0 +1,479 @@
+"""Each case trains a plain model on one device, and its twin on the towers of all workers: every worker compares for itself.
+
+Prints a line for each case, "passed <case>" or "FAILED <case>" with the traceback; then "done".
+"""
+
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from comparison import assert_same, assert_same_script, fit, fit_evaluate_predict
+
+import keras_dp
+
+keras_dp.use_logical_cpus(2)
+workers = keras_dp.connect_workers(timeout=15, start_timeout=120)
+assert workers.count == int(sys.argv[1])
+assert workers.is_chief == (workers.index == 0)
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def numbers(rows, *shape, seed=0):
+    return np.random.default_rng(seed).normal(size=(rows, *shape))
+
+
+def labels(rows, classes, seed=1):
+    return np.random.default_rng(seed).integers(0, classes, rows)
+
+
+def mlp():
+    return keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3, activation="softmax")]
+    )
+
+
+def classifier(optimizer=lambda: keras.optimizers.Adam(0.01), metrics=("accuracy",)):
+    return lambda: {"optimizer": optimizer(), "loss": "sparse_categorical_crossentropy", "metrics": list(metrics)}
+
+
+@case
+def even_and_uneven_batches(towers):
+    """Even ones, uneven ones, a last batch of one row, so that a worker has none, and one row alone."""
+    data = (numbers(16, 5), labels(16, 3))
+    odd = (numbers(25, 5, seed=2), labels(25, 3))
+    datasets = [(data, 8), (odd, 8), (data, 5), ((data[0][:1], data[1][:1]), 1)]
+    assert_same_script(mlp, lambda model: fit_evaluate_predict(model, classifier(), datasets), towers)
+
+
+@case
+def synchronized_batch_norm(towers):
+    """Convolutions, batch normalization over all workers, momentum, each gradient clipped."""
+
+    def build():
+        layers = [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(), keras.layers.ReLU()]
+        return keras.Sequential(
+            [keras.Input((6, 6, 2)), *layers, keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
+        )
+
+    data = (numbers(11, 6, 6, 2), labels(11, 3))
+    compiled = classifier(lambda: keras.optimizers.SGD(0.1, momentum=0.875, nesterov=True, clipnorm=0.05))
+    assert_same_script(build, lambda model: fit_evaluate_predict(model, compiled, [(data, 4), (data, 1)], epochs=1), towers)
+
+
+@case
+def masks_and_sample_weights(towers):
+    """A masked recurrent model with a masked batch normalization; sample weights; `mean_with_sample_weight`; class weights."""
+
+    def build():
+        tokens = keras.Input((6,), dtype="int32")
+        hidden = keras.layers.Embedding(9, 4, mask_zero=True)(tokens)
+        hidden = keras.layers.BatchNormalization()(hidden)
+        return keras.Model(
+            tokens, keras.layers.TimeDistributed(keras.layers.Dense(1))(keras.layers.GRU(3, return_sequences=True)(hidden))
+        )
+
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(1, 9, (9, 6)) * (np.arange(6) < rng.integers(1, 7, (9, 1)))
+    data = (tokens, numbers(9, 6, 1), rng.uniform(0.1, 2.0, (9, 6)))
+
+    def compiled():
+        return {
+            "optimizer": keras.optimizers.Adam(0.01),
+            "loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+            "weighted_metrics": ["mae"],
+        }
+
+    assert_same_script(build, lambda model: fit_evaluate_predict(model, compiled, [(data, 4)]), towers)
+
+
+@case
+def sparse_gradients(towers):
+    """Adam moves the rows of an embedding that occur; a global norm is that of all workers' gradients together."""
+
+    def build():
+        tokens = keras.Input((4,), dtype="int32")
+        hidden = keras.layers.Embedding(50, 3)(tokens)
+        return keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
+
+    data = (np.random.default_rng(5).integers(0, 12, (11, 4)), numbers(11, 1))
+    for optimizer in (lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1)):
+        compiled = lambda: {"optimizer": optimizer(), "loss": "mse"}  # noqa: B023, E731
+        assert_same_script(build, lambda model: fit(model, compiled, [(data, 4), (data, 1)]), towers)  # noqa: B023
+
+
+@case
+def losses_and_metrics_that_couple_rows(towers):
+    """A root of a mean over the global batch; metrics that do not add up; several outputs; a regularizer."""
+
+    def build():
+        x = keras.Input((5,))
+        hidden = keras.layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1))(x)
+        return keras.Model(x, {"a": keras.layers.Dense(1)(hidden), "b": keras.layers.Dense(2, activation="softmax")(hidden)})
+
+    def root(y_true, y_pred):
+        return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
+
+    def spread(y_true, y_pred):
+        return keras.ops.max(y_pred) - keras.ops.min(y_pred)
+
+    data = (numbers(11, 5), {"a": numbers(11, 1), "b": labels(11, 2)})
+
+    def compiled():
+        return {
+            "optimizer": keras.optimizers.RMSprop(0.01, global_clipnorm=0.3),
+            "loss": {"a": root, "b": "sparse_categorical_crossentropy"},
+            "metrics": {"a": [spread, "mse"], "b": ["accuracy"]},
+        }
+
+    assert_same_script(build, lambda model: fit_evaluate_predict(model, compiled, [(data, 4), (data, 1)], epochs=1), towers)
+
+
+@case
+def datasets_shuffled_alike(towers):
+    """Arrays that `fit` shuffles, and a dataset that shuffles itself, of unknown length; several steps in one call."""
+    x, y = numbers(22, 5), labels(22, 3)
+
+    def script(model):
+        model.compile(**classifier()(), steps_per_execution=3)
+        keras.utils.set_random_seed(11)
+        first = model.fit(x, y, batch_size=4, epochs=2, verbose=0).history
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(22).filter(lambda row, label: label < 2).batch(4)
+        second = model.fit(dataset, epochs=2, verbose=0).history
+        return [
+            first,
+            second,
+            model.predict(
+                dataset.map(lambda row, label: row).take(0).concatenate(tf.data.Dataset.from_tensor_slices(x).batch(7)),
+                verbose=0,
+            ),
+        ]
+
+    assert_same_script(mlp, script, towers)
+
+
+@case
+def single_batches(towers):
+    """train_on_batch and its like, also without a fit before; and what `compile` made anew."""
+    x, y = numbers(7, 5), labels(7, 3)
+
+    def script(model):
+        model.compile(**classifier()())
+        results = [model.train_on_batch(x, y), model.train_on_batch(x[:1], y[:1]), model.test_on_batch(x, y)]
+        model.compile(**classifier(lambda: keras.optimizers.SGD(0.1))())
+        return [*results, model.train_on_batch(x, y), model.predict_on_batch(x)]
+
+    assert_same_script(mlp, script, towers)
+
+
+@case
+def callbacks_act_alike(towers):
+    """Early stopping and a learning rate that follow the validation loss; validation data; class weights."""
+    x, y = numbers(20, 5), labels(20, 3)
+
+    def script(model):
+        model.compile(**classifier(lambda: keras.optimizers.SGD(0.5))())
+        callbacks = [
+            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=0.01),
+            keras.callbacks.EarlyStopping(monitor="val_loss", patience=3, restore_best_weights=True),
+        ]
+        return model.fit(
+            *(x[:14], y[:14]),
+            batch_size=5,
+            epochs=8,
+            verbose=0,
+            shuffle=False,
+            class_weight={0: 0.5, 1: 2.0, 2: 1.0},
+            validation_data=(x[14:], y[14:]),
+            validation_batch_size=4,
+            callbacks=callbacks,
+        ).history
+
+    assert_same_script(mlp, script, towers)
+
+
+@case
+def state_of_layers(towers):
+    """A state that is no float and differs from row to row, and one that is a mean over the rows."""
+
+    class Watch(keras.layers.Layer):
+        def build(self, shape):
+            self.last = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros")
+            self.mean = self.add_weight(shape=(), trainable=False, initializer="zeros")
+            self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros")
+
+        def call(self, x):
+            self.calls.assign(self.calls + 1)
+            self.last.assign(keras.ops.cast(keras.ops.sum(x[-1]) * 1000, "int32"))
+            self.mean.assign(keras.ops.mean(x))
+            return x
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), Watch(), keras.layers.Dense(3, activation="softmax")])
+
+    data = (numbers(9, 5), labels(9, 3))
+    assert_same_script(build, lambda model: fit(model, classifier(), [(data, 4), (data, 1)]), towers)
+
+
+@case
+def accumulated_gradients(towers):
+    """Gradient accumulation and moving averages of weights, under the towers of all workers."""
+    data = (numbers(16, 5), labels(16, 3))
+    compiled = classifier(
+        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3)
+    )
+    assert_same_script(mlp, lambda model: fit(model, compiled, [(data, 4)]), towers)
+
+
+@case
+def ragged_and_sparse(towers):
+    """Ragged and sparse batches are cut as well; ragged outputs, and whole numbers, are predicted for all rows."""
+
+    class Lengths(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.cast(keras.ops.argmax(x, axis=-1), "int8")
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape[:-1], "int8")
+
+    def build():
+        x = keras.Input((5,))
+        return keras.Model(x, [keras.layers.Dense(3)(x), Lengths()(x)])
+
+    dense = numbers(9, 5) * (np.random.default_rng(3).uniform(size=(9, 5)) < 0.5)
+    dataset = tf.data.Dataset.from_tensor_slices(tf.sparse.from_dense(dense)).batch(4).map(tf.sparse.to_dense)
+
+    def script(model):
+        return [model.predict(dataset, verbose=0), model.predict(dense, batch_size=2, verbose=0)]
+
+    one = build()
+    parallel = keras_dp.DataParallelModel(build(), devices=towers)
+    parallel.inner_model.set_weights(one.get_weights())
+    assert_same(script(one), script(parallel), 1e-9)
+
+
+@case
+def shards_of_the_user(towers):
+    """sharded=True: the workers' batches together are the global ones, also when some have no more, or never had any."""
+    x, y = numbers(30, 5), labels(30, 3)
+    # Worker 0 has 3 batches of 3 rows and one of 1; the last worker none at all; between, 2 batches of 2 rows.
+    rows = {0: (3, 10), workers.count - 1: (2, 0)}
+    parts = [rows.get(i, (2, 4)) for i in range(workers.count)]
+    begins = np.cumsum([0] + [size for _, size in parts])
+    for known in (True, False):
+
+        def dataset_of(i):
+            batch, size = parts[i]
+            part = slice(begins[i], begins[i] + size)
+            dataset = tf.data.Dataset.from_tensor_slices((x[part], y[part])).batch(batch)
+            return dataset if known else dataset.filter(lambda *_: True)  # noqa: B023
+
+        steps = [[*map(tuple, dataset_of(i).as_numpy_iterator())] for i in range(workers.count)]
+        together = []
+        for k in range(max(map(len, steps))):
+            present = [step[k] for step in steps if k < len(step)]
+            together.append(tuple(np.concatenate(column) for column in zip(*present, strict=True)))
+
+        def global_batches():
+            yield from together  # noqa: B023
+
+        signature = (tf.TensorSpec((None, 5), tf.float64), tf.TensorSpec((None,), tf.int64))
+        reference = tf.data.Dataset.from_generator(global_batches, output_signature=signature)
+        if known:  # Keras counts a step more in each epoch over data of unknown length.
+            reference = reference.apply(tf.data.experimental.assert_cardinality(len(together)))
+
+        def script(model):
+            is_parallel = isinstance(model, keras_dp.DataParallelModel)
+            data = dataset_of(workers.index) if is_parallel else reference  # noqa: B023
+            options = {"sharded": True} if is_parallel else {}
+            model.compile(**classifier()())
+            history = model.fit(data, epochs=2, verbose=0, validation_data=data, **options).history
+            return [history, model.evaluate(data, verbose=0, **options), model.predict(data, verbose=0, **options)]
+
+        _, parallel = assert_same_script(mlp, script, towers)
+        own = parallel.predict(dataset_of(workers.index), verbose=0, sharded=True, rows="shard") if parts[-1][1] else None
+        assert own is None or len(own) == parts[workers.index][1]
+
+
+@case
+def seeds_that_differ(towers):
+    """Workers whose scripts have set different seeds train one model all the same: the first worker's."""
+    x, y = numbers(16, 5), labels(16, 3)
+    keras.utils.set_random_seed(100 + workers.index)
+    parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
+    parallel.compile(**classifier()())
+    parallel.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    flat = np.concatenate([weight.reshape(-1) for weight in parallel.get_weights()])
+    everywhere = [np.frombuffer(message) for message in workers.collectives.exchange(flat.tobytes())]
+    for other in everywhere:
+        np.testing.assert_array_equal(other, flat)
+    if workers.is_chief:
+        keras.utils.set_random_seed(100)
+        one = mlp()
+        one.compile(**classifier()())
+        one.fit(x, y, batch_size=4, epochs=2, verbose=0)
+        assert_same(one.get_weights(), parallel.get_weights(), 1e-9)
+
+
+@case
+def every_row_once(towers):
+    """Over an epoch, every row of the data is trained on once, by one tower of one worker."""
+
+    class Rows(keras.layers.Layer):
+        def build(self, shape):
+            self.seen = self.add_weight(shape=(23,), trainable=False, initializer="zeros")
+            self.scale = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x):
+            counts = keras.ops.sum(keras.ops.one_hot(keras.ops.cast(x[:, 0], "int32"), 23, dtype="float64"), axis=0)
+            self.seen.assign(self.seen + keras_dp.cross_tower_sum(counts))
+            return x * self.scale
+
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((1,)), Rows()]), devices=towers)
+    parallel.compile(keras.optimizers.SGD(1e-6), "mse")
+    rows = np.arange(23.0)[:, np.newaxis]
+    parallel.fit(rows, rows, batch_size=5, epochs=1, verbose=0)
+    np.testing.assert_array_equal(parallel.inner_model.layers[0].seen.numpy(), np.ones(23))
+
+
+@case
+def recalibrated_batch_norm(towers):
+    """recalibrate_batch_norm pools the moments of all workers."""
+    x = numbers(13, 5)
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization()])
+
+    one = build()
+    keras_dp.recalibrate_batch_norm(one, x, batch_size=4, verbose=0)
+    np.testing.assert_allclose(one.layers[0].moving_mean.numpy(), x.mean(0), atol=1e-12)
+    np.testing.assert_allclose(one.layers[0].moving_variance.numpy(), x.var(0), atol=1e-12)
+
+
+@case
+def only_the_chief_writes(towers):
+    """Callbacks that write files, and save(), do so on the first worker; the logs are the same on all."""
+    out = Path(tempfile.mkdtemp())
+    x, y = numbers(12, 5), labels(12, 3)
+    parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
+    parallel.compile(**classifier()())
+    callbacks = [
+        keras.callbacks.CSVLogger(out / "log.csv"),
+        keras.callbacks.ModelCheckpoint(out / "best.keras", monitor="loss", save_best_only=True),
+        keras.callbacks.TensorBoard(out / "board"),
+        keras.callbacks.BackupAndRestore(out / "backup", delete_checkpoint=False),
+    ]
+    history = parallel.fit(x, y, batch_size=5, epochs=2, verbose=0, callbacks=callbacks).history
+    parallel.save(out / "model.keras")
+    parallel.save_weights(out / "model.weights.h5")
+    names = {"log.csv", "best.keras", "board", "backup", "model.keras", "model.weights.h5"}
+    assert {path.name for path in out.iterdir()} == (names if workers.is_chief else set())
+    assert len(set(workers.collectives.exchange(repr(history).encode()))) == 1
+    if workers.is_chief:
+        loaded = keras.models.load_model(out / "model.keras")
+        assert_same(parallel.get_weights(), loaded.get_weights(), 0)
+
+
+@case
+def what_is_restored_on_the_chief_is_for_all(towers):
+    """The chief alone has a backup; all go on with its weights, and after its epochs."""
+    out = Path(tempfile.mkdtemp())
+    x, y = numbers(12, 5), labels(12, 3)
+
+    def run(model, epochs, backup):
+        model.compile(**classifier()())
+        callbacks = [keras.callbacks.BackupAndRestore(out / backup, delete_checkpoint=False)]
+        return model.fit(x, y, batch_size=5, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
+
+    one = mlp()
+    initial = one.get_weights()
+    one.compile(**classifier()())
+    one.fit(x, y, batch_size=5, epochs=5, verbose=0, shuffle=False)
+    histories = []
+    for epochs in (2, 5):
+        parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
+        parallel.set_weights(initial)
+        histories.append(run(parallel, epochs, "backup"))
+    assert histories[1].epoch == [2, 3, 4]
+    assert_same(one.get_weights(), parallel.get_weights(), 1e-9)
+    assert (out / "backup").exists() == workers.is_chief
+
+
+@case
+def one_worker_ends_training_for_all(towers):
+    """A callback of the last worker ends training; all end after the same epoch."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1 and workers.index == workers.count - 1:
+                self.model.stop_training = True
+
+    parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
+    parallel.compile(**classifier()())
+    history = parallel.fit(numbers(8, 5), labels(8, 3), batch_size=4, epochs=5, verbose=0, callbacks=[Stop()])
+    assert history.epoch == [0, 1]
+
+
+@case
+def differences_are_named(towers):
+    """Workers that do not do the same are all told so, before they train."""
+    last = workers.index == workers.count - 1
+
+    def fit_differently(units=3, optimizer="sgd", rows=8, seed=0, batch_size=4, activation="tanh", devices=towers, **options):
+        layers = [keras.layers.Dense(4, activation=activation), keras.layers.Dense(units)]
+        parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((5,)), *layers]), devices=devices)
+        parallel.compile(optimizer, "mse")
+        parallel.fit(numbers(rows, 5, seed=seed), numbers(rows, units), batch_size=batch_size, verbose=0, **options)
+
+    differences = {
+        "batch_size": ("batch_size: worker 0 has 4, worker", {"batch_size": 2}),
+        "model": ("units: worker 0 has 3, worker", {"units": 2}),
+        "activation": ("activation: worker 0 has 'tanh', worker", {"activation": "relu"}),
+        "optimizer": ("the optimizer, class: worker 0 has 'SGD', worker", {"optimizer": "adam"}),
+        "rows": ("x: worker 0 has 'float64 of shape [8, 5]", {"rows": 6}),
+        "data": ("checksum", {"seed": 1}),
+        "epochs": ("epochs: worker 0 has None", {"epochs": 2}),
+        "towers": (f"num_towers: worker 0 has {towers}", {"devices": 3 - towers}),
+    }
+    for name, (expected, difference) in differences.items():
+        try:
+            fit_differently(**difference if last else {})
+        except ValueError as error:
+            assert expected in str(error), (name, error)  # noqa: PT017
+        else:
+            raise AssertionError(f"{name} was not refused")
+    try:
+        if last:
+            keras_dp.DataParallelModel(mlp(), devices=towers).predict(numbers(8, 5), verbose=0)
+        else:
+            fit_differently()
+    except ValueError as error:
+        assert "the method called: worker 0 has 'fit'" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("another method was not refused")
+    fit_differently()
+
+
+wanted = sys.argv[2:] or list(CASES)
+for name in wanted:
+    for num_towers in (1, 2):
+        keras.utils.clear_session()
+        keras.config.set_floatx("float64")
+        keras.utils.set_random_seed(7)
+        begin = time.monotonic()
+        try:
+            CASES[name](num_towers)
+            print(f"passed {name}, {num_towers} tower(s), {time.monotonic() - begin:.1f} s")
+        except Exception:
+            print(f"FAILED {name}, {num_towers} tower(s)\n{traceback.format_exc()}")
+print("done")
