@@ -30,8 +30,8 @@ _LARGEST_PRIME_BELOW_2_30 = 2**30 - 35
 class Collectives:
     """Sums and gathers over W workers, in a graph or eagerly. One worker alone has itself for a sum.
 
-    Each operation has a key, by which its parts on the workers find each other, and which belongs to one type and size for
-    good. It is made of these and of the operation's place among those of its graph: so all workers must make the same
+    Each operation has a key, by which its parts on the workers find each other, and which belongs to one kind, type and
+    shape for good. It is made of these and of the operation's place among those of its graph: so all workers must make the same
     operations in one graph, and run the same graphs one after the other, but may trace them at different times, or more often.
 
     Args:
@@ -46,7 +46,7 @@ class Collectives:
         self.count = count
         self._hint = communication
         self._timeout = timeout
-        self._kinds: dict[int, tuple[int, Any, int]] = {}
+        self._uses: dict[int, tuple[str, int, str, tuple[int, ...]]] = {}
         self._order = list(range(count))
         if count > 1:
             # TensorFlow gathers in an order of its own.
@@ -68,7 +68,7 @@ class Collectives:
                 total = self._sum_in_any_order(sent, place)
             else:
                 flat = tf.reshape(sent, [-1])
-                total = tf.raw_ops.CollectiveReduceV2(input=flat, **self._arguments(flat, place), **_ADD)
+                total = tf.raw_ops.CollectiveReduceV2(input=flat, **self._arguments("sum", flat, place), **_ADD)
                 total = tf.reshape(total, tf.shape(sent))
             return _as_received(total, x)
 
@@ -167,7 +167,7 @@ class Collectives:
             input=x,
             group_size=self.count,
             group_key=_group_key(x),
-            instance_key=self._key(x, place),
+            instance_key=self._key("sum", x, place),
             subdiv_offsets=[0],
             communication_hint=self._hint,
             timeout_seconds=self._timeout,
@@ -175,30 +175,30 @@ class Collectives:
         )
 
     def _gather_equal(self, flat: Tensor) -> Tensor:
-        return tf.raw_ops.CollectiveGatherV2(input=flat, **self._arguments(flat))
+        return tf.raw_ops.CollectiveGatherV2(input=flat, **self._arguments("gather", flat))
 
-    def _key(self, x: Tensor, place: int | None) -> int:
+    def _key(self, kind: str, x: Tensor, place: int | None) -> int:
         if place is None:
             place = 0 if tf.executing_eagerly() else next_place(tf.compat.v1.get_default_graph())
-        kind = (place, x.dtype, math.prod(x.shape))
-        key = zlib.crc32(repr(kind).encode()) % _LARGEST_PRIME_BELOW_2_30
-        while self._kinds.setdefault(key, kind) != kind:
+        use = (kind, place, x.dtype.name, tuple(x.shape))
+        key = zlib.crc32(repr(use).encode()) % _LARGEST_PRIME_BELOW_2_30
+        while self._uses.setdefault(key, use) != use:
             key = (key + 1) % _LARGEST_PRIME_BELOW_2_30
         return key
 
-    def _late_key(self, x: Tensor, place: int | None) -> Tensor:
+    def _late_key(self, kind: str, x: Tensor, place: int | None) -> Tensor:
         """The key of a tensor whose size is known when the graph runs."""
         place = next_place(tf.compat.v1.get_default_graph()) if place is None else place
-        salt = zlib.crc32(repr((place, x.dtype)).encode()) % 2**30
+        salt = zlib.crc32(repr((kind, place, x.dtype.name)).encode()) % 2**30
         hashed = (tf.size(x, tf.int64) * 0x9E3779B1 + salt * 0x85EBCA6B) % _LARGEST_PRIME_BELOW_2_30
         return _FIRST_LATE_KEY + tf.cast(hashed, tf.int32)
 
-    def _arguments(self, flat: Tensor, place: int | None = None) -> dict[str, Any]:
+    def _arguments(self, kind: str, flat: Tensor, place: int | None = None) -> dict[str, Any]:
         is_known = tf.executing_eagerly() or flat.shape[0] is not None
         return {
             "group_size": self.count,
             "group_key": _group_key(flat),
-            "instance_key": self._key(flat, place) if is_known else self._late_key(flat, place),
+            "instance_key": self._key(kind, flat, place) if is_known else self._late_key(kind, flat, place),
             "ordering_token": [],
             "communication_hint": self._hint,
             "timeout_seconds": self._timeout,

@@ -475,5 +475,6 @@ for name in wanted:
             CASES[name](num_towers)
             print(f"passed {name}, {num_towers} tower(s), {time.monotonic() - begin:.1f} s")
         except Exception:
-            print(f"FAILED {name}, {num_towers} tower(s)\n{traceback.format_exc()}")
+            # What the other workers do from here on, nobody knows.
+            sys.exit(f"FAILED {name}, {num_towers} tower(s)\n{traceback.format_exc()}")
 print("done")
