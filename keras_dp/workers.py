@@ -257,7 +257,6 @@ def _random_state() -> bytes:
     return json.dumps([random.getstate(), [name, keys.tolist(), *rest], int(tf.compat.v1.get_seed(0)[0])]).encode()
 
 
-def _versions() -> str:
-    python = ".".join(platform.python_version_tuple()[:2])
-    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("keras_dp", "keras", "tensorflow", "numpy"))
-    return f"{packages}, Python {python}"
+def _versions() -> dict[str, str]:
+    packages = {name: metadata.version(name) for name in ("keras_dp", "keras", "tensorflow", "numpy")}
+    return {**packages, "Python": ".".join(platform.python_version_tuple()[:2])}

@@ -1,0 +1,93 @@
+"""Several workers: real processes on this machine, which train together, and lose each other."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from worker_processes import SCRIPTS, TESTS, Workers
+
+OF_THREE = [
+    *("even_and_uneven_batches", "synchronized_batch_norm", "sparse_gradients", "shards_of_the_user"),
+    *("losses_and_metrics_that_couple_rows", "one_worker_ends_training_for_all"),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "cases"), [(2, []), (3, OF_THREE), pytest.param(3, [], marks=pytest.mark.slow)], ids=["2", "3", "3-all"]
+)
+def test_workers_match_one_device(count, cases, tmp_path):
+    """Every case of worker_scripts/exactness.py, with 1 and 2 towers on each worker, against plain Keras on one device."""
+    with Workers("exactness.py", count, tmp_path, count, *cases) as workers:
+        codes = workers.start().wait(seconds=500)
+        outputs = [workers.output(i) for i in range(count)]
+    assert codes == [0] * count, "\n".join(output[-3000:] for output in outputs)
+    for output in outputs:
+        passed = re.findall(r"^passed (\w+), (\d)", output, re.MULTILINE)
+        assert output.rstrip().endswith("done")
+        assert len(passed) == 2 * (len(cases) or 18), passed
+
+
+def test_the_others_name_a_worker_that_is_killed(tmp_path):
+    with Workers("training.py", 3, tmp_path, 0.4, tmp_path / "backup", "--epochs", 1000) as workers:
+        workers.start().wait_for_output("epoch 2")
+        workers.signal(1, "KILL")
+        killed = time.monotonic()
+        assert workers.wait(0, 2, seconds=20) == [1, 1]
+        assert time.monotonic() - killed < 10
+        for i in (0, 2):
+            assert re.search(rf"WorkerLostError: Worker 1 \(127.0.0.1:{workers.ports[1]}\) is lost", workers.output(i))
+
+
+def test_a_worker_that_is_stopped_is_given_up_in_time(tmp_path):
+    with Workers("training.py", 2, tmp_path, 0.4, tmp_path / "backup", "--epochs", 1000, "--timeout", 6) as workers:
+        workers.start().wait_for_output("epoch 2")
+        workers.signal(1, "STOP")
+        stopped = time.monotonic()
+        assert workers.wait(0, seconds=40) == [1]
+        assert 4 < time.monotonic() - stopped < 25
+        assert re.search(r"WorkerLostError: Worker 1 \(.*\) is lost: it has not answered for \d+ s", workers.output(0))
+
+
+def test_a_late_worker_is_waited_for_with_a_message(tmp_path):
+    with Workers("training.py", 2, tmp_path, 0, tmp_path / "backup", "--epochs", 1) as workers:
+        workers.start(0).wait_for_output("keras_dp waits for Worker 1", 0)
+        workers.start(1)
+        assert workers.wait() == [0, 0]
+        assert "weights" in workers.output(0)
+
+
+def test_a_worker_that_never_starts_is_named(tmp_path):
+    with Workers("training.py", 2, tmp_path, 0, tmp_path / "backup", "--start-timeout", 2) as workers:
+        assert workers.start(1).wait(1) == [1]
+        assert re.search(r"TimeoutError: Worker 0 \(.*\) did not start within 2 s", workers.output(1))
+
+
+def test_other_versions_are_refused_on_all_workers(tmp_path):
+    with Workers("other_versions.py", 2, tmp_path) as workers:
+        assert workers.start().wait() == [1, 1]
+        for i in range(2):
+            assert re.search(r"differ in versions, keras: worker 0 has '3\.1.*', worker 1 has '3\.0\.0'", workers.output(i))
+
+
+def test_launched_workers_resume_after_one_was_killed(tmp_path):
+    """With --max-restarts 1, training ends with the weights of a run that nothing interrupted: plain Keras on one device."""
+    script = [str(SCRIPTS / "training.py"), "0", str(tmp_path / "backup"), "--die-in-epoch", "2"]
+    command = "import sys; from keras_dp.cli import main; sys.exit(main(sys.argv[1:]))"
+    launched = subprocess.run(
+        [sys.executable, "-c", command, "launch", "--workers", "2", "--max-restarts", "1", *script],
+        **{"capture_output": True, "text": True, "timeout": 240, "cwd": TESTS.parent, "check": False},
+    )
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    assert re.findall(r"\[0\] epoch (\d)", launched.stdout) == ["0", "1", "2", "2", "3"]
+    assert not (tmp_path / "backup").exists()
+    alone = subprocess.run(
+        [sys.executable, str(SCRIPTS / "training.py"), "0", str(tmp_path / "other")],
+        **{"capture_output": True, "text": True, "timeout": 120, "cwd": TESTS.parent, "check": True},
+    )
+    received, expected = (json.loads(re.search(r"weights (.*)", output)[1]) for output in (launched.stdout, alone.stdout))
+    for one, other in zip(expected, received, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-9)

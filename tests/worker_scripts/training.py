@@ -1,0 +1,58 @@
+"""Trains for some epochs and prints what the tests of faults wait for; the model and the data are the same everywhere.
+
+training.py SECONDS_PER_EPOCH BACKUP_DIRECTORY [--die-in-epoch K] [--timeout T]
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+
+import keras_dp
+
+parser = argparse.ArgumentParser()
+parser.add_argument("seconds_per_epoch", type=float)
+parser.add_argument("backup")
+parser.add_argument("--die-in-epoch", type=int, default=-1)
+parser.add_argument("--timeout", type=float, default=60.0)
+parser.add_argument("--start-timeout", type=float, default=60.0)
+parser.add_argument("--epochs", type=int, default=4)
+args = parser.parse_args()
+
+logging.basicConfig(level=logging.WARNING)
+keras.config.set_floatx("float64")
+workers = keras_dp.connect_workers(timeout=args.timeout, start_timeout=args.start_timeout)
+print(f"connected {workers.index} of {workers.count}", flush=True)
+
+
+class Report(keras.callbacks.Callback):
+    """Says which epoch it is, takes its time, and kills the last worker once, in the middle of an epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        print(f"epoch {epoch}", flush=True)
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(args.seconds_per_epoch / 4)
+        is_first_run = os.environ.get("KERAS_DP_RESTART", "0") == "0"
+        if self.epoch == args.die_in_epoch and batch == 1 and workers.index == workers.count - 1 and is_first_run:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(16, 5)), rng.integers(0, 3, 16)
+keras.utils.set_random_seed(3)
+model = keras.Sequential(
+    [keras.Input((5,)), keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(3, activation="softmax")]
+)
+parallel = keras_dp.DataParallelModel(model)
+parallel.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+callbacks = [Report(), keras.callbacks.BackupAndRestore(args.backup)]
+parallel.fit(x, y, batch_size=4, epochs=args.epochs, shuffle=False, verbose=0, callbacks=callbacks)
+if workers.is_chief:
+    print("weights", json.dumps([weight.tolist() for weight in parallel.get_weights()]), flush=True)
