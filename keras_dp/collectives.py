@@ -124,7 +124,7 @@ class Collectives:
             return self._gather_sparse(x)
         rows = tf.shape(x)[0]
         counts = self.counts(rows) if counts is None else counts
-        longest = tf.reduce_max(counts)
+        longest = tf.maximum(tf.reduce_max(counts), 1)  # TensorFlow crashes where it gathers nothing at all.
         with tf.device(x.device or _HOST):
             sent = _as_sent(x)
             beside = [[0, 0]] * (sent.shape.rank - 1)

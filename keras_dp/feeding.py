@@ -9,9 +9,12 @@ import tensorflow as tf
 
 from keras_dp.batches import Slice, cut
 from keras_dp.collectives import Collectives
+from keras_dp.same_batches import CheckedSlice, DifferentBatches, digest
 from keras_dp.shards import ShardSlice, as_slices, cut_shards
 
 HOST = "CPU:0"
+
+_KINDS = (Slice, CheckedSlice, ShardSlice)
 
 NO_BATCHES = "{}() was given no batch at all: the dataset or generator is empty."
 
@@ -40,6 +43,7 @@ class SliceFeed:
 
     Attributes:
         takes_shards: whether the datasets to come hold the batches of this worker alone.
+        different_batches: counts those that are not the same on all workers; None for a worker alone.
         prefetches: whether each tower's next slice is sent to its device while the towers work on the last one: if all are
             GPUs, since CPUs share the host's memory. Tensors that only a host can hold, such as strings, stay there.
         seconds_waited: how long steps have waited for their input; None if that is not measured.
@@ -57,6 +61,7 @@ class SliceFeed:
         self.prepare = prepare
         self.collectives = collectives or Collectives()
         self.takes_shards = False
+        self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
 
@@ -98,7 +103,7 @@ class SliceFeed:
         if self.takes_shards and count > 1:
             dataset = cut_shards(dataset, num_towers)
         else:
-            dataset = dataset.map(lambda *batch: _cut_shard(batch if is_tuple else batch[0], num_towers, index, count))
+            dataset = dataset.map(lambda *batch: _cut_and_digest(batch if is_tuple else batch[0], num_towers, index, count))
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
@@ -109,7 +114,7 @@ class SliceFeed:
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
-        if isinstance(batch, Slice | ShardSlice):
+        if isinstance(batch, _KINDS):
             batch = _strategy(self.devices).experimental_local_results(batch)
         if self.seconds_waited is not None:
             begin = tf.timestamp()
@@ -120,9 +125,12 @@ class SliceFeed:
                 self.prepare(batch)
             with tf.device(HOST):
                 batch = self.cut(batch)
-        if not self.is_eager() and isinstance(batch[0], ShardSlice):
+        if _is_cut(batch) and self.different_batches is not None:
             with tf.device(HOST):
-                batch = as_slices(batch, self.collectives)
+                if isinstance(batch[0], ShardSlice):
+                    batch = as_slices(batch, self.collectives)
+                elif isinstance(batch[0], CheckedSlice):
+                    batch = self.different_batches.check(batch)
         return step(batch)
 
 
@@ -133,7 +141,7 @@ def _fits_on_devices(spec: Any) -> bool:
 def _prefetch_to(devices: tuple[str, ...], dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """The slices that follow each other, one on each device, sent there before they are asked for."""
 
-    def one_by_one(*slices: Slice | ShardSlice) -> tf.data.Dataset:
+    def one_by_one(*slices: Slice | CheckedSlice | ShardSlice) -> tf.data.Dataset:
         return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, slices))
 
     options = tf.distribute.InputOptions(experimental_fetch_to_device=True, experimental_per_replica_buffer_size=1)
@@ -150,8 +158,16 @@ def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
 
 
 def _is_cut(batch: Any) -> bool:
-    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], Slice | ShardSlice)
+    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], _KINDS)
 
 
 def _cut_shard(batch: Any, num_towers: int, index: int, count: int) -> tuple[Slice, ...]:
     return cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)))
+
+
+def _cut_and_digest(batch: Any, num_towers: int, index: int, count: int) -> tuple[Slice | CheckedSlice, ...]:
+    slices = _cut_shard(batch, num_towers, index, count)
+    if count == 1:
+        return slices
+    of_batch = digest(batch)
+    return tuple(CheckedSlice(*part, of_batch) for part in slices)

@@ -40,7 +40,8 @@ class Lockstep(keras.callbacks.Callback):
         keras_seams.set_initial_epoch(self.model, begin)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends training on all workers, if a callback of one of them ends it."""
+        """Ends training on all workers, if a callback of one of them ends it; warns of batches that were not the same."""
+        self.model.distribute_strategy.different_batches.warn()
         with self._group.losses_named():
             self.model.stop_training = any(self._exchange(bool(self.model.stop_training)))
 

@@ -326,6 +326,8 @@ class DataParallelModel(ModelWrapper):
                 yield call
         finally:
             self._feed.takes_shards = before
+        if self._feed.different_batches is not None:
+            self._feed.different_batches.warn()
 
     def _join_workers(self, method: str, call: inspect.BoundArguments, sharded: bool) -> None:
         """Sees to it that all workers make the same call, and to what this one does differently from the first."""

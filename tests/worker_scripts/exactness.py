@@ -3,6 +3,8 @@
 Prints a line for each case, "passed <case>" or "FAILED <case>" with the traceback; then "done".
 """
 
+import logging
+import re
 import sys
 import tempfile
 import time
@@ -422,6 +424,28 @@ def one_worker_ends_training_for_all(towers):
     parallel.compile(**classifier()())
     history = parallel.fit(numbers(8, 5), labels(8, 3), batch_size=4, epochs=5, verbose=0, callbacks=[Stop()])
     assert history.epoch == [0, 1]
+
+
+@case
+def different_batches_are_warned_of(towers):
+    """A dataset that the workers shuffle differently does not go unnoticed; what augments at random is trained with."""
+
+    class Heard(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    heard = []
+    handler = Heard()
+    logging.getLogger("keras_dp").addHandler(handler)
+    parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
+    parallel.compile(**classifier()())
+    data = tf.data.Dataset.from_tensor_slices((numbers(16, 5), labels(16, 3)))
+    parallel.fit(data.shuffle(16, seed=1).batch(4), epochs=2, verbose=0)
+    assert not heard
+    parallel.fit(data.shuffle(16, seed=workers.index).batch(4), epochs=1, verbose=0)
+    logging.getLogger("keras_dp").removeHandler(handler)
+    assert len(heard) == 1
+    assert re.search(r"different batches in [34] steps", heard[0]), heard
 
 
 @case

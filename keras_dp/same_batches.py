@@ -1,0 +1,99 @@
+"""Do all workers see the same global batches? Each cuts its rows from what its own input pipeline gives it."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_dp.batches import Slice
+from keras_dp.collectives import Collectives
+
+Tensor = Any
+
+SAMPLED_ELEMENTS = 4096  # of each tensor
+_LARGEST_PRIME_BELOW_2_20 = 2**20 - 3
+
+logger = logging.getLogger("keras_dp")
+
+
+class CheckedSlice(NamedTuple):
+    """A `Slice`, and a digest of the global batch that it was cut from.
+
+    Attributes:
+        data: as in `Slice`.
+        begin: as in `Slice`.
+        rows: as in `Slice`.
+        batch_rows: as in `Slice`.
+        digest: an int32 scalar, the same for the same batch.
+    """
+
+    data: Any
+    begin: Tensor
+    rows: Tensor
+    batch_rows: Tensor
+    digest: Tensor
+
+
+class DifferentBatches:
+    """Counts the steps in which the workers were given different global batches.
+
+    Args:
+        collectives: of the workers.
+        device: where to count.
+    """
+
+    def __init__(self, collectives: Collectives, device: str):
+        self._collectives = collectives
+        with tf.device(device):
+            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def check(self, slices: Sequence[CheckedSlice]) -> tuple[Slice, ...]:
+        """The slices of one step; whether all workers have the same digest is counted beside it."""
+        own = tf.cast(slices[0].digest, tf.int32)
+        # The mean of numbers is each of them only if all are the same.
+        differ = self._collectives.sum(own) != own * self._collectives.count
+        self._steps.assign_add(tf.cast(differ, tf.int64))
+        return tuple(Slice(*checked[:-1]) for checked in slices)
+
+    def warn(self) -> None:
+        """Says how many steps there were since the last time, if any."""
+        steps = int(self._steps)
+        if steps:
+            self._steps.assign(0)
+            logger.warning(
+                "keras_dp: the workers were given different batches in %d steps, of which each kept its own rows: some rows "
+                "may have been used twice, and others not at all. Make datasets after connect_workers(), give shuffle() a "
+                "seed, and list files in one order. If only random augmentation differs, all is well.",
+                steps,
+            )
+
+
+def digest(batch: Any) -> Tensor:
+    """A number for a batch, an int32 scalar, from a sample of the elements of each of its tensors."""
+    total = tf.constant(0, tf.int64)
+    for leaf in keras.tree.flatten(batch):
+        if tf.is_tensor(leaf):
+            bits = _bits(tf.reshape(_values(leaf), [-1]))
+            places = tf.range(1, tf.size(bits, tf.int64) + 1)
+            total = total * 31 + tf.reduce_sum((bits + 1) * places * 0x9E3779B1)
+    return tf.cast(total % _LARGEST_PRIME_BELOW_2_20, tf.int32)
+
+
+def _values(leaf: Any) -> Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.flat_values
+    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """Whole numbers, int64, for a sample of the elements."""
+    sample = flat[:: tf.maximum(1, tf.size(flat) // SAMPLED_ELEMENTS)]
+    if sample.dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(sample, _LARGEST_PRIME_BELOW_2_20)
+    if sample.dtype.is_complex:
+        sample = tf.math.real(sample)
+    if sample.dtype.is_floating:
+        sample = tf.bitcast(tf.cast(sample, tf.float32), tf.int32)
+    return tf.cast(sample, tf.int64)
