@@ -4,7 +4,7 @@
     python examples/ray_mnist.py --workers 8 --address auto --out /shared/ray_mnist
 
 Ray starts the workers, sets TF_CONFIG in each, and calls `train` there: plain Keras but for the lines marked `# keras_dp` and
-`# ray`. To install Ray: pip install "keras_dp[ray]"; a cluster needs that on all its nodes.
+`# ray`. To install Ray: pip install ".[ray]"; a cluster needs that on all its nodes.
 """
 
 import argparse

@@ -107,7 +107,7 @@ def _value(variable: keras.Variable) -> np.ndarray[Any, Any]:
 def described_model(model: keras.Model) -> dict[str, Any]:
     """What must be the same on all workers, by names for people."""
     layers = keras_seams.flatten_layers(model)
-    facts = {f"layer {i}, {layer.name!r} here": _configuration(layer) for i, layer in enumerate(layers)}
+    facts = {f"layer {i}": _configuration(layer) for i, layer in enumerate(layers)}
     if not model.compiled:
         return facts
     optimizer = {} if model.optimizer is None else _configuration(model.optimizer)

@@ -105,7 +105,7 @@ class Watch:
 
     def _ask(self, workers: Sequence[int]) -> None:
         """Asks workers all at once, and notes what became of it."""
-        seconds = min(PROBE_SECONDS, self._timeout)
+        seconds = min(PROBE_SECONDS, self._timeout / 2)  # Or who has answered would seem silent until the others have.
         calls = {i: self._channels[i].unary_unary(_STATUS).future(b"", timeout=seconds) for i in workers}
         for i, call in calls.items():
             try:
