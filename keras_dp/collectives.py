@@ -24,7 +24,13 @@ _SENT_AS = {
 _SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
 # Keys of tensors whose size is known while a graph is made are below, those of all others above.
 _FIRST_LATE_KEY = 2**30
-_LARGEST_PRIME_BELOW_2_30 = 2**30 - 35
+_SIZES = 32  # powers of two
+_LATE_PLACES = 2**30 // _SIZES
+
+OTHER_WIDTHS = (
+    "The workers' rows do not fit together: all axes but the first must have one length. Pad the batches of all workers to a "
+    "fixed length."
+)
 
 
 class Collectives:
@@ -38,19 +44,17 @@ class Collectives:
         index: the number of this worker.
         count: W.
         communication: "ring" over gRPC, or "nccl" between GPUs.
-        timeout: seconds until an operation that other workers do not come to fails; 0 for never.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, communication: str = "ring", timeout: float = 0.0):
+    def __init__(self, index: int = 0, count: int = 1, communication: str = "ring"):
         self.index = index
         self.count = count
         self._hint = communication
-        self._timeout = timeout
-        self._uses: dict[int, tuple[str, int, str, tuple[int, ...]]] = {}
+        self._uses: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._order = list(range(count))
         if count > 1:
             # TensorFlow gathers in an order of its own.
-            ranks = self._gather_equal(tf.constant([index])).numpy().tolist()
+            ranks = self.gather(tf.constant([index])).numpy().tolist()
             self._order = [ranks.index(i) for i in range(count)]
 
     def sum(self, x: Tensor, place: int | None = None) -> Tensor:
@@ -62,21 +66,27 @@ class Collectives:
         """
         if self.count == 1:
             return x
-        with tf.device(x.device or _HOST):
-            sent = _as_sent(x)
-            if not tf.executing_eagerly() and sent.shape.is_fully_defined() and self._hint == "ring":
-                total = self._sum_in_any_order(sent, place)
+        sent = _as_sent(x)
+        with tf.device(_sending_device(sent)):
+            if tf.executing_eagerly() or not sent.shape.is_fully_defined():
+                size = tf.size(sent)
+                flat, arguments = self._padded("sum", tf.reshape(sent, [-1]), place)
+                total = tf.raw_ops.CollectiveReduceV2(input=flat, **arguments, **_ADD)
+                total = tf.reshape(total[:size], tf.shape(sent))
+            elif self._hint == "ring":
+                # TensorFlow runs those of the second version one after the other, which gRPC does not need.
+                arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape), place))
+                total = tf.raw_ops.CollectiveReduce(input=sent, subdiv_offsets=[0], **arguments, **_ADD)
             else:
-                flat = tf.reshape(sent, [-1])
-                total = tf.raw_ops.CollectiveReduceV2(input=flat, **self._arguments("sum", flat, place), **_ADD)
-                total = tf.reshape(total, tf.shape(sent))
+                arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape), place))
+                total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
             return _as_received(total, x)
 
     def sum_all(self, tensors: Sequence[Any], dtype: Any = None) -> list[Any]:
         """The sums of K dense tensors over all workers, packed into buckets of at most `BUCKET_BYTES`.
 
-        The last tensors, whose gradients are ready first, go first. A bucket is sent as soon as it is full, and none before
-        the one that precedes it is full: in the same order on all workers.
+        The last tensors, whose gradients are ready first, go first. A bucket holds tensors of one dtype and device. It is sent
+        as soon as it is full, and none before the one that precedes it there is full: in the same order on all workers.
 
         Args:
             tensors: K tensors; None stays None.
@@ -86,11 +96,11 @@ class Collectives:
             return list(tensors)
         sums: list[Any] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {}
-        full: list[Tensor] = []
-        for bucket in _buckets(tensors, dtype):
-            with tf.device(tensors[bucket[0].tensor].device or _HOST), tf.control_dependencies(full):
+        full: dict[tuple[Any, str], list[Tensor]] = {}
+        for kind, bucket in _buckets(tensors, dtype):
+            with tf.device(kind[1]), tf.control_dependencies(full.get(kind, ())):
                 packed = tf.concat([_flat(tensors[piece.tensor], dtype)[piece.begin : piece.end] for piece in bucket], axis=0)
-            full = [] if tf.executing_eagerly() else [packed]
+            full[kind] = [] if tf.executing_eagerly() else [packed]
             parts = tf.split(self.sum(packed), [piece.end - piece.begin for piece in bucket])
             for piece, part in zip(bucket, parts, strict=True):
                 pieces.setdefault(piece.tensor, []).append(part)
@@ -122,15 +132,19 @@ class Collectives:
             return tf.RaggedTensor.from_row_lengths(self.gather(x.values), self.gather(x.row_lengths()), validate=False)
         if isinstance(x, tf.SparseTensor):
             return self._gather_sparse(x)
-        rows = tf.shape(x)[0]
-        counts = self.counts(rows) if counts is None else counts
-        longest = tf.maximum(tf.reduce_max(counts), 1)  # TensorFlow crashes where it gathers nothing at all.
-        with tf.device(x.device or _HOST):
-            sent = _as_sent(x)
-            beside = [[0, 0]] * (sent.shape.rank - 1)
-            padded = tf.pad(sent, tf.concat([[[0, longest - rows]], tf.constant(beside, tf.int32, [len(beside), 2])], axis=0))
-            flat = self._gather_equal(tf.reshape(padded, [-1]))
-            parts = tf.reshape(flat, tf.concat([[self.count, longest], tf.shape(sent)[1:]], axis=0))
+        sent = _as_sent(x)
+        rows = tf.shape(sent)[0]
+        if counts is None:
+            counts = self.counts(rows) if sent.shape[1:].is_fully_defined() else self._counts_of_one_width(sent)
+        longest = tf.reduce_max(counts)
+        with tf.device(_sending_device(sent)):
+            beside = tf.zeros([sent.shape.rank - 1, 2], tf.int32)
+            whole = tf.pad(sent, tf.concat([[[0, longest - rows]], beside], axis=0))
+            size = tf.size(whole)
+            flat, arguments = self._padded("gather", tf.reshape(whole, [-1]))
+            gathered = tf.raw_ops.CollectiveGatherV2(input=flat, **arguments)
+            parts = tf.reshape(gathered, [self.count, -1])[:, :size]
+            parts = tf.reshape(parts, tf.concat([[self.count], tf.shape(whole)], axis=0))
             if self._order != sorted(self._order):
                 parts = tf.gather(parts, self._order)
             gathered = tf.boolean_mask(parts, tf.sequence_mask(counts, longest))
@@ -161,47 +175,39 @@ class Collectives:
             parts = [self.sum(tf.constant(words[i : i + step])).numpy() for i in range(0, len(words), step)]
         return np.concatenate([*parts, words[:0]]).tobytes()[:length]
 
-    def _sum_in_any_order(self, x: Tensor, place: int | None) -> Tensor:
-        """As the second version of the operation, which TensorFlow runs one after the other: NCCL needs that, gRPC does not."""
-        return tf.raw_ops.CollectiveReduce(
-            input=x,
-            group_size=self.count,
-            group_key=_group_key(x),
-            instance_key=self._key("sum", x, place),
-            subdiv_offsets=[0],
-            communication_hint=self._hint,
-            timeout_seconds=self._timeout,
-            **_ADD,
-        )
+    def _counts_of_one_width(self, x: Tensor) -> Tensor:
+        """The numbers of rows of all workers, whose rows must have one shape."""
+        shapes = self.sum(tf.one_hot([self.index], self.count, axis=0, dtype=tf.int32) * tf.shape(x))
+        shapes = tf.ensure_shape(shapes, [self.count, x.shape.rank])
+        check = tf.debugging.assert_equal(shapes[:, 1:], tf.broadcast_to(shapes[:1, 1:], tf.shape(shapes[:, 1:])), OTHER_WIDTHS)
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.identity(shapes[:, 0])
 
-    def _gather_equal(self, flat: Tensor) -> Tensor:
-        return tf.raw_ops.CollectiveGatherV2(input=flat, **self._arguments("gather", flat))
+    def _padded(self, kind: str, flat: Tensor, place: int | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """A flat tensor padded to a power of two, and the further arguments: so few sizes, each of which needs a key, occur."""
+        sizes = tf.constant([2**i for i in range(_SIZES)], tf.int64)
+        exponent = tf.searchsorted(sizes, [tf.size(flat, tf.int64)])[0]
+        padded = tf.pad(flat, [[0, tf.cast(sizes[exponent], tf.int32) - tf.size(flat)]])
+        key = _FIRST_LATE_KEY + self._key(kind, flat.dtype, (), place, _LATE_PLACES) * _SIZES + exponent
+        return padded, {**self._arguments(flat, key), "ordering_token": []}
 
-    def _key(self, kind: str, x: Tensor, place: int | None) -> int:
+    def _key(self, kind: str, dtype: Any, shape: tuple[int, ...], place: int | None, most: int = _FIRST_LATE_KEY) -> int:
         if place is None:
             place = 0 if tf.executing_eagerly() else next_place(tf.compat.v1.get_default_graph())
-        use = (kind, place, x.dtype.name, tuple(x.shape))
-        key = zlib.crc32(repr(use).encode()) % _LARGEST_PRIME_BELOW_2_30
-        while self._uses.setdefault(key, use) != use:
-            key = (key + 1) % _LARGEST_PRIME_BELOW_2_30
+        use = (kind, place, dtype.name, shape, most)
+        key = zlib.crc32(repr(use).encode()) % most
+        while self._uses.setdefault((key, most), use) != use:
+            key = (key + 1) % most
         return key
 
-    def _late_key(self, kind: str, x: Tensor, place: int | None) -> Tensor:
-        """The key of a tensor whose size is known when the graph runs."""
-        place = next_place(tf.compat.v1.get_default_graph()) if place is None else place
-        salt = zlib.crc32(repr((kind, place, x.dtype.name)).encode()) % 2**30
-        hashed = (tf.size(x, tf.int64) * 0x9E3779B1 + salt * 0x85EBCA6B) % _LARGEST_PRIME_BELOW_2_30
-        return _FIRST_LATE_KEY + tf.cast(hashed, tf.int32)
-
-    def _arguments(self, kind: str, flat: Tensor, place: int | None = None) -> dict[str, Any]:
-        is_known = tf.executing_eagerly() or flat.shape[0] is not None
+    def _arguments(self, x: Tensor, key: Any) -> dict[str, Any]:
+        # TensorFlow's own timeout would keep a thread for each operation until it is over: the watch sees to that.
         return {
             "group_size": self.count,
-            "group_key": _group_key(flat),
-            "instance_key": self._key(kind, flat, place) if is_known else self._late_key(kind, flat, place),
-            "ordering_token": [],
+            "group_key": _group_key(x),
+            "instance_key": key,
             "communication_hint": self._hint,
-            "timeout_seconds": self._timeout,
+            "timeout_seconds": 0.0,
         }
 
     def _gather_sparse(self, x: tf.SparseTensor) -> tf.SparseTensor:
@@ -231,33 +237,28 @@ class _Piece(NamedTuple):
 _ADD = {"merge_op": "Add", "final_op": "Id"}
 
 
-def _buckets(tensors: Sequence[Any], dtype: Any) -> Iterator[list[_Piece]]:
-    """Pieces that are sent together: of one dtype, on one device, at most `BUCKET_BYTES`."""
-    bucket: list[_Piece] = []
-    room = 0
-    kind = None
+def _buckets(tensors: Sequence[Any], dtype: Any) -> Iterator[tuple[tuple[Any, str], list[_Piece]]]:
+    """Pieces that are sent together, at most `BUCKET_BYTES`; with their dtype and device."""
+    filling: dict[tuple[Any, str], list[_Piece]] = {}
+    room: dict[tuple[Any, str], int] = {}
     for i in reversed(range(len(tensors))):
         tensor = tensors[i]
         if tensor is None or not tensor.shape.is_fully_defined():
             continue
         sent = tf.as_dtype(dtype or tensor.dtype)
-        if bucket and (sent, tensor.device) != kind:
-            yield bucket
-            bucket = []
-        if not bucket:
-            room = BUCKET_BYTES // sent.size
-        kind = (sent, tensor.device)
+        kind = (sent, short_name(tensor.device or _HOST))
         begin, size = 0, math.prod(tensor.shape)
         while begin < size:
-            end = min(begin + room, size)
+            bucket = filling.setdefault(kind, [])
+            left = room.setdefault(kind, BUCKET_BYTES // sent.size)
+            end = min(begin + left, size)
             bucket.append(_Piece(i, begin, end))
-            room -= end - begin
+            room[kind] = left - (end - begin)
             begin = end
-            if not room:
-                yield bucket
-                bucket, room = [], BUCKET_BYTES // sent.size
-    if bucket:
-        yield bucket
+            if not room[kind]:
+                yield kind, filling.pop(kind)
+                del room[kind]
+    yield from filling.items()
 
 
 def _flat(tensor: Tensor, dtype: Any) -> Tensor:
@@ -266,8 +267,13 @@ def _flat(tensor: Tensor, dtype: Any) -> Tensor:
 
 def _group_key(x: Tensor) -> int:
     """The same devices of all workers are a group."""
-    kind, _, number = short_name(x.device or _HOST).partition(":")
+    kind, _, number = short_name(_sending_device(x)).partition(":")
     return 1 + int(number or 0) + (1000 if kind == "GPU" else 0)
+
+
+def _sending_device(sent: Tensor) -> str:
+    # Whole numbers are summed in the host's memory, also where they are on a GPU.
+    return _HOST if sent.dtype.is_integer or not sent.device else sent.device
 
 
 def _as_sent(x: Tensor) -> Tensor:
@@ -278,7 +284,10 @@ def _as_sent(x: Tensor) -> Tensor:
         return tf.cast(x, _SENT_AS[x.dtype])
     if x.dtype in _SEEN_AS:
         return tf.bitcast(x, _SEEN_AS[x.dtype])
-    raise TypeError(f"Workers can send each other numbers only. Received: a tensor of {x.dtype.name}")
+    raise TypeError(
+        'Workers can send each other numbers only; predict(..., rows="shard") sends nothing. '
+        f"Received: a tensor of {x.dtype.name}"
+    )
 
 
 def _as_received(sent: Tensor, x: Tensor) -> Tensor:

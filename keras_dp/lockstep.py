@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp import keras_seams
-from keras_dp.workers import WorkerGroup
+from keras_dp.keras_seams import innermost_optimizers
+from keras_dp.workers import WorkerGroup, share_random_state
+from keras_dp.wrapper import listed
 
 # These write files, or send what they would write.
 _WRITERS = (
@@ -35,22 +38,57 @@ class Lockstep(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Gives all workers the variables and the first epoch of the first worker."""
         synchronize(self._group, all_variables(self.model.inner_model))
-        with self._group.losses_named():
-            (begin, *_) = self._exchange(keras_seams.initial_epoch(self.model))
+        (begin, *_) = self._exchange(keras_seams.initial_epoch(self.model))
         keras_seams.set_initial_epoch(self.model, begin)
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Gives all workers the random state of the first one, by which Keras shuffles."""
+        share_random_state(self._group)
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends training on all workers, if a callback of one of them ends it; warns of batches that were not the same."""
-        self.model.distribute_strategy.different_batches.warn()
-        with self._group.losses_named():
-            self.model.stop_training = any(self._exchange(bool(self.model.stop_training)))
+        """Ends training on all workers, if a callback of one of them ends it; the first one's learning rate is that of all."""
+        self.model.distribute_strategy.different_batches.report()
+        optimizers = [
+            optimizer
+            for optimizer in innermost_optimizers(self.model.optimizer)
+            if keras_seams.has_learning_rate_variable(optimizer)
+        ]
+        rates = [float(optimizer.learning_rate) for optimizer in optimizers]
+        everywhere = self._exchange([bool(self.model.stop_training), rates])
+        self.model.stop_training = any(stops for stops, _ in everywhere)
+        for optimizer, own, first in zip(optimizers, rates, everywhere[0][1], strict=True):
+            if own != first:
+                optimizer.learning_rate = first
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Training gets on."""
+        self._group.note_progress()
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Evaluation gets on."""
+        self._group.note_progress()
+
+    def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Prediction gets on."""
+        self._group.note_progress()
 
     def _exchange(self, value: Any) -> list[Any]:
-        return [json.loads(message) for message in self._group.collectives.exchange(json.dumps(value).encode())]
+        with self._group.losses_named():
+            return [json.loads(message) for message in self._group.collectives.exchange(json.dumps(value).encode())]
 
 
-def without_writers(callbacks: Sequence[keras.callbacks.Callback], group: WorkerGroup) -> list[keras.callbacks.Callback]:
-    """The callbacks, but for those that write files where this is not the worker that does."""
+def in_lockstep(callbacks: Any, group: WorkerGroup, model: keras.Model) -> Any:
+    """What `fit` and the like take for callbacks, without those that write where another worker writes, and with `Lockstep`."""
+    lockstep = Lockstep(group)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        lockstep.set_model(model)
+        kept = [callback for callback in callbacks.callbacks if not isinstance(callback, Lockstep)]
+        callbacks.callbacks = [*_without_writers(kept, group), lockstep]
+        return callbacks
+    return [*_without_writers(listed(callbacks), group), lockstep]
+
+
+def _without_writers(callbacks: Sequence[keras.callbacks.Callback], group: WorkerGroup) -> list[keras.callbacks.Callback]:
     return [callback for callback in callbacks if group.is_chief or not isinstance(callback, _WRITERS)]
 
 
@@ -93,11 +131,11 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _same_everywhere(group: WorkerGroup, variables: Sequence[keras.Variable]) -> bool:
-    checksum = hashlib.blake2b(digest_size=16)
+    checksum = 0
     for variable in variables:
-        checksum.update(_value(variable).tobytes())
+        checksum = zlib.crc32(_value(variable).tobytes(), checksum)
     with group.losses_named():
-        return len(set(group.collectives.exchange(checksum.digest()))) == 1
+        return len(set(group.collectives.exchange(checksum.to_bytes(4, "little")))) == 1
 
 
 def _value(variable: keras.Variable) -> np.ndarray[Any, Any]:
@@ -118,12 +156,13 @@ def described_data(value: Any) -> Any:
     """An argument of `fit` and the like, as far as it must be the same on all workers: a checksum of what arrays hold."""
     if isinstance(value, bool | int | float | str | None):
         return value
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        return described_data(tf.nest.flatten(value, expand_composites=True))
     if tf.is_tensor(value) or hasattr(value, "__array__"):
         array = np.asarray(value)
         if array.dtype.hasobject:
             return f"an array of shape {list(array.shape)}"
-        flat = array.reshape(-1)
-        sample = np.ascontiguousarray(flat[:: max(1, flat.size // _SAMPLED_ELEMENTS)])
+        sample = np.ascontiguousarray(array.flat[:: max(1, array.size // _SAMPLED_ELEMENTS)])
         digest = hashlib.blake2b(sample.tobytes(), digest_size=4).hexdigest()
         return f"{array.dtype} of shape {list(array.shape)}, checksum {digest}"
     if isinstance(value, dict):
@@ -133,7 +172,7 @@ def described_data(value: Any) -> Any:
     return type(value).__name__
 
 
-_SAMPLED_ELEMENTS = 2**20
+_SAMPLED_ELEMENTS = 2**16
 
 
 def _configuration(thing: Any) -> dict[str, Any]:
@@ -145,14 +184,19 @@ def _configuration(thing: Any) -> dict[str, Any]:
     return {"class": type(thing).__name__, **_written(config)}
 
 
-_LEFT_OUT = ("name", "seed", "learning_rate", "layers", "input_layers", "output_layers", "nodes", "build_config")
+_LEFT_OUT = ("name", "seed", "layers", "input_layers", "output_layers", "nodes", "build_config")
 
 
 def _written(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _written(item) for key, item in value.items() if key not in _LEFT_OUT}
+        # A rate that is a number is a variable, and given to all; the name of a type counts.
+        left_out = _LEFT_OUT if isinstance(value.get("learning_rate"), dict) else (*_LEFT_OUT, "learning_rate")
+        kept = {str(key): item for key, item in value.items() if key not in left_out}
+        return {key: str(item) if key == "dtype" else _written(item) for key, item in kept.items()}
     if isinstance(value, list | tuple):
         return [_written(item) for item in value]
     if isinstance(value, bool | int | float | str | None):
         return value
+    if isinstance(value, keras.losses.Loss):
+        return _configuration(value)
     return getattr(value, "__name__", type(value).__name__)

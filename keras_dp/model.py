@@ -16,11 +16,11 @@ from keras_dp.batch_norm import MODES
 from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
 from keras_dp.callbacks import InputWait
 from keras_dp.feeding import HOST, NO_BATCHES, SliceFeed, empty_prediction_refused
-from keras_dp.lockstep import Lockstep, all_variables, described_data, described_model, synchronize, without_writers
+from keras_dp.lockstep import all_variables, described_data, described_model, in_lockstep, synchronize
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.shards import with_empty_batches
 from keras_dp.stamping import stamp_towers
-from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine
+from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
 from keras_dp.tower_step import TowerStep, unknown_rows_explained
 from keras_dp.workers import current_workers, share_random_state
 from keras_dp.wrapper import ModelWrapper, listed, refuse_strategy
@@ -82,7 +82,8 @@ class DataParallelModel(ModelWrapper):
             tower. "auto" takes "tower" for the losses of Keras, and "batch" for a loss or a `compute_loss` of your own,
             whose rows might depend on each other. If they do not, "tower" is as exact, and cheaper.
         gradient_dtype: "bfloat16" or "float16" to send gradients from the towers in half the bytes, at the cost of exactness;
-            they are summed in the variable's dtype. None sends them as they are.
+            those of a worker's towers are summed in the variable's dtype, those of several workers on the way, in this one.
+            None sends them as they are.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or there are no such devices.
@@ -150,8 +151,8 @@ class DataParallelModel(ModelWrapper):
         towers = self._stamp("predict", variables, data)
         assign(variables, combine(variables, towers, data, self._workers.collectives))
         with tf.device(HOST):
-            own_rows = whole_batch([tower.y_pred for tower in towers], data)
-            return own_rows if self._predicts_shard else self._of_all_workers(own_rows)
+            outputs = [tower.y_pred for tower in towers]
+            return whole_batch(outputs, data) if self._predicts_shard else self._of_all_workers(outputs, data)
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
@@ -195,25 +196,27 @@ class DataParallelModel(ModelWrapper):
                 variable.assign_add(gain if variable.value.dtype.is_floating else tf.round(gain))
         if metrics.add_up(model, towers[0].y_pred):
             return model.get_metrics_result()
-        outputs = keras.tree.flatten(self._of_all_workers(whole_batch([tower.y_pred for tower in towers], slices)))
-        notes = self._of_all_workers(whole_batch([tower.annotations for tower in towers], slices))
+        outputs = keras.tree.flatten(self._of_all_workers([tower.y_pred for tower in towers], slices))
+        notes = self._of_all_workers([tower.annotations for tower in towers], slices)
         annotated = [keras_seams.annotate(output, note) for output, note in zip(outputs, notes, strict=True)]
         y_pred = keras.tree.pack_sequence_as(towers[0].y_pred, annotated)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(whole_batch([s.data for s in slices], slices))
-        if metrics.overrides_compute_metrics(model):
-            x = self._of_all_workers(x)
-        return model.compute_metrics(x, self._of_all_workers(y), y_pred, self._of_all_workers(sample_weight))
+        data = [part.data for part in slices]
+        if not metrics.overrides_compute_metrics(model):
+            # Keras's own does not look at x.
+            data = [(None, *part[1:]) if isinstance(part, tuple | list) else None for part in data]
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._of_all_workers(data, slices))
+        return model.compute_metrics(x, y, y_pred, sample_weight)
 
-    def _of_all_workers(self, own_rows: Any) -> Any:
-        """What the workers have for their rows, put together to what it is for the global batch."""
+    def _of_all_workers(self, parts: Sequence[Any], slices: Sequence[Slice]) -> Any:
+        """What the towers of all workers computed for their slices, put together to what it is for the global batch."""
+        collectives = self._workers.collectives
 
         def put_together(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            collectives = self._workers.collectives
-            return collectives.sum(leaf) if leaf.shape.rank == 0 else collectives.gather(leaf)
+            if leaf is None or leaf.shape.rank != 0:
+                return None if leaf is None else collectives.gather(leaf)
+            return collectives.sum(leaf if leaf.dtype.is_floating else of_last_rows(leaf, slices))
 
-        return keras.tree.map_structure(put_together, own_rows)
+        return keras.tree.map_structure(put_together, whole_batch(parts, slices))
 
     def _prepare(self, batch: Any) -> None:
         """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
@@ -301,11 +304,17 @@ class DataParallelModel(ModelWrapper):
             WorkerLostError: if a worker is lost.
         """
         _refuse_unknown("rows", rows, ("all", "shard"))
-        if self._predicts_shard != (rows == "shard"):
-            self._predicts_shard = rows == "shard"
+        self._predict_shard(rows == "shard")
+        try:
+            with self._call(keras.Model.predict, sharded, *args, **kwargs) as call, empty_prediction_refused("predict"):
+                return super().predict(*call.args[1:], **call.kwargs)
+        finally:
+            self._predict_shard(False)
+
+    def _predict_shard(self, wanted: bool) -> None:
+        if self._predicts_shard != wanted:
+            self._predicts_shard = wanted
             self.predict_function = None
-        with self._call(keras.Model.predict, sharded, *args, **kwargs) as call, empty_prediction_refused("predict"):
-            return super().predict(*call.args[1:], **call.kwargs)
 
     @contextlib.contextmanager
     def _call(self, method: Callable[..., Any], sharded: bool, *args: Any, **kwargs: Any) -> Iterator[inspect.BoundArguments]:
@@ -316,9 +325,10 @@ class DataParallelModel(ModelWrapper):
         if sharded:
             for name in ("x", "validation_data"):
                 if call.arguments.get(name) is not None:
-                    call.arguments[name] = with_empty_batches(call.arguments[name], self._workers)
+                    call.arguments[name] = with_empty_batches(call.arguments[name], self._workers, self.steps_per_execution)
         # fit() evaluates data that it has fed already, with callbacks that it has been given.
-        if self._workers.count > 1 and not isinstance(call.arguments.get("callbacks"), keras.callbacks.CallbackList):
+        is_within_fit = call.arguments.get("kwargs", {}).get("_use_cached_eval_dataset", False)
+        if self._workers.count > 1 and not is_within_fit:
             self._join_workers(method.__name__, call, sharded)
         before, self._feed.takes_shards = self._feed.takes_shards, sharded
         try:
@@ -327,18 +337,20 @@ class DataParallelModel(ModelWrapper):
         finally:
             self._feed.takes_shards = before
         if self._feed.different_batches is not None:
-            self._feed.different_batches.warn()
+            self._feed.different_batches.report()
 
     def _join_workers(self, method: str, call: inspect.BoundArguments, sharded: bool) -> None:
         """Sees to it that all workers make the same call, and to what this one does differently from the first."""
         arguments = {name: value for name, value in call.arguments.items() if name not in ("self", "verbose", "callbacks")}
-        facts = {"the method called": method, "num_towers": self.num_towers, "sharded": sharded}
+        facts = {"the method called": method, "sharded": sharded, "devices": self.devices, "batch_norm": self._batch_norm}
+        facts |= {"loss_scope": self._loss_scope, "gradient_dtype": self._gradient_dtype}
+        facts |= {"parameter_device": self.parameter_device, "steps_per_execution": self.steps_per_execution}
         facts |= described_model(self.inner_model) | {name: described_data(value) for name, value in arguments.items()}
         self._workers.agree(facts)
         share_random_state(self._workers)
-        self._is_synchronized = False
-        callbacks = without_writers(listed(call.arguments.get("callbacks")), self._workers)
-        call.arguments["callbacks"] = [*callbacks, Lockstep(self._workers)] if method == "fit" else callbacks
+        # When training begins, the variables are those that the first worker has restored from a backup.
+        self._is_synchronized = method == "fit"
+        call.arguments["callbacks"] = in_lockstep(call.arguments.get("callbacks"), self._workers, self)
         if not self._workers.is_chief:
             call.arguments.setdefault("verbose", 0)
 
@@ -354,15 +366,18 @@ class DataParallelModel(ModelWrapper):
 
     def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One step of training on one global batch; see `keras.Model.train_on_batch`."""
-        return super().train_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
+        with self._workers.losses_named():
+            return super().train_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One step of evaluation on one global batch; see `keras.Model.test_on_batch`."""
-        return super().test_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
+        with self._workers.losses_named():
+            return super().test_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
 
     def predict_on_batch(self, x: Any) -> Any:
         """The outputs for one global batch; see `keras.Model.predict_on_batch`."""
-        return super().predict_on_batch(*self._host_batch(x))
+        with self._workers.losses_named():
+            return super().predict_on_batch(*self._host_batch(x))
 
     def _host_batch(self, *batch: Any) -> tuple[Any, ...]:
         """A batch of arrays as tensors on the host, where it is cut into slices."""
@@ -442,6 +457,7 @@ class DataParallelModel(ModelWrapper):
             auto_scale_loss=False,
         )
         self._compiled_with = keras_seams.loss_tracker(model)
+        self._is_synchronized = False
 
     @property
     def optimizer(self) -> Any:

@@ -192,7 +192,8 @@ def sum_over_workers(
         if isinstance(gradient, tf.IndexedSlices):
             sums[i] = _gather_slices(gradient, collectives)
         elif gradient is not None and sums[i] is None:
-            sums[i] = tf.reduce_max(collectives.gather(gradient[tf.newaxis]), axis=0)
+            ones = tf.ones([collectives.count], tf.int32)
+            sums[i] = tf.reduce_max(collectives.gather(gradient[tf.newaxis], ones), axis=0)
     return sums
 
 

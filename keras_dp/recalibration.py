@@ -12,6 +12,7 @@ from keras_dp import keras_seams, placement
 from keras_dp.batch_norm import Moments
 from keras_dp.batches import row_spec
 from keras_dp.feeding import SliceFeed, empty_prediction_refused
+from keras_dp.lockstep import synchronize
 from keras_dp.losses import rowwise_loss
 from keras_dp.model import DataParallelModel
 from keras_dp.stamping import stamp_towers
@@ -106,7 +107,7 @@ class _MomentsModel(keras.Model):
         """Creates the model's variables before the step is traced."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(row_spec, batch))
         keras_seams.build(self.model, x)
-        keras_seams.seed_states(self.model)
+        synchronize(current_workers(), [*self.model.variables, *keras_seams.seed_states(self.model)])
 
     def predict_step(self, slices: Any) -> list[list[Moments]]:
         """For each batch normalization, for each of its calls, the moments of one batch, with an axis for the batches."""

@@ -37,7 +37,7 @@ class CheckedSlice(NamedTuple):
 
 
 class DifferentBatches:
-    """Counts the steps in which the workers were given different global batches.
+    """Counts the steps in which the workers were given different global batches, or batches with different numbers of rows.
 
     Args:
         collectives: of the workers.
@@ -47,21 +47,30 @@ class DifferentBatches:
     def __init__(self, collectives: Collectives, device: str):
         self._collectives = collectives
         with tf.device(device):
-            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._steps = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
 
     def check(self, slices: Sequence[CheckedSlice]) -> tuple[Slice, ...]:
-        """The slices of one step; whether all workers have the same digest is counted beside it."""
-        own = tf.cast(slices[0].digest, tf.int32)
+        """The slices of one step; whether all workers have the same digest and number of rows is counted beside it."""
+        own = tf.stack([slices[0].digest, slices[0].batch_rows])
         # The mean of numbers is each of them only if all are the same.
         differ = self._collectives.sum(own) != own * self._collectives.count
         self._steps.assign_add(tf.cast(differ, tf.int64))
         return tuple(Slice(*checked[:-1]) for checked in slices)
 
-    def warn(self) -> None:
-        """Says how many steps there were since the last time, if any."""
-        steps = int(self._steps)
+    def report(self) -> None:
+        """Says how many such steps there were since the last time, if any.
+
+        Raises:
+            ValueError: on all workers, if batches had different numbers of rows, which no augmentation explains.
+        """
+        steps, other_rows = self._steps.numpy().tolist()
+        self._steps.assign([0, 0])
+        if other_rows:
+            raise ValueError(
+                f"The workers were given global batches with different numbers of rows in {other_rows} steps, so that what was "
+                "computed is wrong. All must read the same data; data that are divided already need sharded=True."
+            )
         if steps:
-            self._steps.assign(0)
             logger.warning(
                 "keras_dp: the workers were given different batches in %d steps, of which each kept its own rows: some rows "
                 "may have been used twice, and others not at all. Make datasets after connect_workers(), give shuffle() a "

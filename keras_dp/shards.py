@@ -28,11 +28,16 @@ class ShardSlice(NamedTuple):
     batch_rows: Tensor
 
 
-def with_empty_batches(dataset: Any, group: WorkerGroup) -> tf.data.Dataset:
+def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: int = 1) -> tf.data.Dataset:
     """A worker's dataset, followed by batches without rows until all workers' datasets have ended.
 
+    Args:
+        dataset: of this worker.
+        group: the workers.
+        steps_per_execution: how many steps TensorFlow runs at once, of which all are lost if the data end amid them.
+
     Raises:
-        ValueError: if it is no `tf.data.Dataset`.
+        ValueError: if it is no `tf.data.Dataset`, or its end cannot be foreseen and must be.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(
@@ -43,12 +48,19 @@ def with_empty_batches(dataset: Any, group: WorkerGroup) -> tf.data.Dataset:
         return dataset
     with group.losses_named():
         cardinalities = group.collectives.counts(tf.constant(_cardinality(dataset))).numpy().tolist()
-    empty = tf.data.Dataset.from_tensors(tf.nest.map_structure(lambda spec: _rows_of_zeros(spec, 0), dataset.element_spec))
+    empty = tf.data.Dataset.from_tensors(tf.nest.map_structure(lambda spec: _rows_of_ones(spec, 0), dataset.element_spec))
     leveled = dataset.concatenate(empty.repeat())
     if min(cardinalities) >= 0:
         return leveled.take(max(cardinalities))
     if tf.data.INFINITE_CARDINALITY in cardinalities:
         return leveled
+    if steps_per_execution > 1:
+        raise ValueError(
+            "With sharded=True and steps_per_execution > 1, the datasets of all workers must say how long they are: apply "
+            "tf.data.experimental.assert_cardinality(n). Received: datasets of "
+            f"{', '.join(str(n) if n >= 0 else 'unknown' for n in cardinalities)} batches, "
+            f"steps_per_execution={steps_per_execution}"
+        )
     # It ends when all have, and not never, which is what its length says.
     return leveled.filter(lambda *_: True)
 
@@ -58,16 +70,21 @@ def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
 
     def remember(last: Any, batch: Any) -> tuple[Any, Any]:
         rows = count_rows(batch, at_least=0)
+        last = tf.nest.pack_sequence_as(batch, last, expand_composites=True)
         data = tf.cond(rows > 0, lambda: batch, lambda: last)
         first = tf.nest.map_structure(lambda leaf: slice_rows(leaf, tf.constant(0), tf.constant(1)), data)
-        return first, (data, rows)
+        return parts(first), (data, rows)
+
+    def parts(data: Any) -> tuple[Tensor, ...]:
+        """As dense tensors, which scan can hand on."""
+        return tuple(tf.nest.flatten(data, expand_composites=True))
 
     def cut_one(data: Any, rows: Tensor) -> tuple[ShardSlice, ...]:
         has_rows = tf.minimum(rows, 1)
         return tuple(ShardSlice(part.data, part.begin, part.rows * has_rows, rows) for part in cut(data, num_slices))
 
-    row = tf.nest.map_structure(lambda spec: _rows_of_zeros(spec, 1), dataset.element_spec)
-    return dataset.scan(row, remember).map(cut_one)
+    row = tf.nest.map_structure(lambda spec: _rows_of_ones(spec, 1), dataset.element_spec)
+    return dataset.scan(parts(row), remember).map(cut_one)
 
 
 def as_slices(shards: Sequence[ShardSlice], collectives: Collectives) -> tuple[Slice, ...]:
@@ -82,7 +99,9 @@ def as_slices(shards: Sequence[ShardSlice], collectives: Collectives) -> tuple[S
     with tf.init_scope():
         ended = iter(tf.data.Dataset.range(0))
     stop = tf.cond(batch_rows > 0, lambda: tf.constant(0, tf.int64), lambda: next(ended))
-    slices = tuple(Slice(part.data, part.begin + before, part.rows, batch_rows) for part in shards)
+    # A borrowed row, too, has a place among the rows of the batch.
+    last = batch_rows - 1
+    slices = tuple(Slice(part.data, tf.minimum(part.begin + before, last), part.rows, batch_rows) for part in shards)
     # A step that fails while workers exchange anything ends that for good: nothing may begin before it is known to go on.
     with tf.control_dependencies([stop]):
         return tf.nest.map_structure(tf.identity, slices, expand_composites=True)
@@ -93,8 +112,8 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
     return int(min(dataset.cardinality(), 2**31 - 1))
 
 
-def _rows_of_zeros(spec: Any, rows: int) -> Any:
-    """A batch of a type, with 0 rows or 1."""
+def _rows_of_ones(spec: Any, rows: int) -> Any:
+    """A batch of a type, with 0 rows, or with one that models can compute on: what comes of it does not count, but NaN does."""
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [rows, *(size or 1 for size in spec.shape[1:])]
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
@@ -106,4 +125,4 @@ def _rows_of_zeros(spec: Any, rows: int) -> Any:
     if not isinstance(spec, tf.TensorSpec):
         raise ValueError(f"sharded=True takes batches of tensors. Received: {spec}")
     shape = [rows, *(size or 1 for size in spec.shape[1:])]
-    return tf.fill(shape, "") if spec.dtype == tf.string else tf.zeros(shape, spec.dtype)
+    return tf.fill(shape, "") if spec.dtype == tf.string else tf.ones(shape, spec.dtype)

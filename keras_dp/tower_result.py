@@ -118,8 +118,13 @@ def _combine_values(values: Sequence[Any], slices: Sequence[Slice]) -> Any:
         return first
     if first.dtype.is_floating:
         return tf.add_n(values)
+    return of_last_rows(last, slices)
+
+
+def of_last_rows(value: Tensor, slices: Sequence[Slice]) -> Tensor:
+    """A value of this worker's last tower, if that has the last rows of the global batch; 0 on all other workers."""
     has_last = tf.logical_and(slices[-1].rows > 0, slices[-1].begin + slices[-1].rows == slices[-1].batch_rows)
-    return tf.where(has_last, last, tf.zeros_like(last))
+    return tf.where(has_last, value, tf.zeros_like(value))
 
 
 def assign(variables: Variables, total: TowerResult) -> None:

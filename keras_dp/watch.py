@@ -1,9 +1,10 @@
 """Watch the other workers: wait until all are there, and notice when one is gone."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
@@ -28,19 +29,22 @@ logger = logging.getLogger("keras_dp")
 class Watch:
     """Asks the servers of the other workers every second whether they are there.
 
-    A worker is lost if its server is gone, if it is another one than before, or if it has not answered for a time.
+    A worker is lost if its server is gone, if it is another one than before, or if it has not answered for a time. If all are
+    there, and this one still does not get on, some of them do not come to where it waits.
 
     Args:
         addresses: W addresses, "host:port".
         index: which of them this process is.
-        timeout: seconds without an answer.
+        timeout: seconds without an answer, or without progress.
 
     Attributes:
-        lost: says which worker is lost and why; None as long as none is.
+        lost: says which worker is lost and why, or what this one waits for in vain; None as long as all is well.
     """
 
     def __init__(self, addresses: Sequence[str], index: int, timeout: float):
         self._addresses = addresses
+        self._index = index
+        self._progress: float | None = None
         self._timeout = timeout
         self._channels = {i: grpc.insecure_channel(a, _OPTIONS) for i, a in enumerate(addresses) if i != index}
         self._answered: dict[int, float] = {}
@@ -59,10 +63,13 @@ class Watch:
         Raises:
             TimeoutError: if some have not.
         """
-        begin = time.monotonic()
-        told = begin
-        while missing := sorted(self._channels.keys() - self._answered.keys()):
-            self._ask(missing)
+        begin = told = time.monotonic()
+        missing = sorted(self._channels)
+        while missing:
+            # All in one round: one that was there may have been started anew since.
+            self._answered.clear()
+            self._devices.clear()
+            self._ask(list(self._channels))
             missing = sorted(self._channels.keys() - self._answered.keys())
             waited = time.monotonic() - begin
             if missing and waited > timeout:
@@ -87,6 +94,7 @@ class Watch:
             while not self._stopped.wait(INTERVAL_SECONDS):
                 self._ask(list(self._channels))
                 losses = [reason for i in self._channels if (reason := self._reason(i)) is not None]
+                losses += [self._in_vain()] if not losses and self._waits_in_vain() else []
                 if losses and not self._stopped.is_set():
                     self.lost = " ".join(losses)
                     on_loss(self.lost)
@@ -94,6 +102,31 @@ class Watch:
 
         self._thread = threading.Thread(target=watch, name="keras_dp.watch", daemon=True)
         self._thread.start()
+
+    @contextlib.contextmanager
+    def expecting_progress(self) -> Iterator[None]:
+        """Where this worker must make progress, said by `note_progress`."""
+        before, self._progress = self._progress, time.monotonic()
+        try:
+            yield
+        finally:
+            self._progress = None if before is None else time.monotonic()
+
+    def note_progress(self) -> None:
+        """This worker has got on."""
+        if self._progress is not None:
+            self._progress = time.monotonic()
+
+    def _waits_in_vain(self) -> bool:
+        progress = self._progress
+        return progress is not None and time.monotonic() - progress > self._timeout
+
+    def _in_vain(self) -> str:
+        return (
+            f"Worker {self._index} has waited for {self._timeout:g} s in vain: all workers are there, but not all have come to "
+            "the same step. Every worker must call fit(), evaluate(), predict() and the like; if one of them is only slow, "
+            "wait longer: connect_workers(timeout=...)."
+        )
 
     def stop(self) -> None:
         """Watches no longer."""
@@ -110,7 +143,7 @@ class Watch:
         for i, call in calls.items():
             try:
                 self._note_answer(i, call.result())
-            except grpc.RpcError as error:
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 gone = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAVAILABLE
                 self._refused[i] = self._refused[i] + 1 if gone else 0
 

@@ -50,13 +50,12 @@ class WorkerGroup:
         collectives: what the workers tell each other.
     """
 
-    def __init__(self, collectives: Collectives | None = None, watch: Watch | None = None, timeout: float = TIMEOUT):
+    def __init__(self, collectives: Collectives | None = None, watch: Watch | None = None):
         self.collectives = collectives or Collectives()
         self.index = self.collectives.index
         self.count = self.collectives.count
         self.is_chief = self.index == 0
         self._watch = watch
-        self._timeout = timeout
 
     def __repr__(self) -> str:
         return f"WorkerGroup(index={self.index}, count={self.count})"
@@ -89,12 +88,18 @@ class WorkerGroup:
             WorkerLostError: in place of TensorFlow's error.
         """
         try:
-            yield
+            with self._watch.expecting_progress() if self._watch is not None else contextlib.nullcontext():
+                yield
         except tf.errors.OpError as error:
             reason = self._reason_of(error)
             if reason is None:
                 raise
             raise WorkerLostError(reason) from error
+
+    def note_progress(self) -> None:
+        """This worker has got on, where `losses_named` waits no longer than the timeout."""
+        if self._watch is not None:
+            self._watch.note_progress()
 
     def _reason_of(self, error: tf.errors.OpError) -> str | None:
         if self._watch is None:
@@ -112,15 +117,7 @@ class WorkerGroup:
         deadline = time.monotonic() + _SECONDS_TO_NOTICE
         while self._watch.lost is None and time.monotonic() < deadline:
             time.sleep(INTERVAL_SECONDS / 10)
-        if self._watch.lost is not None:
-            return self._watch.lost
-        if isinstance(error, tf.errors.DeadlineExceededError):
-            return (
-                f"Worker {self.index} has waited for {self._timeout:g} s in vain: all workers are there, but not all have come "
-                "to the same step. Every worker must call fit(), evaluate(), predict() and the like; if one of them is only "
-                "slow, wait longer: connect_workers(timeout=...)."
-            )
-        return None
+        return self._watch.lost
 
 
 def _first_difference(one: Any, other: Any) -> tuple[list[str], Any, Any]:
@@ -216,10 +213,9 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
     atexit.register(watch.stop)
     watch.wait_for_all(start_timeout)
     watch.start(lambda reason: keras_seams.abort_collectives(_MARK + reason))
-    alone = WorkerGroup(watch=watch, timeout=timeout)
-    with alone.losses_named():
-        collectives = Collectives(cluster.index, len(cluster.addresses), communication, timeout)
-    group = WorkerGroup(collectives, watch, timeout)
+    with WorkerGroup(watch=watch).losses_named():
+        collectives = Collectives(cluster.index, len(cluster.addresses), communication)
+    group = WorkerGroup(collectives, watch)
     group.agree({"versions": _versions(), "cluster": cluster.jobs})
     if tf.compat.v1.get_seed(0)[0] == _NO_SEED:
         tf.random.set_seed(random.SystemRandom().randrange(2**31))

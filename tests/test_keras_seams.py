@@ -1,6 +1,8 @@
 """The private names of Keras that keras_dp touches are there, and mean what they meant."""
 
 import ast
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from worker_processes import free_ports
 
 import keras_dp
 from keras_dp import keras_seams
@@ -312,3 +315,81 @@ def test_reduced_gradients_are_passed_through_no_operation():
     with keras_seams.reduced_gradients(optimizer):
         alone = tf.function(apply.python_function).get_concrete_function(gradients).graph.get_operations()
     assert not [operation for operation in alone if operation.type == "IdentityN"]
+
+
+def test_fit_begins_with_the_epoch_that_a_callback_wants(tmp_path):
+    seen = []
+
+    class Begins(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.append(keras_seams.initial_epoch(self.model))
+            keras_seams.set_initial_epoch(self.model, 2)
+
+    def epochs(model, epochs, callback):
+        return model.fit(np.ones((4, 3)), np.ones((4, 1)), epochs=epochs, verbose=0, callbacks=[callback]).epoch
+
+    def small_model():
+        small = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        small.compile("sgd", "mse")
+        return small
+
+    assert epochs(small_model(), 4, Begins()) == [2, 3]
+    assert seen == [None]
+    # As one does that restores a backup.
+    epochs(small_model(), 3, keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False))
+    resumed = small_model()
+    assert epochs(resumed, 5, keras.callbacks.BackupAndRestore(tmp_path / "backup")) == [3, 4]
+    assert keras_seams.initial_epoch(resumed) == 3
+    keras_seams.set_initial_epoch(resumed, None)
+    assert epochs(resumed, 2, keras.callbacks.Callback()) == [0, 1]
+
+
+def test_tensorflows_server_and_collectives():
+    """In a process of its own, as one worker, whose collectives run, and then fail for a reason."""
+    script = """
+import sys
+import grpc
+import tensorflow as tf
+from keras_dp import keras_seams, watch
+
+address = sys.argv[1]
+jobs = {"worker": [address]}
+keras_seams.start_server(jobs, "worker", 0, leader="/job:worker/replica:0/task:0")
+arguments = {"group_size": 1, "group_key": 1, "communication_hint": "ring", "timeout_seconds": 20.0, "ordering_token": []}
+
+def collect(instance_key):
+    x = tf.constant([1.0, 2.0])
+    total = tf.raw_ops.CollectiveReduceV2(input=x, instance_key=instance_key, merge_op="Add", final_op="Id", **arguments)
+    return total.numpy().tolist(), tf.raw_ops.CollectiveGatherV2(input=x, instance_key=instance_key + 1, **arguments).device
+
+total, device = collect(1)
+assert total == [1.0, 2.0]
+assert device.startswith("/job:worker/replica:0/task:0"), device
+
+# What the other workers ask.
+with grpc.insecure_channel(address, watch._OPTIONS) as channel:
+    answers = [channel.unary_unary(watch._STATUS)(b"", timeout=10) for _ in range(2)]
+assert answers[0] == answers[1] != b"", answers
+others = watch.Watch(["127.0.0.1:1", address], 0, 10.0)
+others.wait_for_all(10.0)
+others.stop()
+
+keras_seams.abort_collectives("Worker 1 is lost")
+try:
+    collect(3)
+except tf.errors.UnavailableError as error:
+    assert "Worker 1 is lost" in error.message, error
+else:
+    print("the collectives go on")
+"""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-W", "ignore", "-c", script, f"127.0.0.1:{port}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+def test_a_server_is_not_started_after_tensorflow():
+    tf.constant(1.0)
+    with pytest.raises(RuntimeError, match="must be configured at program startup"):
+        keras_seams.start_server({"worker": ["127.0.0.1:1"]}, "worker", 0, leader="/job:worker/replica:0/task:0")

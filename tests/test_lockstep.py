@@ -75,7 +75,7 @@ def test_what_only_one_worker_has_is_a_difference():
 
 def test_all_workers_name_the_difference():
     def work(collectives):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="must run the same script") as error:
             WorkerGroup(collectives).agree({"epochs": 1 + (collectives.index == 1)})
         return str(error.value)
 
@@ -181,6 +181,7 @@ def test_a_large_array_is_described_by_a_sample():
 
 
 def test_arguments_are_described():
+    plain = {"batch_size": 4, "shuffle": True, "steps": None, "split": 0.5, "text": "batch"}
     arguments = {
         "x": [ARRAYS["ints"], (ARRAYS["floats"], None)],
         "class_weight": {0: 0.5, 1: 2.0},
@@ -188,14 +189,12 @@ def test_arguments_are_described():
         "dataset": tf.data.Dataset.range(3),
         "ragged": tf.ragged.constant([[1], [2, 3]]),
         "sparse": tf.sparse.from_dense([[0, 1]]),
-        **{"batch_size": 4, "shuffle": True, "steps": None, "split": 0.5, "text": "batch"},
+        **plain,
     }
     described = as_sent(described_data(arguments))
     assert described["class_weight"] == {"0": 0.5, "1": 2.0}
     assert described["generator"] == "generator"
-    assert {name: described[name] for name in ("batch_size", "shuffle", "steps", "split", "text")} == {
-        **{"batch_size": 4, "shuffle": True, "steps": None, "split": 0.5, "text": "batch"}
-    }
+    assert {name: described[name] for name in plain} == plain
     assert described["x"][1][1] is None
 
 
@@ -321,7 +320,7 @@ def test_variables_that_are_the_same_are_not_sent():
 
 def test_other_variables_are_refused():
     def differing(*mine):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="must run the same script") as error:
             on_workers(2, lambda collectives: synchronize(WorkerGroup(collectives), mine[collectives.index]))
         return str(error.value)
 

@@ -94,7 +94,7 @@ def test_batches_without_rows_are_of_the_datasets_type():
             for name in LEAVES if len(y) else ():
                 assert as_lists(x[name]) == as_lists(expected[name])
     x, y = list(short.take(2))[1]
-    assert {name: as_lists(leaf) for name, leaf in x.items()} == dict.fromkeys(LEAVES, [])
+    assert {name: as_lists(leaf) for name, leaf in x.items()} == {name: [] for name in LEAVES}
     assert y.dtype == tf.int32
 
 

@@ -102,9 +102,7 @@ def main():
         train(options.train, options.steps, options.warm_up)
         return
     count = options.workers
-    print(
-        f"| model | {count} workers, ms a step | 1 worker of {count} towers | ratio | bytes a worker sends in a step | over the ring |"
-    )
+    print(f"| model | {count} workers, ms a step | 1 worker of {count} towers | ratio | bytes sent in a step | over the ring |")
     print("|---|---|---|---|---|---|")
     for model in options.models:
         several, one, sent = [], [], []

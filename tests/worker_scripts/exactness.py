@@ -238,6 +238,71 @@ def accumulated_gradients(towers):
 
 
 @case
+def placement_accumulation_and_scope(towers):
+    """Variables spread over the towers, accumulation weighted by rows, losses on the gathered batch."""
+    data = (numbers(14, 5), labels(14, 3))
+    compiled = classifier(lambda: keras.optimizers.SGD(0.1, momentum=0.875))
+    options = {"parameter_device": "sharded", "loss_scope": "batch"}
+    assert_same_script(mlp, lambda model: fit(model, compiled, [(data, 4)]), towers, options)
+
+    parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
+    one = mlp()
+    one.set_weights(parallel.get_weights())
+    accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    parallel.compile(keras_dp.DataParallelOptimizer(accumulating, accumulate="rows"), "sparse_categorical_crossentropy")
+    parallel.fit(*(part[:7] for part in data), batch_size=4, epochs=1, verbose=0, shuffle=False)
+    one.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    one.fit(*(part[:7] for part in data), batch_size=7, epochs=1, verbose=0, shuffle=False)
+    assert_same(one.get_weights(), parallel.get_weights(), 1e-9)
+
+
+@case
+def other_modes_of_batch_norm(towers):
+    """Each slice by itself, with the statistics of the batch or of the first slice: as with so many towers on one machine."""
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+
+    data = (numbers(24, 5), numbers(24, 1))
+    count = towers * workers.count
+    for mode in ("local", "first"):
+        model = build()
+        initial = model.get_weights()
+        parallel = keras_dp.DataParallelModel(model, devices=towers, batch_norm=mode)
+        parallel.compile(keras.optimizers.SGD(0.1), "mse")
+        parallel.fit(*data, batch_size=24, epochs=1, verbose=0, shuffle=False)
+        slices = np.split(data[0], count)
+        mean, variance = (data[0].mean(0), data[0].var(0)) if mode == "local" else (slices[0].mean(0), slices[0].var(0))
+        scale, offset = (variable.numpy() for variable in model.layers[0].trainable_variables)
+        moving_mean, moving_variance = (variable.numpy() for variable in model.layers[0].non_trainable_variables)
+        kernel, bias = (variable.numpy() for variable in model.layers[1].trainable_variables)
+        np.testing.assert_allclose(moving_mean, 0.01 * mean, atol=1e-9)
+        np.testing.assert_allclose(moving_variance, 0.99 + 0.01 * variance, atol=1e-9)
+        normalized = np.concatenate([(part - part.mean(0)) / np.sqrt(part.var(0) + 0.001) for part in slices])
+        initial_kernel = next(weight for weight in initial if weight.shape == (5, 1))
+        difference = normalized @ initial_kernel - data[1]
+        np.testing.assert_allclose(bias, -0.1 * 2 * difference.mean(0), atol=1e-9)
+        np.testing.assert_allclose(kernel - initial_kernel, -0.1 * 2 * normalized.T @ difference / 24, atol=1e-9)
+        assert np.abs(scale - 1).max() > 1e-6
+        assert np.abs(offset).max() > 1e-6
+
+
+@case
+def batches_of_other_sizes_are_refused(towers):
+    """Global batches whose numbers of rows differ from worker to worker cannot be what was meant."""
+    rows = 12 + 4 * (workers.index == 0)
+    batches = tf.data.Dataset.from_tensor_slices((numbers(16, 5)[:rows], labels(16, 3)[:rows])).batch(rows // 2).repeat(2)
+    parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
+    parallel.compile(**classifier()())
+    try:
+        parallel.fit(batches, epochs=1, verbose=0)
+    except ValueError as error:
+        assert "different numbers of rows in 4 steps" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("not refused")
+
+
+@case
 def ragged_and_sparse(towers):
     """Ragged and sparse batches are cut as well; ragged outputs, and whole numbers, are predicted for all rows."""
 
@@ -302,6 +367,13 @@ def shards_of_the_user(towers):
             history = model.fit(data, epochs=2, verbose=0, validation_data=data, **options).history
             return [history, model.evaluate(data, verbose=0, **options), model.predict(data, verbose=0, **options)]
 
+        def with_a_loss_that_couples_rows(model):
+            model.compile("sgd", lambda y, y_pred: keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_pred))))
+            options = {"sharded": True} if isinstance(model, keras_dp.DataParallelModel) else {}
+            data = dataset_of(workers.index) if options else reference  # noqa: B023
+            return model.fit(data, epochs=1, verbose=0, **options).history
+
+        assert_same_script(mlp, with_a_loss_that_couples_rows, towers)
         _, parallel = assert_same_script(mlp, script, towers)
         own = parallel.predict(dataset_of(workers.index), verbose=0, sharded=True, rows="shard") if parts[-1][1] else None
         assert own is None or len(own) == parts[workers.index][1]
@@ -467,7 +539,7 @@ def differences_are_named(towers):
         "rows": ("x: worker 0 has 'float64 of shape [8, 5]", {"rows": 6}),
         "data": ("checksum", {"seed": 1}),
         "epochs": ("epochs: worker 0 has None", {"epochs": 2}),
-        "towers": (f"num_towers: worker 0 has {towers}", {"devices": 3 - towers}),
+        "towers": ("devices: worker 0 has ['CPU:0'", {"devices": 3 - towers}),
     }
     for name, (expected, difference) in differences.items():
         try:
