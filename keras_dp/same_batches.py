@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from keras_dp.batches import Slice
@@ -14,6 +13,7 @@ Tensor = Any
 
 SAMPLED_ELEMENTS = 4096  # of each tensor
 _LARGEST_PRIME_BELOW_2_20 = 2**20 - 3
+_PRIME = 0x9E3779B1
 
 logger = logging.getLogger("keras_dp")
 
@@ -51,9 +51,10 @@ class DifferentBatches:
 
     def check(self, slices: Sequence[CheckedSlice]) -> tuple[Slice, ...]:
         """The slices of one step; whether all workers have the same digest and number of rows is counted beside it."""
-        own = tf.stack([slices[0].digest, slices[0].batch_rows])
-        # The mean of numbers is each of them only if all are the same.
-        differ = self._collectives.sum(own) != own * self._collectives.count
+        own = tf.cast(tf.stack([slices[0].digest, slices[0].batch_rows]), tf.int64)
+        total, squares = tf.unstack(self._collectives.sum(tf.stack([own, own * own])))
+        # W numbers have no variance if they are the same.
+        differ = squares * self._collectives.count != total * total
         self._steps.assign_add(tf.cast(differ, tf.int64))
         return tuple(Slice(*checked[:-1]) for checked in slices)
 
@@ -82,27 +83,27 @@ class DifferentBatches:
 def digest(batch: Any) -> Tensor:
     """A number for a batch, an int32 scalar, from a sample of the elements of each of its tensors."""
     total = tf.constant(0, tf.int64)
-    for leaf in keras.tree.flatten(batch):
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
         if tf.is_tensor(leaf):
-            bits = _bits(tf.reshape(_values(leaf), [-1]))
+            bits = _bits(_sample(tf.reshape(leaf, [-1])))
             places = tf.range(1, tf.size(bits, tf.int64) + 1)
-            total = total * 31 + tf.reduce_sum((bits + 1) * places * 0x9E3779B1)
+            total = total * 31 + tf.reduce_sum((bits + 1) * places * _PRIME)
     return tf.cast(total % _LARGEST_PRIME_BELOW_2_20, tf.int32)
 
 
-def _values(leaf: Any) -> Tensor:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.flat_values
-    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+def _sample(flat: Tensor) -> Tensor:
+    """Some elements, from places without a pattern; all, in another order, if they are few."""
+    size = tf.size(flat, tf.int64)
+    places = tf.range(tf.minimum(size, SAMPLED_ELEMENTS)) * _PRIME % tf.maximum(size, 1)
+    return tf.gather(flat, places)
 
 
-def _bits(flat: Tensor) -> Tensor:
-    """Whole numbers, int64, for a sample of the elements."""
-    sample = flat[:: tf.maximum(1, tf.size(flat) // SAMPLED_ELEMENTS)]
+def _bits(sample: Tensor) -> Tensor:
+    """Whole numbers, int64, for the elements."""
     if sample.dtype == tf.string:
         return tf.strings.to_hash_bucket_fast(sample, _LARGEST_PRIME_BELOW_2_20)
     if sample.dtype.is_complex:
-        sample = tf.math.real(sample)
+        sample = tf.concat([tf.math.real(sample), tf.math.imag(sample)], axis=0)
     if sample.dtype.is_floating:
         sample = tf.bitcast(tf.cast(sample, tf.float32), tf.int32)
     return tf.cast(sample, tf.int64)

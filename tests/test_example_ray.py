@@ -14,7 +14,10 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_mnist.py"
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install .[ray]")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install .[ray]"),
+]
 
 
 def test_two_workers_train_a_model_and_report_its_accuracy(tmp_path):

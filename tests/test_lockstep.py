@@ -9,8 +9,9 @@ import tensorflow as tf
 from keras import layers
 from worker_threads import on_workers
 
+from keras_dp import lockstep as module
 from keras_dp.collectives import Collectives
-from keras_dp.lockstep import Lockstep, all_variables, described_data, described_model, synchronize, without_writers
+from keras_dp.lockstep import Lockstep, all_variables, described_data, described_model, in_lockstep, synchronize
 from keras_dp.workers import WorkerGroup
 
 rng = np.random.default_rng(0)
@@ -34,7 +35,8 @@ def model(units=3, activation="tanh", optimizer="adam", loss="mse", rate=0.1, se
     hidden = layers.Dropout(0.5, seed=seed)(layers.BatchNormalization(momentum=options.pop("momentum", 0.9))(hidden))
     made = keras.Model(x, layers.Dense(2)(hidden))
     optimizer = keras.optimizers.get(optimizer)
-    optimizer.learning_rate = rate
+    if isinstance(optimizer._learning_rate, keras.Variable):
+        optimizer.learning_rate = rate
     made.compile(optimizer, loss, **options)
     return made
 
@@ -113,7 +115,6 @@ def test_automatic_names_do_not_count():
         ({"optimizer": "sgd"}, "the optimizer, class: worker 0 has 'Adam', worker 1 has 'SGD'."),
         ({"optimizer": keras.optimizers.Adam(beta_1=0.5)}, "the optimizer, beta_1: worker 0 has 0.9, worker 1 has 0.5."),
         ({"loss": "mae"}, "the loss: worker 0 has 'mse', worker 1 has 'mae'."),
-        ({"loss": keras.losses.Huber()}, "the loss: worker 0 has 'mse', worker 1 has 'Huber'."),
         ({"loss": keras.losses.huber}, "the loss: worker 0 has 'mse', worker 1 has 'huber'."),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
@@ -123,6 +124,40 @@ def test_differences_of_models_are_named(difference, named):
     keras.utils.clear_session()
     descriptions.append(as_sent(described_model(model(**difference))))
     assert refused(*descriptions).endswith(named)
+
+
+def decay(steps):
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, steps))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        (
+            {"loss": keras.losses.CategoricalCrossentropy(axis=1)},
+            {"loss": keras.losses.CategoricalCrossentropy(axis=-1)},
+            "the loss, axis: worker 0 has 1, worker 1 has -1.",
+        ),
+        ({"optimizer": decay(10)}, {"optimizer": decay(20)}, "config, decay_steps: worker 0 has 10, worker 1 has 20."),
+    ],
+    ids=["loss", "schedule"],
+)
+def test_differences_of_configurations_are_named(one, other, named):
+    descriptions = []
+    for options in (one, one, other):
+        keras.utils.clear_session()
+        descriptions.append(as_sent(described_model(model(**options))))
+    assert descriptions[0] == descriptions[1]
+    assert refused(descriptions[0], descriptions[2]).endswith(named)
+
+
+def test_dtype_policies_count():
+    one, twin, other = (
+        described_model(keras.Sequential([keras.Input((2,)), layers.Dense(1, dtype=dtype)]))
+        for dtype in ("float32", "float32", "mixed_bfloat16")
+    )
+    assert one == twin
+    assert "dtype: worker 0 has" in refused(as_sent(one), as_sent(other))
 
 
 def test_any_model_can_be_described():
@@ -216,33 +251,51 @@ def test_one_worker_writes_files(tmp_path):
     others = [keras.callbacks.EarlyStopping(), keras.callbacks.LambdaCallback(), keras.callbacks.Callback()]
     mixed = [others[0], *writers, *others[1:]]
     chief, second = (WorkerGroup(Told(None, None, index=index)) for index in (0, 1))
-    assert without_writers(mixed, chief) == mixed
-    assert without_writers(mixed, second) == others
-    assert without_writers(mixed, WorkerGroup()) == mixed
-    assert without_writers([], second) == []
+    fit = FakeFit(None)
+    for group, callbacks, expected in (
+        *((chief, mixed, mixed), (second, mixed, others), (WorkerGroup(), mixed, mixed)),
+        *((second, [], []), (second, None, []), (second, writers[0], []), (second, others[0], others[:1])),
+    ):
+        *kept, last = in_lockstep(callbacks, group, fit)
+        assert kept == expected
+        assert isinstance(last, Lockstep)
+
+
+def test_a_list_of_keras_is_in_lockstep_too():
+    writer, other = keras.callbacks.CSVLogger("log.csv"), keras.callbacks.LambdaCallback()
+    fit = FakeFit(None)
+    callbacks = keras.callbacks.CallbackList([writer, other], model=fit)
+    second = WorkerGroup(Told(None, None, index=1))
+    for _ in range(2):  # It may be used again.
+        assert in_lockstep(callbacks, second, fit) is callbacks
+        kept, last = callbacks.callbacks
+        assert kept is other
+        assert isinstance(last, Lockstep)
+        assert last.model is fit
 
 
 class FakeFit:
     """What the callback sees of a model in `fit`."""
 
-    def __init__(self, inner_model, initial_epoch=None):
+    def __init__(self, inner_model, initial_epoch=None, optimizer=None):
         self.inner_model = inner_model
+        self.optimizer = optimizer or keras.optimizers.SGD()
         self.stop_training = False
-        self.warnings = 0
+        self.reports = 0
         self.distribute_strategy = self.different_batches = self
         self._initial_epoch = initial_epoch
 
-    def warn(self):
-        self.warnings += 1
+    def report(self):
+        self.reports += 1
 
 
-def in_lockstep(collectives, model):
+def callback_of(collectives, model):
     callback = Lockstep(WorkerGroup(collectives))
     callback.set_model(model)
     return callback
 
 
-@pytest.mark.parametrize("epochs", [(None, None), (3, None), (None, 3)])
+@pytest.mark.parametrize("epochs", [(3, None), (None, 3)])
 def test_all_begin_with_the_first_workers_variables_and_epoch(epochs):
     fits = [FakeFit(model(), epoch) for epoch in epochs]
     for i, fit in enumerate(fits):
@@ -250,7 +303,7 @@ def test_all_begin_with_the_first_workers_variables_and_epoch(epochs):
         fit.inner_model.optimizer.iterations.assign(5 + i)
     expected = fits[0].inner_model.get_weights()
     assert not np.array_equal(expected[0], fits[1].inner_model.get_weights()[0])
-    on_workers(2, lambda collectives: in_lockstep(collectives, fits[collectives.index]).on_train_begin())
+    on_workers(2, lambda collectives: callback_of(collectives, fits[collectives.index]).on_train_begin())
     for fit in fits:
         for received, weight in zip(fit.inner_model.get_weights(), expected, strict=True):
             np.testing.assert_array_equal(received, weight)
@@ -258,14 +311,42 @@ def test_all_begin_with_the_first_workers_variables_and_epoch(epochs):
         assert fit._initial_epoch == epochs[0]
 
 
-@pytest.mark.parametrize("stops", [(False, False, False), (True, False, False), (False, False, True), (True, True, True)])
+@pytest.mark.parametrize("stops", [(False, False, False), (False, False, True), (True, True, True)])
 def test_all_end_when_one_ends(stops):
     fits = [FakeFit(None) for _ in stops]
     for fit, stop in zip(fits, stops, strict=True):
         fit.stop_training = stop
-    on_workers(3, lambda collectives: in_lockstep(collectives, fits[collectives.index]).on_epoch_end(0))
+    on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
     assert [fit.stop_training for fit in fits] == [any(stops)] * 3
-    assert [fit.warnings for fit in fits] == [1] * 3
+    assert [fit.reports for fit in fits] == [1] * 3
+
+
+def test_the_first_workers_learning_rate_is_that_of_all():
+    rates = [0.1, 0.1, 0.2]
+    wrapped = [FakeFit(None, optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))) for rate in rates]
+    scheduled = [FakeFit(None, optimizer=decay(10)) for _ in rates]
+    for fits in (wrapped, scheduled):
+        on_workers(3, lambda collectives, fits=fits: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
+    assert [float(fit.optimizer.inner_optimizer.learning_rate) for fit in wrapped] == [np.float32(0.1)] * 3
+    assert [fit.stop_training for fit in wrapped + scheduled] == [False] * 6
+
+
+def test_epochs_begin_with_one_random_state(monkeypatch):
+    shared = []
+    monkeypatch.setattr(module, "share_random_state", shared.append)
+    group = WorkerGroup()
+    Lockstep(group).on_epoch_begin(0)
+    assert shared == [group]
+
+
+def test_batches_are_progress():
+    notes = []
+    group = WorkerGroup()
+    group.note_progress = lambda: notes.append(1)
+    callbacks = keras.callbacks.CallbackList([Lockstep(group)], model=FakeFit(None))
+    for method in (callbacks.on_train_batch_end, callbacks.on_test_batch_end, callbacks.on_predict_batch_end):
+        method(0, {})
+    assert len(notes) == 3
 
 
 # Variables
@@ -342,7 +423,7 @@ def test_what_arrives_otherwise_than_it_was_sent_is_noticed():
             self.index, self.count = 1, 2
 
         def exchange(self, message):
-            return [message[:-1] + b"#", message] if len(message) == 16 and not message.startswith(b"{") else [message] * 2
+            return [message[:-1] + b"#", message] if len(message) == 4 else [message] * 2
 
         def broadcast(self, message):
             return bytes(len(message))

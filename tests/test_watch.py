@@ -244,6 +244,42 @@ def test_an_answer_that_takes_less_than_the_timeout_is_no_loss(group_of):
     assert (group.watch.lost, group.losses) == (None, [])
 
 
+def test_a_worker_that_waits_in_vain_gives_up(group_of):
+    group = group_of(3, timeout=0.8)
+    group.begin()
+    with group.watch.expecting_progress():
+        # It must still be made after a wait within another.
+        with group.watch.expecting_progress():
+            group.watch.note_progress()
+        begin = time.monotonic()
+        loss = group.loss()
+    assert 0.7 < time.monotonic() - begin < 10.0
+    assert loss.startswith("Worker 0 has waited for 0.8 s in vain: all workers are there, but not all have come to the same")
+
+
+def test_progress_is_expected_only_where_it_must_be_made(group_of):
+    group = group_of(2, timeout=0.8)
+    group.begin()
+    end = time.monotonic() + 0.9
+    with group.watch.expecting_progress():
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            group.watch.note_progress()
+    # Between two calls, the script does what it likes.
+    group.watch.note_progress()
+    time.sleep(0.9)
+    assert (group.watch.lost, group.losses) == (None, [])
+
+
+def test_who_waits_for_a_worker_that_is_lost_does_not_wait_in_vain(group_of):
+    group = group_of(2, timeout=PATIENCE)
+    group.begin()
+    with group.watch.expecting_progress():
+        group.servers[1].stop()
+        assert "Worker 1 " in group.loss()
+        assert "in vain" not in group.loss()
+
+
 def test_a_loss_is_told_once_and_the_watch_ends(group_of):
     group = group_of(3)
     group.begin()

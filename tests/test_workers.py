@@ -10,19 +10,29 @@ import numpy as np
 import pytest
 from worker_processes import SCRIPTS, TESTS, Workers
 
-OF_THREE = [
-    *("even_and_uneven_batches", "synchronized_batch_norm", "sparse_gradients", "shards_of_the_user"),
-    *("losses_and_metrics_that_couple_rows", "one_worker_ends_training_for_all"),
+NUMBERS = [
+    *("even_and_uneven_batches", "synchronized_batch_norm", "masks_and_sample_weights", "sparse_gradients"),
+    *("losses_and_metrics_that_couple_rows", "shards_of_the_user"),
 ]
-
+CONDUCT = [
+    *("seeds_that_differ", "every_row_once", "only_the_chief_writes", "what_is_restored_on_the_chief_is_for_all"),
+    *("one_worker_ends_training_for_all", "different_batches_are_warned_of", "batches_of_other_sizes_are_refused"),
+    "differences_are_named",
+]
 ALL_CASES = (SCRIPTS / "exactness.py").read_text(encoding="utf-8").count("\n@case\n")
 
 
 @pytest.mark.parametrize(
-    ("count", "cases"), [(2, []), (3, OF_THREE), pytest.param(3, [], marks=pytest.mark.slow)], ids=["2", "3", "3-all"]
+    ("count", "cases"),
+    [
+        pytest.param(2, [*NUMBERS, *CONDUCT], id="2"),
+        pytest.param(3, NUMBERS, id="3"),
+        pytest.param(2, [], id="2-all", marks=pytest.mark.slow),
+        pytest.param(3, [], id="3-all", marks=pytest.mark.slow),
+    ],
 )
 def test_workers_match_one_device(count, cases, tmp_path):
-    """Every case of worker_scripts/exactness.py, with 1 and 2 towers on each worker, against plain Keras on one device."""
+    """Cases of worker_scripts/exactness.py, with 1 and 2 towers on each worker, against plain Keras on one device."""
     with Workers("exactness.py", count, tmp_path, count, *cases) as workers:
         codes = workers.start().wait(seconds=500)
         outputs = [workers.output(i) for i in range(count)]
