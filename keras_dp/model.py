@@ -322,14 +322,14 @@ class DataParallelModel(ModelWrapper):
         self._follow_inner_model()
         call = inspect.signature(method).bind(self, *args, **kwargs)
         self._show_inner_model(call.arguments.get("callbacks"))
-        if sharded:
-            for name in ("x", "validation_data"):
-                if call.arguments.get(name) is not None:
-                    call.arguments[name] = with_empty_batches(call.arguments[name], self._workers, self.steps_per_execution)
         # fit() evaluates data that it has fed already, with callbacks that it has been given.
         is_within_fit = call.arguments.get("kwargs", {}).get("_use_cached_eval_dataset", False)
         if self._workers.count > 1 and not is_within_fit:
             self._join_workers(method.__name__, call, sharded)
+        if sharded:
+            for name in ("x", "validation_data"):
+                if call.arguments.get(name) is not None:
+                    call.arguments[name] = with_empty_batches(call.arguments[name], self._workers, self.steps_per_execution)
         before, self._feed.takes_shards = self._feed.takes_shards, sharded
         try:
             with self._workers.losses_named():
