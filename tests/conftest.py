@@ -12,6 +12,8 @@ import keras_dp
 
 keras_dp.use_logical_cpus(4)
 
+collect_ignore = ["worker_scripts"]
+
 
 @pytest.fixture(autouse=True)
 def fresh_session():
