@@ -17,10 +17,7 @@ BUCKET_BYTES = 4 * 2**20
 
 _HOST = "CPU:0"
 _SENT_AS_THEY_ARE = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-_SENT_AS = {
-    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
-    **dict.fromkeys((tf.uint32,), tf.int64),
-}
+_SENT_AS = {**dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32), tf.uint32: tf.int64}
 _SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
 # Keys of tensors whose size is known while a graph is made are below, those of all others above.
 _FIRST_LATE_KEY = 2**30
@@ -73,13 +70,13 @@ class Collectives:
                 flat, arguments = self._padded("sum", tf.reshape(sent, [-1]), place)
                 total = tf.raw_ops.CollectiveReduceV2(input=flat, **arguments, **_ADD)
                 total = tf.reshape(total[:size], tf.shape(sent))
-            elif self._hint == "ring":
-                # TensorFlow runs those of the second version one after the other, which gRPC does not need.
-                arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape), place))
-                total = tf.raw_ops.CollectiveReduce(input=sent, subdiv_offsets=[0], **arguments, **_ADD)
             else:
                 arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape), place))
-                total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
+                if self._hint == "ring":
+                    total = tf.raw_ops.CollectiveReduce(input=sent, subdiv_offsets=[0], **arguments, **_ADD)
+                else:
+                    # TensorFlow runs those of the second version one after the other: NCCL needs that, gRPC does not.
+                    total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
             return _as_received(total, x)
 
     def sum_all(self, tensors: Sequence[Any], dtype: Any = None) -> list[Any]:

@@ -11,45 +11,25 @@ steps: beside them, 2 P (W - 1) / W, what each worker sends at least in an all-r
 import argparse
 import itertools
 import json
-import os
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 LOOPBACK = Path("/proc/net/dev")
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def measure(model, workers, towers, steps, warm_up):
     """Milliseconds of each step on the first worker, bytes that a worker sends in one, and the model's bytes."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
-    command = [sys.executable, __file__, "--train", model, "--steps", str(steps), "--warm-up", str(warm_up)]
-    with tempfile.TemporaryDirectory() as directory:
-        processes = []
-        for i in range(workers):
-            config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": i}}
-            environment = {**os.environ, "TF_CONFIG": json.dumps(config), "KERAS_DP_TOWERS": str(towers)}
-            out = Path(directory, str(i)).open("wb")  # noqa: SIM115
-            processes.append((out, subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.DEVNULL)))
-        for out, process in processes:
-            code = process.wait()
-            out.close()
-            if code:
-                sys.exit(f"a worker ended with {code}")
-        return json.loads(Path(directory, "0").read_text(encoding="utf-8").splitlines()[-1])
+    launcher = [sys.executable, "-c", "import sys; from keras_dp.cli import main; sys.exit(main())", "launch"]
+    counts = ["--workers", str(workers), "--towers-per-worker", str(towers)]
+    script = [__file__, "--train", model, "--steps", str(steps), "--warm-up", str(warm_up)]
+    launched = subprocess.run([*launcher, *counts, *script], capture_output=True, text=True, check=False)
+    if launched.returncode:
+        sys.exit(launched.stderr)
+    (result,) = (line for line in launched.stdout.splitlines() if line.startswith("[0] {"))
+    return json.loads(result.removeprefix("[0] "))
 
 
 def train(model_name, steps, warm_up):
