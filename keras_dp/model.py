@@ -1,11 +1,9 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
-import contextlib
 import functools
-import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -13,17 +11,14 @@ import tensorflow as tf
 
 from keras_dp import keras_seams, losses, metrics, placement
 from keras_dp.batch_norm import MODES
-from keras_dp.batches import Slice, as_tensor, row_spec, whole_batch
-from keras_dp.callbacks import InputWait
-from keras_dp.feeding import HOST, NO_BATCHES, SliceFeed, empty_prediction_refused
-from keras_dp.lockstep import all_variables, described_data, described_model, in_lockstep, synchronize
+from keras_dp.batches import Slice, row_spec, whole_batch
+from keras_dp.calls import JoinedModel, refuse_unknown
+from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.shards import with_empty_batches
 from keras_dp.stamping import stamp_towers
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
 from keras_dp.tower_step import TowerStep, unknown_rows_explained
-from keras_dp.workers import current_workers, share_random_state
-from keras_dp.wrapper import ModelWrapper, listed, refuse_strategy
+from keras_dp.wrapper import refuse_strategy
 
 Tensor = Any
 Logs = dict[str, Any]
@@ -54,7 +49,7 @@ def _on_towers(tower_step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
     return step
 
 
-class DataParallelModel(ModelWrapper):
+class DataParallelModel(JoinedModel):
     """Trains a Keras model on several devices at once, with the result of one device.
 
     >>> import keras, keras_dp
@@ -98,9 +93,9 @@ class DataParallelModel(ModelWrapper):
         loss_scope: str = "auto",
         gradient_dtype: str | None = None,
     ):
-        _refuse_unknown("batch_norm", batch_norm, MODES)
-        _refuse_unknown("loss_scope", loss_scope, ("auto", "tower", "batch"))
-        _refuse_unknown("gradient_dtype", gradient_dtype, (None, "bfloat16", "float16"))
+        refuse_unknown("batch_norm", batch_norm, MODES)
+        refuse_unknown("loss_scope", loss_scope, ("auto", "tower", "batch"))
+        refuse_unknown("gradient_dtype", gradient_dtype, (None, "bfloat16", "float16"))
         super().__init__(inner_model)
         self._batch_norm = batch_norm
         self._loss_scope = loss_scope
@@ -112,9 +107,6 @@ class DataParallelModel(ModelWrapper):
         self._compiled_with: keras.metrics.Metric | None = None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: list[tuple[type, str | None]] = []
-        self._workers = current_workers()
-        self._predicts_shard = False
-        self._is_synchronized = False
         self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, self._workers.collectives)
         self._place_variables()
         self._follow_inner_model()
@@ -236,6 +228,15 @@ class DataParallelModel(ModelWrapper):
         if self._wanted_device is not None and keras_seams.is_built(self.inner_model):
             placement.place(self.inner_model, self._wanted_device, self.devices)
 
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "devices": self.devices,
+            "parameter_device": self.parameter_device,
+            "batch_norm": self._batch_norm,
+        }
+        facts |= {"loss_scope": self._loss_scope, "gradient_dtype": self._gradient_dtype}
+        return facts | {"steps_per_execution": self.steps_per_execution}
+
     def _is_eager(self) -> bool:
         is_eager = self.run_eagerly or tf.config.functions_run_eagerly()
         if is_eager and self._workers.count > 1:
@@ -253,140 +254,6 @@ class DataParallelModel(ModelWrapper):
                 'The result is that of batch_norm="sync".'
             )
         return step(data)
-
-    def fit(self, *args: Any, sharded: bool = False, **kwargs: Any) -> keras.callbacks.History:
-        """Trains on N towers of each worker; see `keras.Model.fit`.
-
-        Args:
-            *args: those of `keras.Model.fit`.
-            sharded: whether the datasets, of training and of validation, are those of this worker alone, which the script has
-                divided among the workers: their batches together are the global batches.
-            **kwargs: those of `keras.Model.fit`.
-
-        Raises:
-            ValueError: if there was nothing to train on, or workers do not do the same.
-            WorkerLostError: if a worker is lost.
-        """
-        with self._call(keras.Model.fit, sharded, *args, **kwargs) as call:
-            callbacks = listed(call.arguments.get("callbacks"))
-            if self._feed.measure_wait(any(isinstance(callback, InputWait) for callback in callbacks)):
-                self.train_function = self.test_function = None
-            history = super().fit(*call.args[1:], **call.kwargs)
-        # A generator that runs dry between epochs ends training, as in Keras; one that never gave a batch is a mistake.
-        if history.epoch and not any(history.history.get("loss", ())):
-            self._refuse_no_batches("fit")
-        return history
-
-    def evaluate(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Any:
-        """Evaluates on N towers of each worker; see `keras.Model.evaluate`, and for `sharded`, `fit`.
-
-        Raises:
-            ValueError: if there was nothing to evaluate, or workers do not do the same.
-            WorkerLostError: if a worker is lost.
-        """
-        with self._call(keras.Model.evaluate, sharded, *args, **kwargs) as call:
-            results = super().evaluate(*call.args[1:], **call.kwargs)
-        self._refuse_no_batches("evaluate")
-        return results
-
-    def predict(self, *args: Any, sharded: bool = False, rows: str = "all", **kwargs: Any) -> Any:
-        """Predicts on N towers of each worker, in the order of the rows; see `keras.Model.predict`, and for `sharded`, `fit`.
-
-        Args:
-            *args: those of `keras.Model.predict`.
-            sharded: as in `fit`.
-            rows: "all" gives every worker the predictions for all rows; "shard" those for its own rows of each batch, which
-                are not sent anywhere.
-            **kwargs: those of `keras.Model.predict`.
-
-        Raises:
-            ValueError: if there was nothing to predict, or workers do not do the same.
-            WorkerLostError: if a worker is lost.
-        """
-        _refuse_unknown("rows", rows, ("all", "shard"))
-        self._predict_shard(rows == "shard")
-        try:
-            with self._call(keras.Model.predict, sharded, *args, **kwargs) as call, empty_prediction_refused("predict"):
-                return super().predict(*call.args[1:], **call.kwargs)
-        finally:
-            self._predict_shard(False)
-
-    def _predict_shard(self, wanted: bool) -> None:
-        if self._predicts_shard != wanted:
-            self._predicts_shard = wanted
-            self.predict_function = None
-
-    @contextlib.contextmanager
-    def _call(self, method: Callable[..., Any], sharded: bool, *args: Any, **kwargs: Any) -> Iterator[inspect.BoundArguments]:
-        """A call of `fit`, `evaluate` or `predict`, with the arguments that it has for this worker."""
-        self._follow_inner_model()
-        call = inspect.signature(method).bind(self, *args, **kwargs)
-        self._show_inner_model(call.arguments.get("callbacks"))
-        # fit() evaluates data that it has fed already, with callbacks that it has been given.
-        is_within_fit = call.arguments.get("kwargs", {}).get("_use_cached_eval_dataset", False)
-        if self._workers.count > 1 and not is_within_fit:
-            self._join_workers(method.__name__, call, sharded)
-        if sharded:
-            for name in ("x", "validation_data"):
-                if call.arguments.get(name) is not None:
-                    call.arguments[name] = with_empty_batches(call.arguments[name], self._workers, self.steps_per_execution)
-        before, self._feed.takes_shards = self._feed.takes_shards, sharded
-        try:
-            with self._workers.losses_named():
-                yield call
-        finally:
-            self._feed.takes_shards = before
-        if self._feed.different_batches is not None:
-            self._feed.different_batches.report()
-
-    def _join_workers(self, method: str, call: inspect.BoundArguments, sharded: bool) -> None:
-        """Sees to it that all workers make the same call, and to what this one does differently from the first."""
-        arguments = {name: value for name, value in call.arguments.items() if name not in ("self", "verbose", "callbacks")}
-        facts = {"the method called": method, "sharded": sharded, "devices": self.devices, "batch_norm": self._batch_norm}
-        facts |= {"loss_scope": self._loss_scope, "gradient_dtype": self._gradient_dtype}
-        facts |= {"parameter_device": self.parameter_device, "steps_per_execution": self.steps_per_execution}
-        facts |= described_model(self.inner_model) | {name: described_data(value) for name, value in arguments.items()}
-        self._workers.agree(facts)
-        share_random_state(self._workers)
-        # When training begins, the variables are those that the first worker has restored from a backup.
-        self._is_synchronized = method == "fit"
-        call.arguments["callbacks"] = in_lockstep(call.arguments.get("callbacks"), self._workers, self)
-        if not self._workers.is_chief:
-            call.arguments.setdefault("verbose", 0)
-
-    def _synchronize_workers(self) -> None:
-        """Gives all workers the first one's variables, once after they were created, and in each call."""
-        if self._workers.count > 1 and not self._is_synchronized:
-            self._is_synchronized = True
-            synchronize(self._workers, all_variables(self.inner_model))
-
-    def _refuse_no_batches(self, method: str) -> None:
-        if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
-            raise ValueError(NO_BATCHES.format(method))
-
-    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """One step of training on one global batch; see `keras.Model.train_on_batch`."""
-        with self._workers.losses_named():
-            return super().train_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
-
-    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """One step of evaluation on one global batch; see `keras.Model.test_on_batch`."""
-        with self._workers.losses_named():
-            return super().test_on_batch(*self._host_batch(x, y, sample_weight), *args, **kwargs)
-
-    def predict_on_batch(self, x: Any) -> Any:
-        """The outputs for one global batch; see `keras.Model.predict_on_batch`."""
-        with self._workers.losses_named():
-            return super().predict_on_batch(*self._host_batch(x))
-
-    def _host_batch(self, *batch: Any) -> tuple[Any, ...]:
-        """A batch of arrays as tensors on the host, where it is cut into slices."""
-        self._follow_inner_model()
-        with tf.device(HOST):
-            batch = keras.tree.map_structure(as_tensor, batch)
-        if not self._is_eager():
-            self._prepare(batch)
-        return batch
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         """Compiles the inner model with the same arguments as `keras.Model.compile`, and the towers around it.
@@ -412,21 +279,6 @@ class DataParallelModel(ModelWrapper):
             optimizer.inner_optimizer = self.inner_model.optimizer
             self._combining_optimizer = optimizer
         self._compile_towers()
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        """Saves the inner model, see `keras.Model.save`; of several workers, the first one does."""
-        if self._workers.is_chief:
-            self.inner_model.save(*args, **kwargs)
-
-    def save_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Saves the inner model's weights, see `keras.Model.save_weights`; of several workers, the first one does."""
-        if self._workers.is_chief:
-            self.inner_model.save_weights(*args, **kwargs)
-
-    def export(self, *args: Any, **kwargs: Any) -> None:
-        """Exports the inner model, see `keras.Model.export`; of several workers, the first one does."""
-        if self._workers.is_chief:
-            self.inner_model.export(*args, **kwargs)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the inner model as it was when it gave this `get_compile_config()`, and the towers around it."""
@@ -507,8 +359,3 @@ class DataParallelModel(ModelWrapper):
     @jit_compile.setter
     def jit_compile(self, value: Any) -> None:
         pass
-
-
-def _refuse_unknown(name: str, value: Any, known: Sequence[Any]) -> None:
-    if value not in known:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}. Received: {name}={value!r}")
