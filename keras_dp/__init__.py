@@ -1,36 +1,11 @@
 """keras_dp: data-parallel training for Keras 3 on TensorFlow, with one device's result."""
 
-import keras
+import sys
+from pathlib import Path
 
-if keras.config.backend() != "tensorflow":
-    raise ImportError(
-        "keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow in the environment before Keras is imported. "
-        f"Received: backend {keras.config.backend()!r}"
-    )
+from keras_dp.version import __version__ as __version__
 
-from keras_dp import callbacks, optimizers, schedules
-from keras_dp.communication import communication_report
-from keras_dp.model import DataParallelModel
-from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.placement import use_logical_cpus
-from keras_dp.recalibration import recalibrate_batch_norm
-from keras_dp.sync_batch_norm import SyncBatchNormalization, convert_batch_norm
-from keras_dp.towers import cross_tower_sum
-from keras_dp.workers import WorkerGroup, WorkerLostError, connect_workers
-
-__all__ = [
-    "DataParallelModel",
-    "DataParallelOptimizer",
-    "SyncBatchNormalization",
-    "WorkerGroup",
-    "WorkerLostError",
-    "callbacks",
-    "communication_report",
-    "connect_workers",
-    "convert_batch_norm",
-    "cross_tower_sum",
-    "optimizers",
-    "recalibrate_batch_norm",
-    "schedules",
-    "use_logical_cpus",
-]
+# The command `keras-dp` answers at once: TensorFlow is imported by the processes that it starts.
+if Path(sys.argv[0]).stem != "keras-dp":
+    from keras_dp.api import *  # noqa: F403
+    from keras_dp.api import __all__ as __all__

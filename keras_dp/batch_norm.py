@@ -17,8 +17,6 @@ from keras_dp.towers import cross_tower_sum, tower_in_trace
 
 Tensor = Any
 
-MODES = ("sync", "local", "first")
-
 
 class Moments(NamedTuple):
     """Moments over all axes but that of the C channels.

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 Tensor = Any
 
+BATCH_SIZE = 32  # of `keras.Model.fit`, unless it is told another
+
 
 class Slice(NamedTuple):
     """One tower's rows of a global batch.
@@ -54,17 +56,7 @@ def count_rows(batch: Any, at_least: int = 1) -> Tensor:
     leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf)]
     if not leaves:
         raise ValueError(f"A batch needs at least one tensor to cut into slices. Received: batch={batch}")
-    shapes = [str(leaf.shape) for leaf in leaves]
-    if any(leaf.shape.rank == 0 for leaf in leaves):
-        raise ValueError(
-            "Every tensor of a batch needs a first axis of rows, so that the batch can be cut into slices. "
-            f"Received tensors of shapes {', '.join(shapes)}."
-        )
-    if len({leaf.shape[0] for leaf in leaves} - {None}) > 1:
-        raise ValueError(
-            "All tensors of a batch must have the same number of rows (the first axis). "
-            f"Received tensors of shapes {', '.join(shapes)}."
-        )
+    refuse_other_rows([leaf.shape for leaf in leaves])
     rows = [_rows(leaf) for leaf in leaves]
     agree = [
         tf.debugging.assert_equal(
@@ -76,6 +68,19 @@ def count_rows(batch: Any, at_least: int = 1) -> Tensor:
         agree.append(tf.debugging.assert_positive(rows[0], message="A batch must have at least one row."))
     with tf.control_dependencies([check for check in agree if check is not None]):
         return tf.identity(rows[0])
+
+
+def refuse_other_rows(shapes: Sequence[tf.TensorShape]) -> None:
+    """Raises a ValueError if the tensors of a batch are known to have no rows, or different numbers of them."""
+    received = f"Received tensors of shapes {', '.join(map(str, shapes))}."
+    if all(shape.rank == 0 or shape[:1].is_fully_defined() for shape in shapes):
+        received += " If these are single rows, make batches of them: dataset.batch(32)."
+    if any(shape.rank == 0 for shape in shapes):
+        raise ValueError(
+            f"Every tensor of a batch needs a first axis of rows, so that the batch can be cut into slices. {received}"
+        )
+    if len({shape[0] for shape in shapes if shape.rank} - {None}) > 1:
+        raise ValueError(f"All tensors of a batch must have the same number of rows (the first axis). {received}")
 
 
 def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
@@ -100,6 +105,17 @@ def row_spec(leaf: Any) -> Any:
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return tf.TensorSpec(shape, spec.dtype)
+
+
+def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
+    """B, if it is known from the arguments of `fit`: how many rows the batches have that are made of arrays, or given."""
+    if isinstance(data, tf.data.Dataset):
+        rows = {spec.shape[0] if getattr(spec, "shape", None) else None for spec in tf.nest.flatten(data.element_spec)}
+        return rows.pop() if len(rows) == 1 else None
+    if all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(data)):
+        return batch_size or BATCH_SIZE
+    own = getattr(data, "batch_size", None)
+    return own if isinstance(own, int) else None
 
 
 def whole_batch(parts: Sequence[Any], slices: Sequence[Slice]) -> Any:

@@ -28,11 +28,13 @@ class Cluster:
         jobs: addresses, "host:port", by the job's name: "worker", and "chief" if there is a job of that name.
         job: the job of this process.
         task: its number in that job.
+        source: what names them, "TF_CONFIG" or "Slurm".
     """
 
     jobs: dict[str, list[str]]
     job: str
     task: int
+    source: str = "TF_CONFIG"
 
     @property
     def names(self) -> list[str]:
@@ -110,7 +112,7 @@ def _from_slurm() -> Cluster:
         addresses = resolver.cluster_spec().as_dict()["worker"]
         # The resolver lists nodes by the alphabet, Slurm counts its tasks in another order: what counts is the place.
         own = f"{os.environ['SLURMD_NODENAME']}:{SLURM_PORT + int(os.environ['SLURM_LOCALID'])}"
-        return Cluster({"worker": addresses}, "worker", addresses.index(own))
+        return Cluster({"worker": addresses}, "worker", addresses.index(own), source="Slurm")
     except (KeyError, RuntimeError, ValueError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         received = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLURM")}

@@ -12,7 +12,6 @@ from keras_dp.placement import short_name
 
 Tensor = Any
 
-COMMUNICATIONS = ("ring", "nccl")
 BUCKET_BYTES = 4 * 2**20
 
 _HOST = "CPU:0"

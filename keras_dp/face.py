@@ -1,5 +1,8 @@
 """Face: an object that shows the public names of another one as its own."""
 
+import copy
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from keras_dp import keras_seams
@@ -10,6 +13,8 @@ class Face(keras_seams.SavedAs):
 
     So whatever Keras's classes have, or will have, and whatever a user's class adds, is where the user put it.
 
+    What is written down, or pickled, is the object inside, and loads without keras_dp; copies and clones are faces again.
+
     Attributes:
         _inside: the name of the attribute that holds the object inside.
         _own: further public names that are this object's own.
@@ -18,6 +23,7 @@ class Face(keras_seams.SavedAs):
     _inside: ClassVar[str]
     _own: ClassVar[frozenset[str]] = frozenset()
     _own_names: ClassVar[frozenset[str]] = frozenset()
+    _around: Callable[[Any], Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -46,6 +52,44 @@ class Face(keras_seams.SavedAs):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._shown())})
+
+    def __reduce__(self) -> Any:
+        return self._shown().__reduce__()
+
+    def __copy__(self) -> Any:
+        return self._around(copy.copy(self._shown()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._around(copy.deepcopy(self._shown(), memo))
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        """Refused, but for the class that an object itself has: see `_remember`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"The configuration that a {cls.__name__} shows is that of the object inside. Rebuild that, with from_config() of "
+            f"its own class, and wrap it: keras_dp.{cls.__name__}({cls._inside}). Received: config={config}"
+        )
+
+    def _remember(self, **arguments: Any) -> None:
+        """Remembers the arguments that this object was made with, beside the object inside, for copies and clones.
+
+        The object gets a class of its own, whose `from_config` makes another one around what it rebuilds: Keras clones models
+        from their class and their configuration alone, and the configuration is that of the object inside.
+        """
+        own_class: Any = type(self)
+        around = self._around = functools.partial(own_class, **arguments)
+
+        def from_config(cls: type, config: Any, custom_objects: Any = None) -> Any:
+            return around(type(self._shown()).from_config(config))
+
+        names = {name: getattr(own_class, name) for name in ("__doc__", "__module__", "__qualname__")}
+        class_of_its_own = type(own_class.__name__, (own_class,), {**names, "from_config": classmethod(from_config)})
+        # As `self.__class__ = ...`, also where `__class__` shows another one.
+        vars(object)["__class__"].__set__(self, class_of_its_own)
 
     def _shown(self) -> Any:
         """The object inside; None before there is one."""

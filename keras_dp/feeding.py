@@ -5,9 +5,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from keras_dp.batches import Slice, cut
+from keras_dp.batches import Slice, cut, refuse_other_rows, whole_batch
 from keras_dp.collectives import Collectives
 from keras_dp.same_batches import CheckedSlice, DifferentBatches, digest
 from keras_dp.shards import ShardSlice, as_slices, cut_shards
@@ -16,7 +17,9 @@ HOST = "CPU:0"
 
 _KINDS = (Slice, CheckedSlice, ShardSlice)
 
-NO_BATCHES = "{}() was given no batch at all: the dataset or generator is empty."
+NO_BATCHES = (
+    "{}() was given no batch at all: the dataset or generator is empty. One that was read to its end before must be made anew."
+)
 
 
 @contextlib.contextmanager
@@ -30,10 +33,23 @@ def empty_prediction_refused(method: str) -> Iterator[None]:
         raise ValueError(NO_BATCHES.format(method)) from error
 
 
+@contextlib.contextmanager
+def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
+    """Says, in errors of a model that is given a dataset's elements, that these may be rows in place of batches."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if shapes and all(shape[0] is not None for shape in shapes):
+            error.add_note("keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32).")
+        raise
+
+
 class SliceFeed:
     """Answers what Keras's trainer asks of its `tf.distribute` strategy: it distributes datasets and runs steps.
 
-    Keras's own data adapters, `steps_per_execution`, validation and callbacks work unchanged through it.
+    Keras's own data adapters, `steps_per_execution`, validation and callbacks work unchanged through it. Whatever else is asked
+    of it, TensorFlow's default strategy answers, as for a model that is not distributed at all: tools look at the strategy
+    under which a model was made, to find out whether they may write files.
 
     Args:
         devices: of the N towers, for which a batch is cut into slices.
@@ -64,6 +80,16 @@ class SliceFeed:
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
+        self._shapes: list[tf.TensorShape] = []  # of what the last dataset gives
+        self._default_strategy = tf.distribute.get_strategy()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_default_strategy"), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For `isinstance`: that of TensorFlow's default strategy."""
+        return type(self._default_strategy)
 
     @property
     def num_towers(self) -> int:
@@ -90,11 +116,16 @@ class SliceFeed:
         """
         if dataset.cardinality() == 0:
             raise ValueError(
-                f"The dataset is empty: there is no batch to train on, evaluate or predict. Received: {dataset.element_spec}"
+                "The dataset is empty: there is no batch to train on, evaluate or predict. Look at what it is made of, and at "
+                f"what filters or skips its elements. Received: {dataset.element_spec}"
             )
         if self.is_eager():
             return dataset
-        self.prepare(dataset.element_spec)
+        shapes = [spec.shape for spec in keras.tree.flatten(dataset.element_spec) if hasattr(spec, "shape")]
+        self._shapes = [shape for shape in shapes if shape.rank is not None]
+        refuse_other_rows(self._shapes)
+        with _single_rows_explained(self._shapes):
+            self.prepare(dataset.element_spec)
         # tf.data hands over a batch that is a tuple as so many arguments.
         is_tuple = type(dataset.element_spec) is tuple
         # TensorFlow may keep the function: it must not keep the model alive, which this object refers to.
@@ -120,18 +151,22 @@ class SliceFeed:
             begin = tf.timestamp()
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
                 self.seconds_waited.assign_add(tf.timestamp() - begin)
-        if not self.is_eager() and not _is_cut(batch):
+        if not self.is_eager():
+            # Whatever has become of the model since its data were distributed: a callback may have compiled it again.
             with tf.init_scope():
-                self.prepare(batch)
+                self.prepare(batch[0].data if _is_cut(batch) else batch)
             with tf.device(HOST):
-                batch = self.cut(batch)
+                batch = batch if _is_cut(batch) else self.cut(batch)
+        elif _is_cut(batch):
+            batch = whole_batch([part.data for part in batch], batch)
         if _is_cut(batch) and self.different_batches is not None:
             with tf.device(HOST):
                 if isinstance(batch[0], ShardSlice):
                     batch = as_slices(batch, self.collectives)
                 elif isinstance(batch[0], CheckedSlice):
                     batch = self.different_batches.check(batch)
-        return step(batch)
+        with _single_rows_explained(self._shapes):
+            return step(batch)
 
 
 def _fits_on_devices(spec: Any) -> bool:

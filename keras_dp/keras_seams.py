@@ -14,8 +14,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
+from keras.src.saving import saving_lib
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
@@ -25,7 +27,7 @@ reduce_weighted_values = keras_loss.reduce_weighted_values
 
 
 class SavedAs:
-    """What TensorFlow's checkpoints and saved models hold is the object that `_shown` returns, in place of this one."""
+    """What files of Keras and TensorFlow hold is the object that `_shown` returns, in place of this one."""
 
     def _shown(self) -> Any:
         raise NotImplementedError
@@ -42,8 +44,44 @@ class SavedAs:
     def _default_save_signature(self) -> Any:
         return self._shown()._default_save_signature
 
-    def _get_save_spec(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shown()._get_save_spec(*args, **kwargs)
+    def _get_save_spec(self, dynamic_batch: bool = True) -> Any:
+        if not dynamic_batch:
+            raise ValueError(
+                "TensorFlow Lite's converter cannot tell all inputs of a wrapped model. Give it the inner model: "
+                "tf.lite.TFLiteConverter.from_keras_model(parallel.inner_model)."
+            )
+        return self._shown()._get_save_spec(dynamic_batch)
+
+    @property
+    def _build_shapes_dict(self) -> dict[str, Any] | None:
+        """What TensorFlow Lite's converter knows the input by, if it is a single one of the model's `input_dtype`."""
+        shown = self._shown()
+        inputs = getattr(shown, "inputs", None)
+        if inputs is None:
+            return getattr(shown, "_build_shapes_dict", None)
+        return {"input_shape": inputs[0].shape} if [x.dtype for x in inputs] == [shown.input_dtype] else None
+
+    @_build_shapes_dict.setter
+    def _build_shapes_dict(self, value: Any) -> None:
+        pass  # Keras sets it on every layer.
+
+
+def _of_shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of Keras's that saves its first argument, or loads it, for the object that a `SavedAs` shows."""
+
+    @functools.wraps(function)
+    def of_shown(saved: Any, *args: Any, **kwargs: Any) -> Any:
+        shown = saved._shown() if isinstance(saved, SavedAs) else None
+        return function(saved if shown is None else shown, *args, **kwargs)
+
+    return of_shown
+
+
+# Whoever saves or loads models and weights, with whichever of Keras's functions, comes by here.
+saving_lib._serialize_model_as_json = _of_shown(saving_lib._serialize_model_as_json)
+saving_lib._save_state = _of_shown(saving_lib._save_state)
+saving_lib._load_state = _of_shown(saving_lib._load_state)
+legacy_h5_format.save_model_to_hdf5 = _of_shown(legacy_h5_format.save_model_to_hdf5)
 
 
 def flatten_layers(model: keras.Model) -> list[keras.Layer]:

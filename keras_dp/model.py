@@ -9,13 +9,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp import keras_seams, losses, metrics, placement
-from keras_dp.batch_norm import MODES
-from keras_dp.batches import Slice, row_spec, whole_batch
-from keras_dp.calls import JoinedModel, refuse_unknown
+from keras_dp import announcement, choices, keras_seams, losses, metrics, placement
+from keras_dp.batches import Slice, row_spec, rows_of_batches, whole_batch
+from keras_dp.calls import JoinedModel
+from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.plain_training import PlainTraining
 from keras_dp.stamping import stamp_towers
+from keras_dp.sync_batch_norm import batch_norms
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
 from keras_dp.tower_step import TowerStep, unknown_rows_explained
 from keras_dp.wrapper import refuse_strategy
@@ -89,13 +91,13 @@ class DataParallelModel(JoinedModel):
         inner_model: keras.Model,
         devices: int | Sequence[str] | None = None,
         parameter_device: str | None = None,
-        batch_norm: str = "sync",
-        loss_scope: str = "auto",
-        gradient_dtype: str | None = None,
+        batch_norm: choices.BatchNorm = "sync",
+        loss_scope: choices.LossScope = "auto",
+        gradient_dtype: choices.GradientType = None,
     ):
-        refuse_unknown("batch_norm", batch_norm, MODES)
-        refuse_unknown("loss_scope", loss_scope, ("auto", "tower", "batch"))
-        refuse_unknown("gradient_dtype", gradient_dtype, (None, "bfloat16", "float16"))
+        refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
+        refuse_unknown("loss_scope", loss_scope, choices.LossScope)
+        refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
         super().__init__(inner_model)
         self._batch_norm = batch_norm
         self._loss_scope = loss_scope
@@ -103,13 +105,25 @@ class DataParallelModel(JoinedModel):
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
+        self._announced = False
+        self._plain_training = PlainTraining(inner_model)
         self._jit_compile = False
         self._compiled_with: keras.metrics.Metric | None = None
         self._combining_optimizer: DataParallelOptimizer | None = None
-        self._traced_layers: list[tuple[type, str | None]] = []
+        self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, self._workers.collectives)
+        self._remember(
+            devices=self.devices,
+            parameter_device=parameter_device,
+            batch_norm=batch_norm,
+            loss_scope=loss_scope,
+            gradient_dtype=gradient_dtype,
+        )
         self._place_variables()
         self._follow_inner_model()
+
+    def __repr__(self) -> str:
+        return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(self._devices)}>"
 
     @_on_towers
     def train_step(self, data: Any) -> Logs:
@@ -210,6 +224,27 @@ class DataParallelModel(JoinedModel):
 
         return keras.tree.map_structure(put_together, whole_batch(parts, slices))
 
+    def _announce(self, arguments: dict[str, Any]) -> None:
+        if self._announced or arguments.get("verbose") == 0 or self._is_eager() or not self._workers.is_chief:
+            return
+        self._announced = True
+        rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
+        batch_norm = self._batch_norm if batch_norms(self.inner_model) else None
+        logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm))
+
+    def summary(
+        self,
+        line_length: int | None = None,
+        positions: Any = None,
+        print_fn: Callable[[str], Any] | None = None,
+        expand_nested: bool = False,
+        show_trainable: bool = False,
+        layer_range: Any = None,
+    ) -> None:
+        """Prints the inner model's summary, and on which devices the towers are; see `keras.Model.summary`."""
+        self.inner_model.summary(line_length, positions, print_fn, expand_nested, show_trainable, layer_range)
+        (print_fn or print)(f" Devices: {announcement.towers(self._devices)}")
+
     def _prepare(self, batch: Any) -> None:
         """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
         model = self.inner_model
@@ -274,6 +309,7 @@ class DataParallelModel(JoinedModel):
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
             )
         self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
+        self.inner_model.train_function = self._plain_training
         if optimizer is not None:
             # Mixed precision may have wrapped it in a LossScaleOptimizer.
             optimizer.inner_optimizer = self.inner_model.optimizer
@@ -291,10 +327,10 @@ class DataParallelModel(JoinedModel):
         model = self.inner_model
         if model.compiled and keras_seams.loss_tracker(model) is not self._compiled_with:
             self._compile_towers()
-        layers = [(type(layer), layer.quantization_mode) for layer in keras_seams.flatten_layers(model)]
-        if layers != self._traced_layers:
-            self.train_function = self.test_function = self.predict_function = None
-            self._traced_layers = layers
+        kinds = {layer: (type(layer), layer.quantization_mode) for layer in keras_seams.flatten_layers(model)}
+        if any(kinds.get(layer, kind) != kind for layer, kind in self._traced_layers.items()):
+            self._forget_traces()
+        self._traced_layers = kinds
 
     def _compile_towers(self) -> None:
         model = self.inner_model
@@ -308,6 +344,7 @@ class DataParallelModel(JoinedModel):
             jit_compile=False,
             auto_scale_loss=False,
         )
+        self._forget_traces()
         self._compiled_with = keras_seams.loss_tracker(model)
         self._is_synchronized = False
 

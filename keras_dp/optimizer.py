@@ -6,18 +6,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp import keras_seams, placement
+from keras_dp import choices, keras_seams, placement
 from keras_dp.accumulation import AccumulatedRows, scale
+from keras_dp.choices import refuse_unknown
 from keras_dp.collectives import Collectives
 from keras_dp.face import Face
 from keras_dp.keras_seams import innermost
 from keras_dp.workers import current_workers
+from keras_dp.wrapper import refuse_keras_2
 
 Tensor = Any
 Gradient = Any
 
 
-@keras.saving.register_keras_serializable("keras_dp")
 class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
     """Combines the gradients of N towers and applies them once, with any Keras optimizer.
 
@@ -54,13 +55,13 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         inner_optimizer: Any,
         parameter_device: str | None = None,
         name: str | None = None,
-        accumulate: str = "batches",
+        accumulate: choices.Accumulation = "batches",
     ):
+        refuse_keras_2("optimizer", inner_optimizer)
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if isinstance(inner_optimizer, DataParallelOptimizer):
             raise ValueError("The optimizer is a DataParallelOptimizer already. Wrap the Keras optimizer inside it only once.")
-        if accumulate not in ("batches", "rows"):
-            raise ValueError(f'`accumulate` must be "batches" or "rows". Received: accumulate={accumulate!r}')
+        refuse_unknown("accumulate", accumulate, choices.Accumulation)
         if accumulate == "rows" and not innermost(inner_optimizer).gradient_accumulation_steps:
             raise ValueError(
                 'accumulate="rows" weights the batches that one optimizer accumulates, and this one accumulates none, or is '
@@ -72,13 +73,14 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         self._rows = AccumulatedRows(innermost(inner_optimizer)) if accumulate == "rows" else None
         self.parameter_device = None if parameter_device is None else placement.existing_device(parameter_device)
         self.inner_optimizer = inner_optimizer
+        self._remember(parameter_device=self.parameter_device, accumulate=accumulate)
 
     @tf.autograph.experimental.do_not_convert
     def apply_tower_gradients(
         self,
         tower_gradients: Sequence[Sequence[Gradient]],
         variables: Sequence[Any],
-        reduction: str = "sum",
+        reduction: choices.Reduction = "sum",
         rows: Tensor | None = None,
     ) -> None:
         """Combines N x K gradients, of each of the workers, and applies them to K variables.
@@ -101,7 +103,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         self,
         tower_gradients: Sequence[Sequence[Gradient]],
         variables: Sequence[Any],
-        reduction: str = "sum",
+        reduction: choices.Reduction = "sum",
         gradient_dtype: str | None = None,
     ) -> list[Gradient]:
         """The K gradients of the global batch from N x K gradients; see `apply_tower_gradients`.
@@ -109,8 +111,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         Workers send each other gradients of `gradient_dtype`; None for the variables' own.
         """
         workers = current_workers()
-        if reduction not in ("sum", "mean"):
-            raise ValueError(f'`reduction` must be "sum" or "mean". Received: reduction={reduction!r}')
+        refuse_unknown("reduction", reduction, choices.Reduction)
         lengths = [len(gradients) for gradients in tower_gradients]
         if not lengths or set(lengths) != {len(variables)}:
             raise ValueError(
@@ -144,18 +145,10 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
                 grads = self._rows.weight(grads, variables, rows, skips_infinite)
             return self.inner_optimizer.apply(grads, trainable_variables)
 
-    def get_config(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "parameter_device": self.parameter_device,
-            "accumulate": self.accumulate,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> "DataParallelOptimizer":
-        inner_optimizer = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
-        return cls(**{**config, "inner_optimizer": inner_optimizer})
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For `isinstance`, and for those who write down a class and its configuration: that of the optimizer inside."""
+        return type(self) if self._shown() is None else type(self._shown())
 
 
 def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:

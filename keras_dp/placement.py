@@ -1,6 +1,8 @@
 """Devices: which there are, which run towers, and where variables live."""
 
 import contextlib
+import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,9 +10,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp import keras_seams
+from keras_dp import keras_seams, nvidia
+from keras_dp.choices import question
 
 Tensor = Any
+
+SHARDED = "sharded"
+
+logger = logging.getLogger("keras_dp")
 
 
 def use_logical_cpus(count: int) -> None:
@@ -54,18 +61,8 @@ def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: if there are no such devices, or one is named twice.
     """
-    default = [name for name in available_devices() if name.startswith("GPU")] or available_devices()
-    if devices is None:
-        return default
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        if devices < 1:
-            raise ValueError(f"A DataParallelModel needs at least one tower. Received: devices={devices}")
-        if devices > len(default):
-            raise ValueError(
-                f"There are only {len(default)} devices to run towers on: {', '.join(default)}. Received: devices={devices}. "
-                "Use fewer, or split the CPU with keras_dp.use_logical_cpus(n) at the top of the script."
-            )
-        return default[:devices]
+    if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):
+        return _first_devices(devices)
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not all(isinstance(d, str) for d in devices):
         raise ValueError(
             f'`devices` must be None, an integer or a list of names such as "GPU:0". Received: devices={devices!r}'
@@ -79,13 +76,62 @@ def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
     return names
 
 
+def _first_devices(count: int | None) -> list[str]:
+    """The first GPUs, or logical CPUs if there is no GPU; all if `count` is None."""
+    if count is not None and count < 1:
+        raise ValueError(f"A DataParallelModel needs at least one tower. Received: devices={count}")
+    cpus = [name for name in available_devices() if name.startswith("CPU")]
+    gpus = [name for name in available_devices() if name.startswith("GPU")]
+    if not gpus:
+        _warn_of_hidden_gpus()
+    if count is not None and count > len(gpus or cpus):
+        if gpus:
+            seen = f"TensorFlow sees {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, {in_words(gpus)}."
+            raise ValueError(f"{seen} Received: devices={count}. Give a smaller number, or None for all GPUs.")
+        raise ValueError(
+            f"TensorFlow sees no GPU. On a machine that has some, {nvidia.INSTALL_CUDA} installs what it needs to see them. To "
+            f"try {count} towers without GPUs, split the CPU: keras_dp.use_logical_cpus({count}) at the top of the script. "
+            f"Received: devices={count}, and the CPU as {in_words(cpus)}."
+        )
+    return (gpus or cpus)[:count]
+
+
+def _warn_of_hidden_gpus() -> None:
+    reason = nvidia.why_hidden() if not tf.config.list_physical_devices("GPU") else None
+    if reason is not None:
+        _warn_once(f"This machine has GPUs, and TensorFlow sees none of them: the towers run on the CPU. {reason}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def in_words(devices: Sequence[str]) -> str:
+    """Names of devices as people say them.
+
+    >>> in_words(["GPU:0", "GPU:1"]), in_words(["GPU:0", "GPU:1", "GPU:2", "GPU:3"])
+    ('GPU:0 and GPU:1', 'GPU:0 to GPU:3')
+    """
+    first, *others = devices
+    kind, _, number = first.partition(":")
+    if len(others) > 2 and others == [f"{kind}:{int(number) + i}" for i in range(1, len(devices))]:
+        return f"{first} to {others[-1]}"
+    return " and ".join(filter(None, [", ".join(devices[:-1]), devices[-1]]))
+
+
 def parameter_device(name: str) -> str:
     """A device's short name, or "sharded".
 
     Raises:
         ValueError: if it is neither.
     """
-    return name if name == "sharded" else existing_device(name)
+    if name == SHARDED:
+        return name
+    try:
+        return existing_device(name)
+    except ValueError as error:
+        raise ValueError(f"{error} Or it is {SHARDED!r}.{question(name, [SHARDED])}") from None
 
 
 def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> None:
@@ -97,7 +143,7 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
         devices: the towers' devices.
     """
     variables = [v for v in model.weights if tf.as_dtype(v.dtype).is_floating]
-    homes = _balanced(variables, devices) if parameter_device == "sharded" else [parameter_device] * len(variables)
+    homes = _balanced(variables, devices) if parameter_device == SHARDED else [parameter_device] * len(variables)
     moved = [(v, device) for v, device in zip(variables, homes, strict=True) if home(v) != device]
     for variable, device in moved:
         keras_seams.move_variable(variable, device)
@@ -175,8 +221,11 @@ def existing_device(name: str) -> str:
         ValueError: if there is none.
     """
     short = short_name(name)
-    if short not in available_devices():
-        raise ValueError(f"There is no device {name!r}. The devices are: {', '.join(available_devices())}.")
+    devices = available_devices()
+    if short not in devices:
+        no_gpu = short.startswith("GPU") and not any(device.startswith("GPU") for device in devices)
+        hint = f" TensorFlow sees no GPU; on a machine that has some, {nvidia.INSTALL_CUDA}." if no_gpu else ""
+        raise ValueError(f"There is no device {name!r}. The devices are: {', '.join(devices)}.{hint}")
     return short
 
 

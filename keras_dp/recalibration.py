@@ -75,7 +75,8 @@ def recalibrate_batch_norm(
     layers = {layer: calls for layer, calls in zip(batch_norms(model), calls_by_layer, strict=True) if calls}
     if not layers:
         raise ValueError(
-            "No layer of the model took moments in training mode: it has no BatchNormalization, or all of them are frozen. "
+            "No layer of the model took moments in training mode: it has no BatchNormalization, or all of them are frozen. Set "
+            "layer.trainable = True for those whose statistics are to be computed anew. "
             f"Received: {model.name!r} with {len(calls_by_layer)} BatchNormalization layers"
         )
     for layer, (mean, variance) in [(layer, _population(calls)) for layer, calls in layers.items()]:

@@ -73,7 +73,7 @@ class DifferentBatches:
             )
         if steps:
             logger.warning(
-                "keras_dp: the workers were given different batches in %d steps, of which each kept its own rows: some rows "
+                "The workers were given different batches in %d steps, of which each kept its own rows: some rows "
                 "may have been used twice, and others not at all. Make datasets after connect_workers(), give shuffle() a "
                 "seed, and list files in one order. If only random augmentation differs, all is well.",
                 steps,

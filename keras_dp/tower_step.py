@@ -17,13 +17,17 @@ from keras_dp.towers import SEED_STEP, Tower
 Tensor = Any
 
 
+# What TensorFlow says where a number is None. A shape like (None, 4) in an error, on the other hand, is a batch's.
+_WORDS_OF_UNKNOWN_ROWS = ("NoneType", "None values not supported", "partially known TensorShape", "Failed to convert elements")
+
+
 @contextlib.contextmanager
 def unknown_rows_explained() -> Iterator[None]:
     """Says, in errors about a None, what may have been None: the number of rows, which models with fixed batches rely on."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if "None" in str(error):
+        if any(words in str(error) for words in _WORDS_OF_UNKNOWN_ROWS):
             error.add_note(
                 "keras_dp: how many rows a tower has is not known while it is traced, also if all batches have the same size. "
                 "If the model or the loss asks for x.shape[0], which is None, let it ask for keras.ops.shape(x)[0]."

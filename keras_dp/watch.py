@@ -79,7 +79,7 @@ class Watch:
                 )
             if missing and time.monotonic() - told > MESSAGE_SECONDS:
                 told = time.monotonic()
-                logger.warning("keras_dp waits for %s, %d s so far", self._names(missing), waited)
+                logger.warning("Waiting for %s, %d s so far", self._names(missing), waited)
             if missing:
                 time.sleep(INTERVAL_SECONDS / 4)
 

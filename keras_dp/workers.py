@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dp import keras_seams
+from keras_dp import choices, keras_seams
+from keras_dp.choices import refuse_unknown
 from keras_dp.cluster import Cluster, find_cluster
-from keras_dp.collectives import COMMUNICATIONS, Collectives
+from keras_dp.collectives import Collectives
 from keras_dp.placement import use_logical_cpus
 from keras_dp.watch import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, Watch
 
@@ -27,6 +29,8 @@ START_TIMEOUT = 1800.0
 
 # The number of towers that `keras-dp launch --towers-per-worker` asks for.
 TOWERS_VARIABLE = "KERAS_DP_TOWERS"
+# Set by `keras-dp launch` alone.
+LAUNCHED_VARIABLE = "KERAS_DP_RESTART"
 
 _MARK = "keras_dp: "
 _NO_PROXY_VARIABLE = "no_grpc_proxy"
@@ -143,11 +147,43 @@ _current = WorkerGroup()
 
 
 def current_workers() -> WorkerGroup:
-    """The workers that `connect_workers` has connected; this process alone if it has not."""
+    """The workers that `connect_workers` has connected; this process alone if it has not.
+
+    Raises:
+        RuntimeError: if `keras-dp launch` has started several, and nobody has connected them.
+    """
+    if _current.count == 1:
+        _notice_others()
     return _current
 
 
-def connect_workers(timeout: float = TIMEOUT, start_timeout: float = START_TIMEOUT, communication: str = "ring") -> WorkerGroup:
+def _notice_others() -> None:
+    """Refuses, or warns of, workers that train a model each because nobody has connected them."""
+    try:
+        cluster = find_cluster()
+    except ValueError as error:
+        described = f"This process is one of several workers, in a way that is not understood ({error})"
+    else:
+        if cluster is None:
+            return
+        described = f"This process is worker {cluster.index} of {len(cluster.addresses)}, says {cluster.source}"
+    message = (
+        f"{described}, but connect_workers() was not called: each trains a model of its own on all of the data, and overwrites "
+        "the others' files. Call keras_dp.connect_workers() at the top of the script, before TensorFlow does anything."
+    )
+    if LAUNCHED_VARIABLE in os.environ:
+        raise RuntimeError(message)
+    _warn_once(f"{message} If each is meant to train alone, all is well.")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def connect_workers(
+    timeout: float = TIMEOUT, start_timeout: float = START_TIMEOUT, communication: choices.Communication = "ring"
+) -> WorkerGroup:
     """Connects this process to the other workers, so that every `DataParallelModel` trains on all of them together.
 
     Which workers there are, TF_CONFIG says, or Slurm; see docs/multi_worker.md, and `keras-dp launch`. Without, or with one
@@ -179,8 +215,7 @@ def connect_workers(timeout: float = TIMEOUT, start_timeout: float = START_TIMEO
         WorkerLostError: if one is lost.
     """
     global _current
-    if communication not in COMMUNICATIONS:
-        raise ValueError(f'`communication` must be "ring" or "nccl". Received: communication={communication!r}')
+    refuse_unknown("communication", communication, choices.Communication)
     for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
         if not isinstance(seconds, int | float) or seconds <= 0:
             raise ValueError(f"`{name}` must be a positive number of seconds. Received: {name}={seconds!r}")
@@ -220,7 +255,7 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
     if tf.compat.v1.get_seed(0)[0] == _NO_SEED:
         tf.random.set_seed(random.SystemRandom().randrange(2**31))
     share_random_state(group)
-    logger.info("keras_dp: worker %d of %d, at %s", group.index, group.count, address)
+    logger.info("Worker %d of %d, at %s", group.index, group.count, address)
     return group
 
 

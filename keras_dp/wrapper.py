@@ -18,11 +18,6 @@ _LOOPS = (
 # These write down a model's graph or configuration, or exchange its weights with the optimizer's: they do not steer training.
 _OBSERVERS = (keras.callbacks.OrbaxCheckpoint, keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard)
 
-NOT_SERIALIZED = (
-    "A DataParallelModel is not serialized, cloned or pickled itself: the inner model is what is kept. Use parallel.save(...), "
-    "or parallel.inner_model in its place."
-)
-
 
 class ModelWrapper(Face, keras.Model):
     """A `keras.Model` around an inner one, which remains the model that is saved, shown and inspected.
@@ -46,8 +41,14 @@ class ModelWrapper(Face, keras.Model):
 
     def __init__(self, inner_model: keras.Model):
         refuse_strategy()
+        refuse_keras_2("model", inner_model)
         if not isinstance(inner_model, keras.Model):
-            raise ValueError(f"DataParallelModel wraps a keras.Model. Received: {inner_model!r} of type {type(inner_model)}")
+            is_function = callable(inner_model) and not isinstance(inner_model, keras.Layer)
+            raise ValueError(
+                "DataParallelModel wraps a keras.Model, as keras.Sequential([...]) or keras.Model(inputs, outputs) makes them. "
+                f"Received: {inner_model!r} of type {type(inner_model)}"
+                f"{'. Call it, and wrap what it returns' if is_function else ''}"
+            )
         if isinstance(inner_model, ModelWrapper):
             raise ValueError(f"The model is a DataParallelModel already; use it as it is. Received: {inner_model.name!r}")
         _refuse_mirrored(inner_model)
@@ -69,44 +70,9 @@ class ModelWrapper(Face, keras.Model):
         for callback in listed(callbacks):
             if isinstance(callback, _OBSERVERS):
                 callback.set_model = functools.partial(set_model, callback)
-                if isinstance(callbacks, keras.callbacks.CallbackList):
+                # Nobody will set the model of those in a list that is there already; setting it twice would write twice.
+                if isinstance(callbacks, keras.callbacks.CallbackList) and callback.model is not self.inner_model:
                     callback.set_model(self)
-
-    def get_config(self) -> dict[str, Any]:
-        """Refused: a wrapper is never serialized.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(NOT_SERIALIZED)
-
-    def to_json(self, **kwargs: Any) -> str:
-        """Refused: a wrapper is never serialized.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(NOT_SERIALIZED)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Refused: only the inner model's weights are saved, by `save_weights`.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(NOT_SERIALIZED)
-
-    @classmethod
-    def from_config(cls, config: Any, custom_objects: Any = None) -> "ModelWrapper":
-        """Refused: a wrapper is never serialized.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(NOT_SERIALIZED)
-
-    def __copy__(self) -> "ModelWrapper":
-        raise ValueError(NOT_SERIALIZED)
 
 
 def listed(callbacks: Any) -> list[keras.callbacks.Callback]:
@@ -121,6 +87,16 @@ def refuse_strategy() -> None:
         raise ValueError(
             "keras_dp distributes the model itself and cannot run inside a tf.distribute scope. Remove "
             f"`with strategy.scope():`. Received: {type(tf.distribute.get_strategy()).__name__}"
+        )
+
+
+def refuse_keras_2(kind: str, value: Any) -> None:
+    """Raises a ValueError for a model or optimizer of Keras 2, which has a package of its own beside Keras 3."""
+    modules = [base.__module__ for base in type(value).__mro__]
+    if any(module.startswith(("tf_keras.", "tensorflow.python.keras.")) for module in modules):
+        raise ValueError(
+            f"This {kind} is of Keras 2, and keras_dp is for Keras 3. Make it with `import keras`, not tf_keras; if it comes "
+            f"from tf.keras, unset TF_USE_LEGACY_KERAS. Received: {value!r} of type {type(value)}"
         )
 
 

@@ -11,7 +11,7 @@ from comparison import assert_same, assert_same_script, assert_same_training, as
 from keras import layers
 
 import keras_dp
-from keras_dp import batch_norm
+from keras_dp import batch_norm, choices
 from keras_dp.batches import cut
 from keras_dp.stamping import stamp_towers
 
@@ -430,7 +430,7 @@ def test_local_statistics_of_a_layer_that_is_called_twice():
     np.testing.assert_allclose(model.norm.moving_variance, (0.5 + 0.5 * x.var(0)) * 0.5 + 0.5 * second.var(0), atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", batch_norm.MODES)
+@pytest.mark.parametrize("mode", choices.values_of(choices.BatchNorm))
 def test_gradients_of_every_mode_are_those_of_finite_differences(mode):
     """Seven rows on three towers; SGD(1) takes off the gradient, and the loss of a step is that of before it."""
     x, y = rng.normal(2, 3, size=(7, 3)), rng.normal(size=(7, 1))

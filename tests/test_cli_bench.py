@@ -1,6 +1,8 @@
 """The command `keras-dp bench`: its models, its arguments, what it writes, and one run of all of it."""
 
+import argparse
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,9 +14,10 @@ import pytest
 from keras import layers
 
 import keras_dp
-from keras_dp.cli import bench, main, measurement, models, summary, synthetic
-from keras_dp.cli.measurement import Measurement, Run, RunFailedError
+from keras_dp.cli import bench, environment, main, measurement, models, runs, summary, synthetic
+from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
 from keras_dp.cli.summary import Cell
+from keras_dp.cli.survey import survey
 
 USER_MODULE = """
 import keras
@@ -34,6 +37,12 @@ def compiled_for_several_steps():
 
 def broken():
     raise RuntimeError("this model cannot be built")
+
+def of_any_length():
+    return keras.Sequential([keras.Input((None, 3)), keras.layers.Dense(1)])
+
+def without_inputs():
+    return keras.Sequential([keras.layers.Dense(1)])
 
 number = 3
 """
@@ -153,8 +162,8 @@ def test_model_of_the_user(user_directory):
 @pytest.mark.parametrize("name", ["small", "compiled"])
 def test_engines_train_the_same(user_directory, monkeypatch, name):
     monkeypatch.setattr(measurement, "_devices", lambda count: [f"CPU:{index}" for index in range(count)])
-    runs = [Run(engine, 2, 6, f"user_models:{name}", steps=4, warm_up=2) for engine in ("single", "keras_dp", "mirrored")]
-    measurements = [measurement.measure(run) for run in runs]
+    engines = ("single", "keras_dp", "mirrored")
+    measurements = [measurement.measure(Run(engine, 2, 6, f"user_models:{name}", steps=4, warm_up=2)) for engine in engines]
     assert np.ptp([measurement.loss for measurement in measurements]) < 1e-9
     assert [len(measurement.step_milliseconds) for measurement in measurements] == [4, 4, 4]
 
@@ -193,9 +202,7 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
     [
         ("--model vgg", "A model is one of mlp, resnet20, resnet50, transformer, unet, or my_module:build_function. "
          "Received: 'vgg'"),
-        ("--model user_models:missing", "The module user_models has no function 'missing'. Received: 'user_models:missing'"),
-        ("--model user_models:number", "has no function 'number'"),
-        ("--model no_such_module:build", "No module named 'no_such_module'. Received: 'no_such_module:build'"),
+        ("--model resnet2", "Did you mean 'resnet20'? Received: 'resnet2'"),
         ("--towers 0", "argument --towers: This is an integer of at least 1. Received: '0'"),
         ("--towers x", "argument --towers: This is an integer of at least 1. Received: 'x'"),
         ("--towers 1,,2", "argument --towers: This is an integer of at least 1. Received: ''"),
@@ -203,8 +210,13 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
         ("--batch=-4", "argument --batch: This is an integer of at least 1. Received: '-4'"),
         ("--rounds 0", "argument --rounds: This is an integer of at least 1. Received: '0'"),
         ("--against horovod", "The engines to compare with are single, mirrored, or none. Received: 'horovod'"),
+        ("--against miror", "Did you mean 'mirrored'? Received: 'miror'"),
         ("--batch-norm global", "argument --batch-norm: invalid choice: 'global'"),
+        ("--parameter-device shard", """This is a device, as CPU:0 or GPU:1, or "sharded". Did you mean 'sharded'?"""),
         ("--profile", "--profile needs a directory to write to. Add --out DIRECTORY."),
+        ("--out user_models.py/results", "--out: nothing can be written there"),
+        ("--redraw none.json", "This is a bench.json that keras-dp bench has written. Received: 'none.json'"),
+        ("--redraw user_models.py", "This is a bench.json that keras-dp bench has written. Received: 'user_models.py'"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(user_directory, capsys, arguments, message):
@@ -214,10 +226,71 @@ def test_wrong_arguments(user_directory, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing", "The module user_models has no function 'missing'. Received: 'user_models:missing'"),
+        ("number", "has no function 'number'"),
+        ("compiled_for_several_steps", "steps_per_execution=2. Compile it without"),
+        ("of_any_length", "Only the batch size may be unknown"),
+        ("without_inputs", "Return keras.Model(inputs, outputs)"),
+    ],
+)
+def test_models_that_cannot_be_measured_are_found_out_first(user_directory, name, problem):
+    assert problem in survey(f"user_models:{name}").problem
+
+
+def test_what_is_found_out_first(user_directory):
+    assert "No module named 'no_such_module'. Received: 'no_such_module:build'" in survey("no_such_module:build").problem
+    assert survey("user_models:small") == Survey(environment.environment(), gpus=0, batch_size=64)
+    assert survey("mlp").batch_size == 256
+    assert tuple(models.BUILT_IN) == bench.MODELS
+    with pytest.raises(RunFailedError, match="RuntimeError: this model cannot be built"):
+        runs.survey_in_new_process("user_models:broken")
+
+
+FOUND = Survey(environment.environment(), gpus=0, batch_size=256)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (dataclasses.replace(FOUND, problem="It has no shape."), "error: --model: It has no shape."),
+        (dataclasses.replace(FOUND, gpus=2), "--towers: there are only 2 GPUs. Received: 8. Use fewer"),
+        (RunFailedError("RuntimeError: no"), "error: --model: mlp cannot be built:\nRuntimeError: no"),
+    ],
+)
+def test_nothing_is_measured_if_it_would_fail(found, message, monkeypatch, capsys):
+    def look(model):
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(runs, "survey_in_new_process", look)
+    with pytest.raises(SystemExit):
+        main(["bench"])
+    assert message in capsys.readouterr().err
+
+
 def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "the following arguments are required: command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--help", "bench --help", "launch --help", "--version", "bench --model mpl"])
+def test_the_command_answers_without_tensorflow(arguments, tmp_path):
+    """Which takes seconds to import. The name of the script is what tells the command from a user's script."""
+    command = tmp_path / "keras-dp"
+    command.write_text(
+        "import sys\nfrom keras_dp.cli import main\ntry:\n    main()\nfinally:\n    print(sorted(sys.modules))\n"
+    )
+    output = subprocess.run([sys.executable, str(command), *arguments.split()], capture_output=True, text=True).stdout
+    assert "keras_dp.cli" in output
+    assert "'tensorflow'" not in output
+    assert "'keras'" not in output
+    if arguments == "--version":
+        assert output.startswith(f"keras_dp {keras_dp.__version__} with Keras {keras.__version__}, TensorFlow ")
 
 
 def test_ratios_are_taken_within_rounds():
@@ -254,25 +327,21 @@ def test_table():
     assert max(map(len, summary.table(rows).splitlines())) <= 128
 
 
-class Options:
-    command = "keras-dp bench"
-    model = "mlp"
-    scaling = "strong"
-
-
 @pytest.mark.parametrize("with_matplotlib", [True, False])
 def test_files(tmp_path, monkeypatch, capsys, with_matplotlib):
     if not with_matplotlib:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    options = Options()
-    options.out = tmp_path
-    bench._write(options, *results())
+    options = argparse.Namespace(command="keras-dp bench", model="mlp", scaling="strong")
+    _, rounds, failures = results()
+    cells = [Cell(engine, 2, 256) for engine in ("keras_dp", "ceiling", "single")]
+    written = bench._results_of(options, FOUND, cells, rounds, failures)
+    bench._write(written, tmp_path)
     with (tmp_path / "bench.csv").open(encoding="utf-8") as file:
         keras_dp_row, ceiling_row, single_row = csv.DictReader(file)
     assert (keras_dp_row["engine"], keras_dp_row["median_milliseconds"]) == ("keras_dp", "6.0")
     assert ceiling_row["median_milliseconds"] == ""
     assert single_row["keras_dp_ratio"] == "0.5"
-    written = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8")) == written
     assert written["command"] == "keras-dp bench"
     assert written["environment"]["keras"] == keras.__version__
     assert [run["step_milliseconds"] for run in written["runs"]] == [[5.0, 6.0, 8.0], [10.0, 12.0, 14.0]]
@@ -281,16 +350,79 @@ def test_files(tmp_path, monkeypatch, capsys, with_matplotlib):
     assert ("pip install keras_dp[bench]" in capsys.readouterr().err) is not with_matplotlib
 
 
+def test_redraw(tmp_path, monkeypatch, capsys):
+    """Table, figure and CSV file come anew from what was measured."""
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "measure_in_new_process", lambda run: measured([10.0, 11.0]))
+    arguments = ["bench", "--towers", "2", "--rounds", "2", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    figure, table = (tmp_path / "bench.png").read_bytes(), (tmp_path / "bench.csv").read_text()
+    for name in ("bench.png", "bench.csv"):
+        (tmp_path / name).unlink()
+    assert main(["bench", "--redraw", str(tmp_path / "bench.json")]) == 0
+    assert capsys.readouterr().out == shown
+    assert ((tmp_path / "bench.png").read_bytes(), (tmp_path / "bench.csv").read_text()) == (figure, table)
+    assert main(["bench", "--redraw", str(tmp_path / "bench.json"), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "bench.png").read_bytes() == figure
+    assert "keras_dp over it: the time of a step of keras_dp, over that of this engine" in shown
+    assert "measured in 2 rounds" in shown
+
+
+@pytest.mark.parametrize(("runs_until", "shown_rounds"), [(0, 0), (3, 1), (6, 2)])
+def test_an_interrupted_benchmark_shows_what_it_has(runs_until, shown_rounds, tmp_path, monkeypatch, capsys):
+    """Ctrl-C in the run after so many, of four in a round."""
+    done = []
+
+    def measure(run):
+        if len(done) == runs_until:
+            raise KeyboardInterrupt
+        done.append(run)
+        return measured([10.0])
+
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "measure_in_new_process", measure)
+    assert main(["bench", "--towers", "2", "--rounds", "3", "--out", str(tmp_path)]) == 130
+    output = capsys.readouterr()
+    if runs_until == 0:
+        assert "interrupted: nothing was measured" in output.err
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert "interrupted: what follows is what was measured by then" in output.err
+    assert f"measured in {shown_rounds} round" in output.out
+    assert "failed" not in output.out
+    assert ("mirrored  " in output.out) is (runs_until > 3)
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert len(written["runs"]) == runs_until
+    assert main(["bench", "--redraw", str(tmp_path / "bench.json")]) == 0
+    assert capsys.readouterr().out == output.out
+
+
+def test_results_are_written_after_each_round(tmp_path, monkeypatch):
+    seen = []
+
+    def measure(run):
+        path = tmp_path / "bench.csv"
+        seen.append(len(json.loads((tmp_path / "bench.json").read_text())["runs"]) if path.exists() else None)
+        return measured([10.0])
+
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "measure_in_new_process", measure)
+    assert main(["bench", "--towers", "1", "--rounds", "3", "--against", "none", "--out", str(tmp_path)]) == 0
+    assert seen == [None, None, 2, 2, 4, 4]
+
+
 def test_engines_take_turns(monkeypatch, capsys):
-    runs = []
+    seen = []
 
     def fake(run):
-        runs.append(run)
+        seen.append(run)
         if run.engine == "mirrored":
             raise RunFailedError("ValueError: not today")
         return measured([10.0, 11.0])
 
-    monkeypatch.setattr(bench, "measure_in_new_process", fake)
+    monkeypatch.setattr(bench.runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(bench.runs, "measure_in_new_process", fake)
     arguments = "bench --model unet --towers 4,2,2 --batch 8 --scaling weak --rounds 2 --steps 7 --batch-norm local"
     assert main(arguments.split()) == 1
     first_round = [
@@ -298,20 +430,21 @@ def test_engines_take_turns(monkeypatch, capsys):
         ("keras_dp", 4, 32), ("ceiling", 4, 32), ("single", 1, 32), ("mirrored", 4, 32),
     ]  # fmt: skip
     second_round = [cell for cell in first_round if cell[0] != "mirrored"]
-    assert [(run.engine, run.towers, run.batch_size) for run in runs] == first_round + second_round
-    assert all((run.model, run.steps, run.batch_norm) == ("unet", 7, "local") for run in runs)
-    assert [run.engine for run in runs if run.count_bytes] == ["keras_dp"] * 2
+    assert [(run.engine, run.towers, run.batch_size) for run in seen] == first_round + second_round
+    assert all((run.model, run.steps, run.batch_norm) == ("unet", 7, "local") for run in seen)
+    assert [run.engine for run in seen if run.count_bytes] == ["keras_dp"] * 2
     output = capsys.readouterr()
-    assert "round 2 of 2: keras_dp on 4 towers" in output.err
+    assert "round 2 of 2: keras_dp on 4 towers, about 0 s to go" in output.err
     assert "mirrored on 4 towers failed:\nValueError: not today" in output.out
     assert arguments in output.out
 
 
 def test_plain_keras_is_measured_once_for_all_towers(monkeypatch):
-    runs = []
-    monkeypatch.setattr(bench, "measure_in_new_process", lambda run: runs.append(run) or measured([10.0]))
+    seen = []
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "measure_in_new_process", lambda run: seen.append(run) or measured([10.0]))
     assert main(["bench", "--towers", "1,2", "--rounds", "1", "--against", "single"]) == 0
-    assert [(run.engine, run.towers, run.batch_size) for run in runs] == [
+    assert [(run.engine, run.towers, run.batch_size) for run in seen] == [
         ("keras_dp", 1, 256), ("ceiling", 1, 256), ("single", 1, 256), ("keras_dp", 2, 256), ("ceiling", 2, 256),
     ]  # fmt: skip
 
@@ -340,4 +473,4 @@ def test_end_to_end(user_directory):
 
 def test_a_failing_run_says_why(user_directory):
     with pytest.raises(RunFailedError, match="RuntimeError: this model cannot be built"):
-        measurement.measure_in_new_process(Run("keras_dp", 2, 4, "user_models:broken"))
+        runs.measure_in_new_process(Run("keras_dp", 2, 4, "user_models:broken"))

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_dp import nvidia
 from keras_dp.cli import launch, main
 
 REPORT = """
@@ -42,7 +44,7 @@ def wait_for(name):
 def user_directory(tmp_path, monkeypatch):
     """The current directory; no GPUs but those that a test says are there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "NVIDIA_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
     for name in ("TF_CONFIG", "KERAS_DP_TOWERS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -143,7 +145,7 @@ sys.stderr.write("one\ntwo")
     output = capsys.readouterr()
     for prefix in ("[0] ", "[1] "):
         lines = [line.removeprefix(prefix) for line in output.out.split("\n") if line.startswith(prefix)]
-        assert lines == ["", "1/3 ━━", "2/3 ━━", "3/3 ━━", "first", "second \ufffd"]
+        assert lines == ["", "3/3 ━━", "first", "second \ufffd"]
     assert sorted(output.err.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 
@@ -176,7 +178,7 @@ def test_lines_are_printed_as_they_come(capfd):
 
 
 def test_nobody_reads_the_output(monkeypatch, capsys):
-    class Closed:
+    class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 

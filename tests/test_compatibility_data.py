@@ -636,6 +636,9 @@ def test_refuses_losses_and_layers_that_ask_for_the_static_batch_size():
     parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS), loss=loss, metrics=None)
     with pytest.raises(ValueError, match=r"ops\.shape"):
         fit(parallel, dataset(X, Y, drop_remainder=True))
+    with pytest.raises(ValueError, match="shape") as error:  # Not every error of Keras that mentions (None, 4) is one of these.
+        fit(parallel, dataset(X[:, :3], Y))
+    assert not getattr(error.value, "__notes__", None)
     model = keras.Sequential([keras.Input(batch_shape=(BATCH, 4)), CountsStatically(), layers.Flatten(), layers.Dense(2)])
     parallel = compiled(keras_dp.DataParallelModel(model, devices=TOWERS))
     with pytest.raises(Exception, match=r"ops\.shape"):
@@ -703,5 +706,13 @@ def test_refuses_tensors_without_rows_or_with_other_numbers_of_rows():
         parallel.train_on_batch(X, Y[:5])
     with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
         fit(parallel, ((x, y[:1]) for x, y in generator(X, Y)))
-    with pytest.raises(ValueError, match=r"\(4,\)"):
-        fit(parallel, tf.data.Dataset.from_tensor_slices((X, Y)))
+    single_rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    with pytest.raises(ValueError, match=r"\(4,\), \(2,\). If these are single rows, make batches of them: dataset.batch\("):
+        fit(parallel, single_rows)
+    with pytest.raises(ValueError, match=r"\(4,\), \(\). If these are single rows, make batches of them: dataset.batch\(32\)"):
+        fit(parallel, single_rows.map(lambda x, y: (x, y[0])))
+    for method in (parallel.predict, keras_dp.DataParallelModel(keras.Sequential([layers.Dense(2)]), devices=TOWERS).predict):
+        with pytest.raises(ValueError, match="shape|ndim") as error:
+            method(single_rows.map(lambda x, y: x))
+        (note,) = error.value.__notes__
+        assert note == "keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32)."

@@ -4,11 +4,17 @@ import contextlib
 import copy
 import gc
 import inspect
+import io
+import json
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import weakref
+import zipfile
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -27,9 +33,8 @@ OF_THE_TOWERS = {
     *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "call"),
     *("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function"),
     *("train_function", "test_function", "predict_function", "compile", "compile_from_config", "optimizer", "jit_compile"),
-    *("run_eagerly", "distribute_strategy", "distribute_reduction_method"),
+    *("run_eagerly", "distribute_strategy", "distribute_reduction_method", "quantize", "from_config"),
 }
-REFUSED = {"get_config", "to_json", "from_config", "save_own_variables"}
 
 
 def build():
@@ -162,7 +167,7 @@ def names_with_a_life_of_their_own(shown, behind, exceptions):
     return ", ".join(own)
 
 
-def test_every_public_name_is_the_inner_models_or_refused():
+def test_every_public_name_is_the_inner_models():
     """Enumerated, so that what Keras adds is noticed; and used, so that what a user overrides is."""
 
     class Users(keras.Model):
@@ -171,10 +176,7 @@ def test_every_public_name_is_the_inner_models_or_refused():
     inputs = keras.Input((4,))
     model = Users(inputs, layers.Dense(2)(inputs))
     parallel = compiled(keras_dp.DataParallelModel(model, devices=2))
-    assert names_with_a_life_of_their_own(parallel, model, OF_THE_TOWERS | REFUSED) == ""
-    for name in REFUSED:
-        with pytest.raises(ValueError, match="parallel.inner_model"):
-            getattr(parallel, name)(*[{}] * (name in ("from_config", "save_own_variables")))
+    assert names_with_a_life_of_their_own(parallel, model, OF_THE_TOWERS) == ""
 
 
 def test_every_public_name_of_the_optimizer_is_the_users():
@@ -183,7 +185,7 @@ def test_every_public_name_of_the_optimizer_is_the_users():
 
     users = Users(0.05)
     parallel = compiled(keras_dp.DataParallelModel(build(), devices=2), optimizer=users)
-    assert names_with_a_life_of_their_own(parallel.optimizer, users, {"get_config", "from_config"}) == ""
+    assert names_with_a_life_of_their_own(parallel.optimizer, users, {"from_config"}) == ""
     assert isinstance(parallel.optimizer, keras_dp.DataParallelOptimizer)
     assert parallel.optimizer.inner_optimizer is parallel.inner_model.optimizer is users
 
@@ -351,10 +353,10 @@ def test_summary():
         return lines
 
     parallel = compiled(keras_dp.DataParallelModel(build(), devices=2))
-    assert lines_of(parallel) == lines_of(parallel.inner_model)
+    assert lines_of(parallel) == [*lines_of(parallel.inner_model), " Devices: 2 towers on CPU:0 and CPU:1"]
     assert "body" in "".join(lines_of(parallel))
     parallel.get_layer("body").trainable = False
-    assert lines_of(parallel) == lines_of(parallel.inner_model)
+    assert lines_of(parallel)[:-1] == lines_of(parallel.inner_model)
 
 
 def test_saving(tmp_path):
@@ -427,22 +429,178 @@ def test_tensorflows_checkpoints(tmp_path):
     assert_same(plain.predict(X, verbose=0), next(iter(outputs.values())), 1e-12)
 
 
-@pytest.mark.parametrize(
-    "serialize",
-    [
-        lambda model, path: keras.saving.save_model(model, path / "new.keras"),
-        lambda model, path: keras.saving.save_weights(model, path / "new.weights.h5"),
-        lambda model, path: keras.models.clone_model(model),
-        lambda model, path: pickle.dumps(model),
-        lambda model, path: copy.copy(model),
-        lambda model, path: copy.deepcopy(model),
-    ],
-    ids=["save_model", "save_weights", "clone_model", "pickle", "copy", "deepcopy"],
-)
-def test_the_wrapper_itself_is_neither_copied_nor_serialized(serialize, tmp_path):
+def content(path):
+    """What a file of Keras holds: its configuration, and the values of all variables by their paths."""
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+        with h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as weights:
+            values = {}
+            weights.visititems(lambda name, item: values.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
+    return config, values
+
+
+def test_functions_that_save_models(tmp_path):
+    """`keras.saving.save_model` and the like take the wrapper, too: the files are those of the inner model."""
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=3))
+    train(parallel)
+    for saved, name in ((parallel, "wrapper"), (parallel.inner_model, "inner")):
+        keras.saving.save_model(saved, tmp_path / f"{name}.keras")
+    keras.saving.save_weights(parallel, tmp_path / "wrapper.weights.h5")
+    keras.models.save_model(parallel, tmp_path / "wrapper.h5")
+    (config, saved_values), (of_inner, values_of_inner) = (content(tmp_path / f"{name}.keras") for name in ("wrapper", "inner"))
+    assert config == of_inner
+    assert_same(values_of_inner, saved_values, 0)
+    assert len(saved_values) > len(parallel.weights)  # with the optimizer's
+
+    plain, again = build(), keras_dp.DataParallelModel(build(), devices=2)
+    loaded = [keras.models.load_model(tmp_path / f"wrapper.{kind}") for kind in ("keras", "h5")]
+    keras.saving.load_weights(plain, tmp_path / "wrapper.weights.h5")
+    keras.saving.load_weights(again, tmp_path / "wrapper.weights.h5")
+    for model in (*loaded, plain, again):
+        assert_same(parallel.get_weights(), model.get_weights(), 0)
+    assert {type(model) for model in loaded} == {type(build())}
+    assert_same(values(parallel.optimizer), values(loaded[0].optimizer), 0)
+
+
+def test_configurations():
+    """What tools write down of a model is the inner model's."""
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=2))
+    assert parallel.get_config() == parallel.inner_model.get_config()
+    assert parallel.to_json() == parallel.inner_model.to_json()
+    assert parallel.get_build_config() == parallel.inner_model.get_build_config()
+    assert parallel.get_compile_config() == parallel.inner_model.get_compile_config()
+    assert type(keras.models.model_from_json(parallel.to_json())) is type(build())
+    with pytest.raises(ValueError, match=r"that of the object inside. Rebuild that, .* and wrap it: keras_dp.DataPar"):
+        keras_dp.DataParallelModel.from_config(parallel.get_config())
+
+
+SETTINGS = {
+    "devices": ["CPU:2", "CPU:0"],
+    "parameter_device": "sharded",
+    "batch_norm": "local",
+    "loss_scope": "tower",
+    "gradient_dtype": "bfloat16",
+}
+
+
+class Registered(keras.Model):
+    """A user's class with a configuration, which changes nothing but what `from_config` is given."""
+
+    def __init__(self, units, **arguments):
+        super().__init__(**arguments)
+        self.units = units
+        self.dense = layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**{**config, "dtype": "float64"})
+
+
+def registered():
+    model = Registered(2)
+    model(X)
+    return model
+
+
+def sequential():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(2)])
+
+
+@pytest.mark.parametrize("clone", [keras.models.clone_model, lambda model: model.__class__.from_config(model.get_config())])
+@pytest.mark.parametrize("build", [build, sequential, registered], ids=["functional", "sequential", "subclassed"])
+def test_clones(build, clone):
+    """A clone of a wrapper is a wrapper, with the same settings around a clone of the inner model."""
+
+    def script(model):
+        clones = [compiled(clone(compiled(model)))]
+        clones.append(compiled(clone(clones[0])))
+        for each in clones:
+            each(X)
+            each.set_weights(model.get_weights())
+        return [train(each) for each in clones], train(model)
+
+    _, parallel = assert_same_script(build, script, 3)
+    configured = keras_dp.DataParallelModel(build(), **SETTINGS)
+    cloned = clone(clone(configured))
+    assert isinstance(cloned, keras_dp.DataParallelModel)
+    assert type(cloned.inner_model) is type(parallel.inner_model)
+    assert not {id(layer) for layer in cloned.layers} & {id(layer) for layer in configured.layers}
+    assert all(getattr(cloned, f"_{name}") == SETTINGS[name] for name in ("batch_norm", "loss_scope", "gradient_dtype"))
+    assert (cloned.devices, cloned.parameter_device) == (["CPU:2", "CPU:0"], "sharded")
+
+
+def test_clones_with_a_function_for_each_layer_are_made_of_the_inner_model():
     parallel = keras_dp.DataParallelModel(build(), devices=2)
-    with pytest.raises(ValueError, match=r"(?s)parallel.save\(...\), or parallel.inner_model"):
-        serialize(parallel, tmp_path)
+    with pytest.raises(ValueError, match="only supported for Sequential models or Functional models.*DataParallelModel"):
+        keras.models.clone_model(parallel, clone_function=lambda layer: layer)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_copies(copied):
+    """As with Keras, everything is copied: weights, the optimizer's state, and here the towers."""
+
+    def script(model):
+        first = train(compiled(model))
+        other = copied(model)
+        second = train(model)
+        assert_same(second, train(other), 1e-12)
+        assert_same(values(model.optimizer), values(other.optimizer), 1e-12)
+        return first, second
+
+    _, parallel = assert_same_script(build, script, 3)
+    other = copied(parallel)
+    assert isinstance(other, keras_dp.DataParallelModel)
+    assert other.devices == parallel.devices
+
+
+def test_pickles_hold_the_inner_model(tmp_path):
+    """As files do: another process needs neither keras_dp nor as many devices."""
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=3))
+    train(parallel)
+    loaded = pickle.loads(pickle.dumps(parallel))
+    assert type(loaded) is type(parallel.inner_model)
+    assert_same(parallel.get_weights(), loaded.get_weights(), 0)
+    assert_same(values(parallel.optimizer), values(loaded.optimizer), 0)
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps(parallel))
+    np.save(tmp_path / "x.npy", X)
+    script = """
+import pickle, sys
+import numpy as np
+with open("model.pickle", "rb") as file:
+    model = pickle.load(file)
+assert "keras_dp" not in sys.modules
+np.save("y.npy", model.predict(np.load("x.npy"), verbose=0))
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    assert_same(parallel.predict(X, verbose=0), np.load(tmp_path / "y.npy"), 1e-6)
+
+
+@pytest.mark.filterwarnings(r"ignore:(?s).*tf.lite.Interpreter is deprecated")
+def test_tensorflow_lite():
+    """Its converter takes the wrapper of a model with a single input of floats; of others it could not tell them apart."""
+    keras.config.set_floatx("float32")
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    interpreter = tf.lite.Interpreter(model_content=tf.lite.TFLiteConverter.from_keras_model(parallel).convert())
+    interpreter.allocate_tensors()
+    (given,), (returned,) = interpreter.get_input_details(), interpreter.get_output_details()
+    interpreter.set_tensor(given["index"], X[:1].astype("float32"))
+    interpreter.invoke()
+    assert_same(parallel.predict(X[:1], verbose=0), interpreter.get_tensor(returned["index"]), 1e-5)
+
+    tokens = keras.Input((3,), dtype="int32")
+    embedded = keras.Model(tokens, layers.Dense(2)(layers.Flatten()(layers.Embedding(5, 2)(tokens))))
+    first, second = keras.Input((3,)), keras.Input((2,))
+    with_two = keras.Model([first, second], layers.Dense(2)(layers.Concatenate()([first, second])))
+    for refused in (embedded, with_two):
+        converter = tf.lite.TFLiteConverter.from_keras_model(keras_dp.DataParallelModel(refused, devices=2))
+        with pytest.raises(ValueError, match=r"from_keras_model\(parallel.inner_model\)"):
+            converter.convert()
 
 
 def test_freezing():
@@ -747,5 +905,5 @@ def test_what_the_wrapper_is():
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     assert isinstance(parallel, keras.Model)
     assert not isinstance(parallel, type(parallel.inner_model))
-    assert repr(parallel) == str(parallel) == "<DataParallelModel name=users, built=True>"
+    assert repr(parallel) == str(parallel) == "<DataParallelModel name=users, built=True, 2 towers on CPU:0 and CPU:1>"
     assert {parallel: 1}[parallel] == 1

@@ -48,6 +48,22 @@ def parallel_model():
     return parallel
 
 
+def test_what_the_world_sees_is_the_default_strategy():
+    """KerasTuner asks it whether to write checkpoints; others enter its scope, or look what it is."""
+    parallel, default = parallel_model(), tf.distribute.get_strategy()
+    strategy = parallel.distribute_strategy
+    assert isinstance(strategy, tf.distribute.Strategy)
+    assert type(default) is strategy.__class__
+    assert strategy.extended is default.extended
+    assert strategy.extended.should_checkpoint
+    assert strategy.num_replicas_in_sync == 1
+    with strategy.scope():
+        assert not tf.distribute.has_strategy()
+        assert len(parallel.fit(X, Y, verbose=0).history["loss"]) == 1
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = strategy.no_such_name
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
 def test_refuses_empty_datasets():

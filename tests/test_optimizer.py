@@ -1,5 +1,8 @@
 """DataParallelOptimizer combines gradients as asked, and is its inner optimizer in everything else."""
 
+import copy
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -109,25 +112,75 @@ def test_shows_the_inner_optimizers_face():
     assert scaled.scale_loss(2.0) == 16.0
 
 
-def test_round_trips_through_its_config_and_its_weights():
+def trained_optimizer():
+    """On a parameter device, with state, and the weight that it trained."""
     weight = variable()
     optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.5, clipnorm=1.0), parameter_device="CPU:1")
     optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
-    copies = [
-        keras_dp.DataParallelOptimizer.from_config(optimizer.get_config()),
-        keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer)),
-    ]
-    for copy in copies:
-        assert copy.get_config() == optimizer.get_config()
-        assert copy.parameter_device == "CPU:1"
-        assert copy.inner_optimizer.clipnorm == 1.0
-        copy.build([weight])
-        copy.set_weights([v.numpy() for v in optimizer.variables])
-        store = {}
-        optimizer.save_own_variables(store)
-        copy.load_own_variables(store)
-        for a, b in zip(optimizer.variables, copy.variables, strict=True):
-            np.testing.assert_array_equal(a.numpy(), b.numpy())
+    return optimizer, weight
+
+
+def values(optimizer):
+    return [variable.numpy().tolist() for variable in optimizer.variables]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda optimizer: optimizer.__class__.from_config(optimizer.get_config()),
+        lambda optimizer: keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)),
+        lambda optimizer: keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer)),
+        lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    ],
+    ids=["config", "optimizers", "saving", "pickle"],
+)
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+def test_who_writes_it_down_gets_the_optimizer_inside(copied):
+    """Its class, its configuration and its state: tools that log optimizers know it, and what is saved needs no keras_dp."""
+    optimizer, weight = trained_optimizer()
+    assert optimizer.get_config() == optimizer.inner_optimizer.get_config()
+    assert keras.optimizers.serialize(optimizer) == keras.optimizers.serialize(optimizer.inner_optimizer)
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert not isinstance(optimizer, keras.optimizers.SGD)
+    copy = copied(optimizer)
+    assert type(copy) is keras.optimizers.Adam
+    assert copy.get_config() == optimizer.get_config()
+    copy.build([weight])
+    store = {}
+    optimizer.save_own_variables(store)
+    copy.load_own_variables(store)
+    assert values(copy) == values(optimizer)
+
+
+def test_a_plain_model_compiled_with_it_is_saved_without_it(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.5)), "mse")
+    model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert values(loaded.optimizer) == values(model.optimizer)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda optimizer: type(optimizer).from_config(optimizer.get_config())],
+    ids=["copy", "deepcopy", "clone"],
+)
+def test_copies_stay_what_they_are(copied):
+    optimizer = keras_dp.DataParallelOptimizer(
+        keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), parameter_device="CPU:1", accumulate="rows"
+    )
+    other = copied(copied(optimizer))
+    assert isinstance(other, keras_dp.DataParallelOptimizer)
+    assert other.inner_optimizer is not optimizer.inner_optimizer
+    assert other.get_config() == optimizer.get_config()
+    assert (other.parameter_device, other.accumulate) == ("CPU:1", "rows")
+
+
+def test_a_configuration_alone_does_not_make_one():
+    with pytest.raises(ValueError, match=r"that of the object inside. .*wrap it: keras_dp.DataParallelOptimizer\(inner_opt"):
+        keras_dp.DataParallelOptimizer.from_config(trained_optimizer()[0].get_config())
 
 
 def test_learning_rate_schedules_and_names():
@@ -146,7 +199,7 @@ def test_refuses_what_does_not_fit():
         keras_dp.DataParallelOptimizer(optimizer)
     with pytest.raises(ValueError, match="no device 'CPU:8'"):
         keras_dp.DataParallelOptimizer("sgd", parameter_device="CPU:8")
-    with pytest.raises(ValueError, match='"sum" or "mean".*reduction=\'max\''):
+    with pytest.raises(ValueError, match="one of 'sum', 'mean'.*reduction='max'"):
         optimizer.apply_tower_gradients([[np.ones(2)]], [variable()], "max")
     with pytest.raises(ValueError, match=r"lists of \[2, 1\] gradients for 2 variables"):
         optimizer.apply_tower_gradients([[np.ones(2)] * 2, [np.ones(2)]], [variable(), variable()])

@@ -31,9 +31,9 @@ def test_devices_by_default_number_and_name():
     [
         (0, "at least one tower.*devices=0"),
         ([], r"at least one tower.*devices=\[\]"),
-        (5, r"only 4 devices.*CPU:0, CPU:1, CPU:2, CPU:3.*devices=5"),
+        (5, r"sees no GPU.*keras_dp\[cuda\].*use_logical_cpus\(5\).*devices=5, and the CPU as CPU:0 to CPU:3"),
         (["CPU:9"], "no device 'CPU:9'. The devices are: CPU:0, CPU:1, CPU:2, CPU:3"),
-        (["GPU:0"], "no device 'GPU:0'"),
+        (["GPU:0"], r"no device 'GPU:0'.*TensorFlow sees no GPU; on a machine that has some, pip install .keras_dp\[cuda\]"),
         (["CPU:1", "/device:CPU:1"], "CPU:1 more than once"),
         ("CPU:0", "a list of names.*devices='CPU:0'"),
         (True, "devices=True"),
@@ -45,9 +45,21 @@ def test_refuses_devices(devices, message):
         keras_dp.DataParallelModel(build(), devices=devices)
 
 
+@pytest.mark.parametrize(("gpus", "seen"), [(1, "1 GPU, GPU:0"), (4, "4 GPUs, GPU:0 to GPU:3")])
+def test_refuses_more_towers_than_gpus(gpus, seen, monkeypatch):
+    monkeypatch.setattr(placement, "available_devices", lambda: [f"GPU:{i}" for i in range(gpus)] + ["CPU:0", "CPU:1"])
+    assert placement.tower_devices(None) == [f"GPU:{i}" for i in range(gpus)]
+    with pytest.raises(
+        ValueError, match=f"TensorFlow sees {seen}. Received: devices=5. Give a smaller number, or None for all"
+    ):
+        placement.tower_devices(5)
+
+
 def test_refuses_parameter_devices():
-    with pytest.raises(ValueError, match="no device 'CPU:7'"):
+    with pytest.raises(ValueError, match="no device 'CPU:7'.* Or it is 'sharded'.$"):
         keras_dp.DataParallelModel(build(), parameter_device="CPU:7")
+    with pytest.raises(ValueError, match="no device 'shard'.* Did you mean 'sharded'?"):
+        keras_dp.DataParallelModel(build(), parameter_device="shard")
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])

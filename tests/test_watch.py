@@ -126,7 +126,7 @@ def test_workers_that_start_late_are_waited_for_and_named(group_of, caplog):
     group.start(1, 3)
 
     def start_once_missed():
-        wait_until(lambda: "waits for" in caplog.text)
+        wait_until(lambda: "Waiting for" in caplog.text)
         group.start(2)
 
     late = threading.Thread(target=start_once_missed)
@@ -135,7 +135,7 @@ def test_workers_that_start_late_are_waited_for_and_named(group_of, caplog):
         group.watch.wait_for_all(PATIENCE)
     late.join()
     messages = {record.getMessage() for record in caplog.records if record.name == "keras_dp"}
-    assert messages == {f"keras_dp waits for Worker 2 ({group.addresses[2]}), 0 s so far"}
+    assert messages == {f"Waiting for Worker 2 ({group.addresses[2]}), 0 s so far"}
 
 
 def test_workers_that_are_there_are_not_missed(group_of, caplog):

@@ -66,7 +66,7 @@ def test_a_worker_that_is_stopped_is_given_up_in_time(tmp_path):
 
 def test_a_late_worker_is_waited_for_with_a_message(tmp_path):
     with Workers("training.py", 2, tmp_path, 0, tmp_path / "backup", "--epochs", 1) as workers:
-        workers.start(0).wait_for_output("keras_dp waits for Worker 1", 0)
+        workers.start(0).wait_for_output("Waiting for Worker 1", 0)
         workers.start(1)
         assert workers.wait() == [0, 0]
         assert "weights" in workers.output(0)

@@ -8,6 +8,7 @@ import random
 import time
 from unittest import mock
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -22,8 +23,9 @@ from keras_dp.workers import WorkerGroup, current_workers, share_random_state
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
     for name in os.environ:
-        if name in ("TF_CONFIG", "KERAS_DP_TOWERS") or name.startswith("SLURM"):
+        if name in ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART") or name.startswith("SLURM"):
             monkeypatch.delenv(name)
+    module._warn_once.cache_clear()
 
 
 # Alone
@@ -60,7 +62,7 @@ def test_alone_there_is_nothing_to_agree_on():
 
 @pytest.mark.parametrize("communication", ["mpi", "RING", None, 1])
 def test_other_communication_is_refused(communication):
-    with pytest.raises(ValueError, match=f'must be "ring" or "nccl". Received: communication={communication!r}'):
+    with pytest.raises(ValueError, match=f"must be one of 'ring', 'nccl'.* Received: communication={communication!r}"):
         keras_dp.connect_workers(communication=communication)
 
 
@@ -104,6 +106,61 @@ def test_towers_that_are_there_already_stay(monkeypatch):
     monkeypatch.setenv("KERAS_DP_TOWERS", "3")
     with pytest.raises(RuntimeError, match="count=3, while TensorFlow has already started with 4"):
         keras_dp.connect_workers()
+
+
+# Not connected
+
+TWO_WORKERS = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "a",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_PROCID": "1",
+    "SLURMD_NODENAME": "a",
+    "SLURM_LOCALID": "1",
+}
+
+
+def wrap_a_model():
+    return keras_dp.DataParallelModel(keras.Sequential([keras.layers.Dense(1)]), devices=1)
+
+
+def test_launched_workers_that_nobody_connects_are_refused(monkeypatch):
+    """Each would train a model of its own in silence, and overwrite the others' files."""
+    monkeypatch.setenv("TF_CONFIG", TWO_WORKERS)
+    monkeypatch.setenv("KERAS_DP_RESTART", "0")
+    with pytest.raises(
+        RuntimeError, match=r"worker 1 of 2, says TF_CONFIG, but connect_workers\(\) was not called.*top of the script"
+    ):
+        wrap_a_model()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"TF_CONFIG": TWO_WORKERS}, "worker 1 of 2, says TF_CONFIG"),
+        (SLURM, "worker 1 of 2, says Slurm"),
+        ({"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
+    ],
+    ids=["TF_CONFIG", "Slurm", "malformed"],
+)
+def test_other_workers_that_nobody_connects_are_warned_of_once(variables, said, monkeypatch, caplog):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        wrap_a_model()
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+    assert said in message
+    assert "connect_workers() was not called" in message
+    assert "If each is meant to train alone, all is well." in message
+
+
+def test_a_single_launched_worker_needs_no_connection(monkeypatch, caplog):
+    config = {"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    monkeypatch.setenv("KERAS_DP_RESTART", "0")
+    wrap_a_model()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,10 @@ def test_exports_are_the_inner_models(tmp_path):
 
 
 def test_refuses_what_is_no_plain_model():
-    with pytest.raises(ValueError, match="wraps a keras.Model. Received: 3"):
+    with pytest.raises(ValueError, match=r"wraps a keras.Model, as keras.Sequential\(.*Received: 3 of type <class 'int'>$"):
         keras_dp.DataParallelModel(3)
+    with pytest.raises(ValueError, match="Call it, and wrap what it returns"):
+        keras_dp.DataParallelModel(build)
     with pytest.raises(ValueError, match="DataParallelModel already.*'users_model'"):
         keras_dp.DataParallelModel(keras_dp.DataParallelModel(build(), devices=2))
 
@@ -50,3 +52,51 @@ def test_refuses_tf_distribute():
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     with strategy.scope(), pytest.raises(ValueError, match="tf.distribute scope"):
         parallel.compile("sgd", "mse")
+    parallel.compile("sgd", "mse")
+    y = np.ones((6, 2))
+    calls = [
+        *(lambda: parallel.fit(X, y, verbose=0), lambda: parallel.evaluate(X, y, verbose=0)),
+        *(lambda: parallel.predict(X, verbose=0), lambda: parallel.train_on_batch(X, y)),
+        *(lambda: parallel.test_on_batch(X, y), lambda: parallel.predict_on_batch(X)),
+    ]
+    for call in calls:
+        with strategy.scope(), pytest.raises(ValueError, match="cannot run inside a tf.distribute scope. Remove"):
+            call()
+        call()
+
+
+def of_keras_2(name, **attributes):
+    """An object as the package of Keras 2 makes it."""
+    return type(name, (), {"__module__": "tf_keras.src.engine.training", **attributes})()
+
+
+def test_names_keras_2():
+    with pytest.raises(
+        ValueError, match="This model is of Keras 2, and keras_dp is for Keras 3.*TF_USE_LEGACY_KERAS.*tf_keras"
+    ):
+        keras_dp.DataParallelModel(of_keras_2("Sequential"))
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    for wrong in (parallel.compile, keras_dp.DataParallelOptimizer):
+        with pytest.raises(ValueError, match="This optimizer is of Keras 2, and keras_dp is for Keras 3"):
+            wrong(of_keras_2("Adam"))
+
+
+def test_callbacks_that_look_at_the_model_are_given_it_once(tmp_path):
+    """Validation hands them on in a list: TensorBoard, given its model twice, wrote its embeddings without their metadata."""
+    given = []
+
+    class Board(keras.callbacks.TensorBoard):
+        def set_model(self, model):
+            given.append(model)
+            super().set_model(model)
+
+    inner = build()
+    parallel = keras_dp.DataParallelModel(inner, devices=2)
+    parallel.compile("sgd", "mse")
+    y = np.ones((6, 2))
+    parallel.fit(X, y, validation_data=(X, y), epochs=2, callbacks=[Board(tmp_path)], verbose=0)
+    assert given == [inner]
+    listed = keras.callbacks.CallbackList([Board(tmp_path)], model=parallel)
+    for _ in range(2):
+        parallel.evaluate(X, y, callbacks=listed, verbose=0)
+    assert given == [inner, parallel, inner]

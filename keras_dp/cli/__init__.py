@@ -1,11 +1,17 @@
-"""The command `keras-dp`: each of its commands is a module of this package, with `add_arguments` and `run`."""
+"""The command `keras-dp`: each of its commands is a module of this package, with `add_arguments` and `run`.
+
+These modules do not import TensorFlow, which takes seconds: whatever needs it runs in a process of its own.
+"""
 
 import argparse
+import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from keras_dp.cli import bench, launch
+from keras_dp.version import __version__
 
 COMMANDS = {"bench": bench, "launch": launch}
 
@@ -24,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="keras-dp", description="Tools for data-parallel training with Keras.")
+    parser.add_argument("--version", action="version", version=versions(), help="say the versions, and end")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     for name, command in COMMANDS.items():
         description = command.__doc__ or name
@@ -41,3 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except argparse.ArgumentError as error:
         parser.error(str(error))
+
+
+def versions() -> str:
+    """The versions of keras_dp and of what it runs with, in a line."""
+    beside = [f"{title} {metadata.version(package)}" for title, package in (("Keras", "keras"), ("TensorFlow", "tensorflow"))]
+    return f"keras_dp {__version__} with {', '.join(beside)}, Python {platform.python_version()}"

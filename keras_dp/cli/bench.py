@@ -8,35 +8,45 @@ logical device per tower. The engines:
   ceiling    its towers without the sums over them: all that the others take longer is what data parallelism costs
   single     plain Keras on one device, with all cores
   mirrored   tf.distribute.MirroredStrategy
+
+With --out, results are written after each round. Ctrl-C ends a benchmark with what is measured by then, and --redraw makes
+table and figure anew from a bench.json.
 """
 
 import argparse
 import dataclasses
+import functools
+import importlib.util
 import json
+import re
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
+from keras_dp import choices
+from keras_dp.cli import plot, runs, summary
+from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
+from keras_dp.cli.summary import Cell
 
-from keras_dp.batch_norm import MODES
-from keras_dp.cli import environment, models, plot, summary
-from keras_dp.cli.measurement import Measurement, Run, RunFailedError, measure_in_new_process
-from keras_dp.cli.summary import Cell, Row
-
+MODELS = ("mlp", "resnet20", "resnet50", "transformer", "unet")
 ALWAYS = ("keras_dp", "ceiling")
 OTHERS = ("single", "mirrored")
+INTERRUPTED = 130  # the exit code of what SIGINT ends
+NO_FIGURE = "bench.png is not drawn, for want of matplotlib: pip install keras_dp[bench], and draw it with --redraw."
+
+_DEVICE = re.compile(r"(/?device:)?(CPU|GPU):\d+", re.IGNORECASE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    models_known = ", ".join(models.BUILT_IN)
     parser.add_argument(
         "--model",
         type=_argument(_model),
         default="mlp",
-        help=f"{models_known}, or my_module:build_function, which returns a built keras.Model; if that is compiled, it is "
+        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; if that is compiled, it is "
         "trained as it is, and else with SGD and the mean squared error (default: %(default)s)",
     )
     parser.add_argument(
@@ -60,8 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ENGINE,...",
         help="what to compare with: single, mirrored, or none (default: single,mirrored)",
     )
-    parser.add_argument("--parameter-device", metavar="DEVICE", help='where the variables live, or "sharded" over the towers')
-    parser.add_argument("--batch-norm", choices=MODES, default="sync", help="whose moments normalize (default: %(default)s)")
+    parser.add_argument(
+        "--parameter-device",
+        type=_argument(_parameter_device),
+        metavar="DEVICE",
+        help='where the variables live, as CPU:0, or "sharded" over the towers',
+    )
+    parser.add_argument(
+        "--batch-norm",
+        choices=choices.values_of(choices.BatchNorm),
+        default="sync",
+        help="whose moments normalize (default: %(default)s)",
+    )
     parser.add_argument("--gradient-dtype", choices=("bfloat16", "float16"), help="of gradients sent from the towers")
     parser.add_argument(
         "--jit-compile", action="store_true", help="let XLA compile what it can reach, in a model that is not compiled already"
@@ -76,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="record steps of keras_dp in DIRECTORY/profile, for TensorBoard; needs --out"
     )
+    parser.add_argument(
+        "--redraw",
+        type=_argument(_results),
+        metavar="bench.json",
+        help="measure nothing: make table and figure anew, beside the file or in --out",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,36 +111,70 @@ def run(options: argparse.Namespace) -> int:
         options: what `add_arguments` declares, and `command`, the command line.
 
     Returns:
-        The exit code: 1 if one of the runs has failed, and else 0.
+        The exit code: 1 if one of the runs has failed, 130 if the benchmark was interrupted, and else 0.
 
     Raises:
-        argparse.ArgumentError: if the options do not go together, or the machine has too few GPUs.
+        argparse.ArgumentError: if the options do not go together, the model cannot be measured, or there are too few GPUs.
     """
+    if options.redraw is not None:
+        path, results = options.redraw
+        _show(results)
+        _write(results, options.out or path.parent)
+        return 0
+    survey = _survey(options)
+    cells = _cells(options, survey)
+    rounds: list[dict[Cell, Measurement]] = []
+    failures: dict[Cell, str] = {}
+    results = functools.partial(_results_of, options, survey, cells, rounds, failures)
+    interrupted = False
+    try:
+        for _ in _measure(options, cells, rounds, failures):
+            if options.out is not None:
+                _write(results(), options.out)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not any(rounds) and not failures:
+        _say("\ninterrupted: nothing was measured")
+        return INTERRUPTED
+    if interrupted:
+        _say("\ninterrupted: what follows is what was measured by then")
+        if options.out is not None:
+            _write(results(), options.out)
+    _show(results())
+    return INTERRUPTED if interrupted else int(bool(failures))
+
+
+def _survey(options: argparse.Namespace) -> Survey:
+    """Looks for whatever would stop the benchmark later."""
     if options.profile and options.out is None:
         raise argparse.ArgumentError(None, "--profile needs a directory to write to. Add --out DIRECTORY.")
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    if gpus and max(options.towers) > gpus:
+    if options.out is not None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=options.out).close()
+        except OSError as error:
+            raise argparse.ArgumentError(None, f"--out: nothing can be written there: {error}") from error
+        if importlib.util.find_spec("matplotlib") is None:
+            _say(NO_FIGURE)
+    _say(f"looking at the model {options.model} and at this machine")
+    try:
+        survey = runs.survey_in_new_process(options.model)
+    except RunFailedError as error:
+        raise argparse.ArgumentError(None, f"--model: {options.model} cannot be built:\n{error}") from error
+    if survey.problem is not None:
+        raise argparse.ArgumentError(None, f"--model: {survey.problem}")
+    if survey.gpus and max(options.towers) > survey.gpus:
         raise argparse.ArgumentError(
             None,
-            f"--towers: there are only {gpus} GPUs. Received: {max(options.towers)}. Use fewer, or hide the GPUs from "
+            f"--towers: there are only {survey.gpus} GPUs. Received: {max(options.towers)}. Use fewer, or hide the GPUs from "
             "TensorFlow with CUDA_VISIBLE_DEVICES=-1 to measure on the CPU.",
         )
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-    cells = _cells(options)
-    rounds, failures = _measure(options, cells)
-    rows = [summary.summarize(cell, rounds) for cell in cells]
-    print(f"{environment.description()}\n{options.command}\n\n{summary.table(rows)}")
-    for cell, message in failures.items():
-        print(f"\n{cell.engine} on {_devices(cell)} failed:\n{message}")
-    if options.out is not None:
-        _write(options, rows, rounds, failures)
-    return 1 if failures else 0
+    return survey
 
 
-def _cells(options: argparse.Namespace) -> list[Cell]:
+def _cells(options: argparse.Namespace, survey: Survey) -> list[Cell]:
     """What to measure, in the order of the table."""
-    batch_size = options.batch or models.workload(options.model).batch_size
+    batch_size = options.batch or survey.batch_size
     return [
         Cell(engine, towers, batch_size * towers if options.scaling == "weak" else batch_size)
         for towers in options.towers
@@ -122,21 +182,42 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def _measure(options: argparse.Namespace, cells: Sequence[Cell]) -> tuple[list[dict[Cell, Measurement]], dict[Cell, str]]:
-    """The measurements of each round, and why runs have failed; what failed once is not run again."""
-    rounds: list[dict[Cell, Measurement]] = []
-    failures: dict[Cell, str] = {}
+def _measure(
+    options: argparse.Namespace,
+    cells: Sequence[Cell],
+    rounds: list[dict[Cell, Measurement]],
+    failures: dict[Cell, str],
+) -> Any:
+    """Fills in the measurements of each round, and why runs have failed, and gives way after each round.
+
+    What failed once is not run again.
+    """
+    measured = list(dict.fromkeys(cell.measured for cell in cells))
+    begin, done = time.monotonic(), 0
     for number in range(1, options.rounds + 1):
         rounds.append({})
-        for cell in dict.fromkeys(cell.measured for cell in cells):
+        for cell in measured:
             if cell in failures:
                 continue
-            print(f"round {number} of {options.rounds}: {cell.engine} on {_devices(cell)}", file=sys.stderr, flush=True)
+            left = (len(measured) - len(failures)) * options.rounds - done
+            remaining = f", about {_duration((time.monotonic() - begin) / done * left)} to go" if done else ""
+            _say(f"round {number} of {options.rounds}: {cell.engine} on {_devices(cell)}{remaining}")
             try:
-                rounds[-1][cell] = measure_in_new_process(_run(options, cell, number))
+                rounds[-1][cell] = runs.measure_in_new_process(_run(options, cell, number))
             except RunFailedError as error:
                 failures[cell] = str(error)
-    return rounds, failures
+            done += 1
+        yield
+
+
+def _say(text: str) -> None:
+    """Prints how the benchmark gets on."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def _run(options: argparse.Namespace, cell: Cell, number: int) -> Run:
@@ -162,17 +243,20 @@ def _devices(cell: Cell) -> str:
     return f"{cell.towers} tower{'s' if cell.towers > 1 else ''}"
 
 
-def _write(
+def _results_of(
     options: argparse.Namespace,
-    rows: Sequence[Row],
+    survey: Survey,
+    cells: Sequence[Cell],
     rounds: Sequence[Mapping[Cell, Measurement]],
     failures: Mapping[Cell, str],
-) -> None:
-    """Writes bench.json, bench.csv and, if there is matplotlib, bench.png."""
-    everything = {
+) -> dict[str, Any]:
+    """All that was measured, as it is written."""
+    known = {*failures, *(cell for measurements in rounds for cell in measurements)}
+    return {
         "command": options.command,
-        "environment": environment.environment(),
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "title": f"{options.model}, {options.scaling} scaling",
+        "environment": survey.environment,
+        "rows": [dataclasses.asdict(summary.summarize(cell, rounds)) for cell in cells if cell.measured in known],
         "runs": [
             {"round": number, **cell._asdict(), **dataclasses.asdict(measurement)}
             for number, measurements in enumerate(rounds, 1)
@@ -180,12 +264,29 @@ def _write(
         ],
         "failures": [{**cell._asdict(), "message": message} for cell, message in failures.items()],
     }
-    (options.out / "bench.json").write_text(json.dumps(everything, indent=1), encoding="utf-8")
-    summary.write_csv(rows, options.out / "bench.csv")
+
+
+def _show(results: Mapping[str, Any]) -> None:
+    """Prints the table."""
+    rows = [summary.Row(**row) for row in results["rows"]]
+    rounds = max((run["round"] for run in results["runs"]), default=0)
+    print(f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(rows)}\n\n{summary.LEGEND}")
+    print(f"measured in {rounds} round{'' if rounds == 1 else 's'}")
+    for failure in results["failures"]:
+        cell = Cell(*(failure[name] for name in Cell._fields))
+        print(f"\n{cell.engine} on {_devices(cell)} failed:\n{failure['message']}")
+
+
+def _write(results: Mapping[str, Any], directory: Path) -> None:
+    """Writes bench.json, bench.csv and, if there is matplotlib, bench.png."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [summary.Row(**row) for row in results["rows"]]
+    (directory / "bench.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    summary.write_csv(rows, directory / "bench.csv")
     try:
-        plot.write_figure(rows, f"{options.model}, {options.scaling} scaling", options.out / "bench.png")
-    except ImportError as error:
-        print(f"bench.png is not drawn: {error}. Install matplotlib with pip install keras_dp[bench].", file=sys.stderr)
+        plot.write_figure(rows, results["title"], directory / "bench.png")
+    except ImportError:
+        _say(NO_FIGURE)
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -214,10 +315,29 @@ def _engines(value: str) -> list[str]:
     engines = [] if value == "none" else list(dict.fromkeys(value.split(",")))
     unknown = [engine for engine in engines if engine not in OTHERS]
     if unknown:
-        raise ValueError(f"The engines to compare with are {', '.join(OTHERS)}, or none. Received: {unknown[0]!r}")
+        question = choices.question(unknown[0], [*OTHERS, "none"])
+        raise ValueError(f"The engines to compare with are {', '.join(OTHERS)}, or none.{question} Received: {unknown[0]!r}")
     return engines
 
 
 def _model(value: str) -> str:
-    models.workload(value)
+    if value not in MODELS and ":" not in value:
+        question = choices.question(value, list(MODELS))
+        raise ValueError(f"A model is one of {', '.join(MODELS)}, or my_module:build_function.{question} Received: {value!r}")
     return value
+
+
+def _parameter_device(value: str) -> str:
+    if value != "sharded" and not _DEVICE.fullmatch(value):
+        question = choices.question(value, ["sharded"])
+        raise ValueError(f'This is a device, as CPU:0 or GPU:1, or "sharded".{question} Received: {value!r}')
+    return value
+
+
+def _results(value: str) -> tuple[Path, dict[str, Any]]:
+    path = Path(value)
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        return path, {"title": results["command"], **{name: results[name] for name in results}, "rows": results["rows"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"This is a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error

@@ -25,14 +25,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def description() -> str:
-    """The environment in one line."""
-    found = environment()
-    machine = f"{found['processor']}, {found['cores']} cores, {', '.join(found['gpus']) or 'no GPU'}"
-    versions = f"Python {found['python']}, Keras {found['keras']}, TensorFlow {found['tensorflow']}"
-    return f"{machine}; {versions}, keras_dp {found['keras_dp']}"
-
-
 def _processor() -> str:
     # The standard library only knows the architecture on Linux.
     information = Path("/proc/cpuinfo")

@@ -4,14 +4,15 @@
   keras-dp launch --hosts alpha,beta --towers-per-worker 4 train.py --epochs 3
 
 All workers run the same script, and read in TF_CONFIG who and where they are. Each line of their output is printed after the
-worker's number. When one fails, the others are ended too, and its last lines are shown; with --max-restarts, all start again
-then, and the script resumes where keras.callbacks.BackupAndRestore has saved it. SIGINT (ctrl-C) and SIGTERM go to all
-workers; the second one kills them. The exit code is that of the worker that failed first, or 128 + the number of the signal.
+worker's number; the first worker's progress bar stays one on a terminal, and others are thinned out. When one fails, the
+others are ended too, and its last lines are shown; with --max-restarts, all start again then, and the script resumes where
+keras.callbacks.BackupAndRestore has saved it. SIGINT (ctrl-C) and SIGTERM go to all workers; the second one kills them. The
+exit code is that of the worker that failed first, or 128 + the number of the signal.
 """
 
 import argparse
+import codecs
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -27,18 +28,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TextIO, TypeAlias
+from typing import IO, TypeAlias
+
+from keras_dp import nvidia
+from keras_dp.cli.output import TAIL_LINES, Screen, WorkerOutput
 
 GRACE_SECONDS = 5.0  # for the other workers, to find out by themselves that one is lost
 KILL_SECONDS = 10.0  # from a signal to SIGKILL, which ends also what is stopped
+_PIECE_BYTES = 2**16
 DRAIN_SECONDS = 2.0  # for the output of a worker that has ended, if another process has its pipes
-TAIL_LINES = 20
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+)(?::(\d+))?")
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
-_TERMINAL_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\b]")
-_printing = threading.Lock()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
         _print_commands(options, script)
         return 0
     gpus = _gpus_of_workers(options.workers, options.towers_per_worker)
+    screen = Screen(sys.stdout)
     events: _Events = queue.SimpleQueue()
     with _signals_into(events):
         for restart in itertools.count():
@@ -95,14 +97,15 @@ def run(options: argparse.Namespace) -> int:
                 {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[index]}
                 for index in range(options.workers)
             ]
-            failed, received = _run_workers([sys.executable, *script], environments, events)
+            failed, received = _run_workers([sys.executable, *script], environments, events, screen)
             if failed is not None:
-                _print(f"keras-dp launch: {failed.failure()}", sys.stderr)
+                screen.line(f"keras-dp launch: {failed.failure()}", sys.stderr)
             if received is not None:
                 return 128 + received
             if failed is None or restart == options.max_restarts:
                 break
-            _print(f"keras-dp launch: all workers start again, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
+            again = f"all workers start again, restart {restart + 1} of {options.max_restarts}"
+            screen.line(f"keras-dp launch: {again}.", sys.stderr)
     return 0 if failed is None else failed.exit_code()
 
 
@@ -112,7 +115,9 @@ class _Worker:
     It puts itself into `events` when it has ended.
     """
 
-    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: "_Events") -> None:
+    def __init__(
+        self, index: int, command: Sequence[str], environment: Mapping[str, str], events: "_Events", screen: Screen
+    ) -> None:
         self.index = index
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.process = subprocess.Popen(
@@ -123,9 +128,14 @@ class _Worker:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        is_chief = index == 0
+        self.outputs = [
+            WorkerOutput(index, stream, screen, is_drawn=is_chief and stream is sys.stdout, tail=self.tail)
+            for stream in (sys.stdout, sys.stderr)
+        ]
         self.readers = [
-            threading.Thread(target=self._print_lines, args=arguments, daemon=True)
-            for arguments in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+            threading.Thread(target=_read, args=arguments, daemon=True)
+            for arguments in zip((self.process.stdout, self.process.stderr), self.outputs, strict=True)
         ]
         for thread in (*self.readers, threading.Thread(target=self._wait, args=(events,), daemon=True)):
             thread.start()
@@ -150,7 +160,8 @@ class _Worker:
         """What happened, and the last lines of the output."""
         code = self.process.returncode
         reason = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-        lines = [f"[{self.index}] {line}" for line in self.tail]
+        last = [*self.tail, *(output.unfinished for output in self.outputs if output.unfinished)][-TAIL_LINES:]
+        lines = [f"[{self.index}] {line}" for line in last]
         return "\n".join([f"worker {self.index} failed first, with {reason}. Its last lines:", *lines])
 
     def _wait(self, events: "_Events") -> None:
@@ -158,22 +169,23 @@ class _Worker:
         self.signal(signal.SIGKILL)  # to what it leaves behind
         events.put(self)
 
-    def _print_lines(self, pipe: IO[bytes], stream: TextIO) -> None:
-        # If nobody reads the launcher's output any more, the worker finds its pipe closed, as it would without a launcher.
-        with io.TextIOWrapper(pipe, "utf-8", "replace", newline="") as lines, contextlib.suppress(OSError):
-            for line in lines:
-                text = _TERMINAL_CONTROL.sub("", line).rstrip("\r\n")
-                # A progress bar goes back to the beginning of its line before it is there.
-                if text or line.endswith("\n"):
-                    self.tail.append(text)
-                    _print(f"[{self.index}] {text}", stream)
+
+def _read(pipe: IO[bytes], output: WorkerOutput) -> None:
+    """Hands on what comes from a worker, until it closes its end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    # If nobody reads the launcher's output any more, the worker finds its pipe closed, as it would without a launcher.
+    with pipe, contextlib.suppress(OSError):
+        while piece := os.read(pipe.fileno(), _PIECE_BYTES):
+            output.feed(decoder.decode(piece))
+        output.feed(decoder.decode(b"", final=True))
+        output.close()
 
 
 _Events: TypeAlias = queue.SimpleQueue[_Worker | int]
 
 
 def _run_workers(
-    command: Sequence[str], environments: Iterable[Mapping[str, str]], events: _Events
+    command: Sequence[str], environments: Iterable[Mapping[str, str]], events: _Events, screen: Screen
 ) -> tuple[_Worker | None, int | None]:
     """Runs a worker in each of the environments until all have ended.
 
@@ -181,6 +193,7 @@ def _run_workers(
         command: of all workers.
         environments: the environment variables of each.
         events: brings the workers that have ended, and the numbers of the signals to the launcher.
+        screen: where their output goes.
 
     Returns:
         The first worker that has failed by itself, and the first signal to the launcher, or None.
@@ -192,7 +205,7 @@ def _run_workers(
     running: set[_Worker] = set()
     try:
         for index, environment in enumerate(environments):
-            workers.append(_Worker(index, command, environment, events))
+            workers.append(_Worker(index, command, environment, events, screen))
             running.add(workers[-1])
         while running:
             try:
@@ -238,11 +251,6 @@ def _signals_into(events: _Events) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _print(text: str, stream: TextIO) -> None:
-    with _printing:
-        print(text, file=stream, flush=True)
-
-
 def _place(addresses: Sequence[str], index: int, towers: int | None) -> dict[str, str]:
     """The environment variables that tell a worker who it is, where the others are, and how many towers it has."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
@@ -273,7 +281,7 @@ def _visible_gpus() -> list[str]:
     """What CUDA_VISIBLE_DEVICES may say on this machine; as in CUDA, the first that is no GPU ends the list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [str(index) for index, _ in enumerate(NVIDIA_GPUS.glob("*"))]
+        return [str(index) for index in range(nvidia.count_gpus())]
     return list(itertools.takewhile(_GPU.fullmatch, (name.strip() for name in visible.split(","))))
 
 

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 from typing import Any
@@ -17,66 +15,10 @@ import keras_dp
 from keras_dp import keras_seams
 from keras_dp.ceiling import IndependentTowers
 from keras_dp.cli import models, synthetic
+from keras_dp.cli.runs import Measurement, Run
 
-ENGINES = ("keras_dp", "ceiling", "single", "mirrored")
 PROFILED_STEPS = 10
 SEED = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What to train, and how.
-
-    Attributes:
-        engine: one of ENGINES: keras_dp; its towers without the sums over them; plain Keras on one device; MirroredStrategy.
-        towers: devices that share each batch.
-        batch_size: rows in a global batch.
-        model: a name for `keras_dp.cli.models.workload`.
-        parameter_device: as in `keras_dp.DataParallelModel`, as the next two.
-        batch_norm: "sync" also makes MirroredStrategy synchronize.
-        gradient_dtype: None for what the gradients are.
-        jit_compile: for a model that is not compiled already.
-        steps: how many to time.
-        warm_up: steps before those.
-        count_bytes: whether to count what keras_dp sends between devices.
-        profile_directory: where keras_dp records steps after those that are timed; None for not at all.
-    """
-
-    engine: str
-    towers: int
-    batch_size: int
-    model: str
-    parameter_device: str | None = None
-    batch_norm: str = "sync"
-    gradient_dtype: str | None = None
-    jit_compile: bool = False
-    steps: int = 50
-    warm_up: int = 10
-    count_bytes: bool = False
-    profile_directory: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What a run took.
-
-    Attributes:
-        step_milliseconds: for each step after the warm-up.
-        first_step_seconds: from the call of `fit` to the end of the first step, with building and tracing.
-        peak_memory_megabytes: the most that the process had in the host's memory.
-        loss: the mean of all steps.
-        communication_bytes: between devices in a step, or None if they were not counted or are not known.
-    """
-
-    step_milliseconds: list[float]
-    first_step_seconds: float
-    peak_memory_megabytes: float
-    loss: float
-    communication_bytes: int | None = None
-
-
-class RunFailedError(Exception):
-    """A run's process ended with an error; the message is the end of what it had to say."""
 
 
 class StepTimes(keras.callbacks.Callback):
@@ -100,22 +42,6 @@ class StepTimes(keras.callbacks.Callback):
         return [1000 * (end - begin) for begin, end in zip(self.begins, self.ends, strict=True)]
 
 
-def measure_in_new_process(run: Run) -> Measurement:
-    """Trains in a process of its own.
-
-    Raises:
-        RunFailedError: if that fails.
-    """
-    command = [sys.executable, "-c", "from keras_dp.cli import measurement; measurement.main()"]
-    command.append(json.dumps(dataclasses.asdict(run)))
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
-    process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if process.returncode:
-        lines = [line for line in process.stderr.splitlines() if line.strip()]
-        raise RunFailedError("\n".join(lines[-5:]) or f"The process ended with exit code {process.returncode}.")
-    return Measurement(**json.loads(process.stdout.splitlines()[-1]))
-
-
 def main() -> None:
     """Measures the run of this process's only argument, and prints the measurement; both are JSON."""
     print(json.dumps(dataclasses.asdict(measure(Run(**json.loads(sys.argv[1]))))))
@@ -137,11 +63,7 @@ def measure(run: Run) -> Measurement:
         if not inner_model.compiled:
             optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
             trained_model.compile(optimizer, jit_compile=run.jit_compile, **workload.objective())
-    if inner_model.steps_per_execution != 1:
-        raise ValueError(
-            "Steps are timed one by one. Received: a model that is compiled with "
-            f"steps_per_execution={inner_model.steps_per_execution}. Compile it without."
-        )
+    models.refuse_what_is_not_timed(inner_model)
     dataset = synthetic.dataset(inner_model, run.batch_size)
     step_times = StepTimes()
     start = time.perf_counter()

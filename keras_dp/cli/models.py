@@ -57,6 +57,15 @@ def workload(name: str) -> Workload:
     return Workload(build, 64, regression)
 
 
+def refuse_what_is_not_timed(model: keras.Model) -> None:
+    """Raises a ValueError for a model whose steps cannot be timed one by one."""
+    if model.steps_per_execution != 1:
+        raise ValueError(
+            "Steps are timed one by one. Received: a model that is compiled with "
+            f"steps_per_execution={model.steps_per_execution}. Compile it without."
+        )
+
+
 def classification() -> dict[str, Any]:
     """Cross-entropy of class numbers from logits, and accuracy."""
     return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}

@@ -5,11 +5,11 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_dp.cli.measurement import Measurement
+from keras_dp.cli.runs import Measurement
 
 
 class Cell(NamedTuple):
@@ -30,7 +30,7 @@ class Row:
     """The figures of a cell over all rounds; None for what was not measured.
 
     Attributes:
-        engine: one of `keras_dp.cli.measurement.ENGINES`.
+        engine: one of `keras_dp.cli.runs.ENGINES`.
         towers: of the engines that this one is compared with; "single" itself has one device.
         batch_size: rows in a global batch.
         median_milliseconds: of all steps.
@@ -143,6 +143,19 @@ COLUMNS = (
     Column("sent in a", "step, MB", 11, lambda row: _number(row.communication_megabytes, 2)),
     Column("mean", "loss", 9, lambda row: _number(row.loss, 4)),
 )
+
+
+LEGEND = """\
+keras_dp over it: the time of a step of keras_dp, over that of this engine in the same round; below 1, keras_dp is faster. The
+    median of the rounds, and the lowest and the highest of them.
+share of ceiling: the time of a step of towers that never wait for each other, over that of this engine; 100 % is as fast."""
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """What the figures were measured on, in one line."""
+    gpus = ", ".join(environment["gpus"]) or "no GPU"
+    versions = "Python {python}, Keras {keras}, TensorFlow {tensorflow}, keras_dp {keras_dp}".format(**environment)
+    return f"{environment['processor']}, {environment['cores']} cores, {gpus}; {versions}"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -25,11 +25,7 @@ def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
     Raises:
         ValueError: if the model's inputs are not numbers of known shapes.
     """
-    if not getattr(model, "inputs", None):
-        raise ValueError(
-            "A model whose inputs are known is Functional, or Sequential with a keras.Input. Received: "
-            f"{type(model).__name__}. Return keras.Model(inputs, outputs)."
-        )
+    refuse_unknown_inputs(model)
     random = np.random.default_rng(SEED)
     inputs = {tensor.name: tensor for tensor in model.inputs} if len(model.inputs) > 1 else model.inputs[0]
     outputs = model.compute_output_spec(inputs)
@@ -44,14 +40,26 @@ def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, keras.tree.lists_to_tuples(y))).repeat().prefetch(2).with_options(options)
 
 
+def refuse_unknown_inputs(model: keras.Model) -> None:
+    """Raises a ValueError if a model's inputs are not numbers of known shapes."""
+    if not getattr(model, "inputs", None):
+        raise ValueError(
+            "A model whose inputs are known is Functional, or Sequential with a keras.Input. Received: "
+            f"{type(model).__name__}. Return keras.Model(inputs, outputs)."
+        )
+    for tensor in model.inputs:
+        _shape(tensor, 1)
+        dtype = tf.as_dtype(tensor.dtype)
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+            raise ValueError(f"Inputs must be floats, integers or booleans. Received: {tensor.name!r} of dtype {tensor.dtype}")
+
+
 def _inputs(random: np.random.Generator, tensor: Any, batch_size: int, limit: int) -> Any:
     """BATCHES batches for one input, of shape (BATCHES, batch size, ...)."""
     shape, dtype = _shape(tensor, batch_size), tf.as_dtype(tensor.dtype)
     if dtype.is_floating:
         return tf.cast(random.standard_normal(shape, dtype="float32"), dtype)
-    if dtype.is_integer or dtype.is_bool:
-        return tf.cast(random.integers(limit, size=shape), dtype)
-    raise ValueError(f"Inputs must be floats, integers or booleans. Received: {tensor.name!r} of dtype {tensor.dtype}")
+    return tf.cast(random.integers(limit, size=shape), dtype)
 
 
 def _targets(random: np.random.Generator, output: Any, loss: Any, batch_size: int) -> Any:

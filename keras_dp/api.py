@@ -1,0 +1,49 @@
+"""The public names; there are none without Keras on TensorFlow."""
+
+import os
+
+WRONG_BACKEND = (
+    "keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow in the environment, or the backend in "
+    "~/.keras/keras.json, before Keras is imported. Received: backend {}"
+)
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if error.name in ("keras", "tensorflow"):
+        raise
+    raise ImportError(
+        f"{WRONG_BACKEND.format(repr(os.environ.get('KERAS_BACKEND')))}, which needs a package that is missing: {error.name}"
+    ) from error
+
+if keras.config.backend() != "tensorflow":
+    raise ImportError(WRONG_BACKEND.format(repr(keras.config.backend())))
+
+from keras_dp import callbacks, console, optimizers, schedules
+from keras_dp.communication import communication_report
+from keras_dp.model import DataParallelModel
+from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.placement import use_logical_cpus
+from keras_dp.recalibration import recalibrate_batch_norm
+from keras_dp.sync_batch_norm import SyncBatchNormalization, convert_batch_norm
+from keras_dp.towers import cross_tower_sum
+from keras_dp.workers import WorkerGroup, WorkerLostError, connect_workers
+
+__all__ = [
+    "DataParallelModel",
+    "DataParallelOptimizer",
+    "SyncBatchNormalization",
+    "WorkerGroup",
+    "WorkerLostError",
+    "callbacks",
+    "communication_report",
+    "connect_workers",
+    "convert_batch_norm",
+    "cross_tower_sum",
+    "optimizers",
+    "recalibrate_batch_norm",
+    "schedules",
+    "use_logical_cpus",
+]
+
+console.show_messages()

@@ -1,0 +1,115 @@
+"""The runs of a benchmark: each trains a model by one engine in a process of its own, and gives back what it took."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from keras_dp import choices
+
+ENGINES = ("keras_dp", "ceiling", "single", "mirrored")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What to train, and how.
+
+    Attributes:
+        engine: one of ENGINES: keras_dp; its towers without the sums over them; plain Keras on one device; MirroredStrategy.
+        towers: devices that share each batch.
+        batch_size: rows in a global batch.
+        model: a name for `keras_dp.cli.models.workload`.
+        parameter_device: as in `keras_dp.DataParallelModel`, as the next two.
+        batch_norm: "sync" also makes MirroredStrategy synchronize.
+        gradient_dtype: None for what the gradients are.
+        jit_compile: for a model that is not compiled already.
+        steps: how many to time.
+        warm_up: steps before those.
+        count_bytes: whether to count what keras_dp sends between devices.
+        profile_directory: where keras_dp records steps after those that are timed; None for not at all.
+    """
+
+    engine: str
+    towers: int
+    batch_size: int
+    model: str
+    parameter_device: str | None = None
+    batch_norm: choices.BatchNorm = "sync"
+    gradient_dtype: choices.GradientType = None
+    jit_compile: bool = False
+    steps: int = 50
+    warm_up: int = 10
+    count_bytes: bool = False
+    profile_directory: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What a run took.
+
+    Attributes:
+        step_milliseconds: for each step after the warm-up.
+        first_step_seconds: from the call of `fit` to the end of the first step, with building and tracing.
+        peak_memory_megabytes: the most that the process had in the host's memory.
+        loss: the mean of all steps.
+        communication_bytes: between devices in a step, or None if they were not counted or are not known.
+    """
+
+    step_milliseconds: list[float]
+    first_step_seconds: float
+    peak_memory_megabytes: float
+    loss: float
+    communication_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a benchmark of a model finds on this machine.
+
+    Attributes:
+        environment: the processor, its cores, the GPUs and the versions, by name.
+        gpus: how many there are.
+        batch_size: rows in a batch of the model, unless told otherwise.
+        problem: why the model cannot be measured, and what to do; None if it can.
+    """
+
+    environment: dict[str, Any]
+    gpus: int
+    batch_size: int
+    problem: str | None = None
+
+
+class RunFailedError(Exception):
+    """A process of the benchmark ended with an error; the message is the end of what it had to say."""
+
+
+def measure_in_new_process(run: Run) -> Measurement:
+    """Trains in a process of its own.
+
+    Raises:
+        RunFailedError: if that fails.
+    """
+    return Measurement(**_answer_of("measurement", dataclasses.asdict(run)))
+
+
+def survey_in_new_process(model: str) -> Survey:
+    """Looks at a model and the machine, in a process of its own.
+
+    Raises:
+        RunFailedError: if that fails.
+    """
+    return Survey(**_answer_of("survey", model))
+
+
+def _answer_of(module: str, question: Any) -> dict[str, Any]:
+    """What `main` of a module of this package prints, which is given a question; both are JSON."""
+    command = [sys.executable, "-c", f"from keras_dp.cli import {module}; {module}.main()", json.dumps(question)]
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
+        raise RunFailedError("\n".join(lines[-5:]) or f"The process ended with exit code {process.returncode}.")
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return answer

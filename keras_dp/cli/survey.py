@@ -1,0 +1,28 @@
+"""Looks at a model and the machine before anything is measured; in a process of its own."""
+
+import dataclasses
+import json
+import sys
+
+import tensorflow as tf
+
+from keras_dp.cli import environment, models, synthetic
+from keras_dp.cli.runs import Survey
+
+
+def survey(name: str) -> Survey:
+    """What a benchmark of the model of a name finds on this machine."""
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    try:
+        workload = models.workload(name)
+        model = workload.build()
+        models.refuse_what_is_not_timed(model)
+        synthetic.refuse_unknown_inputs(model)
+    except ValueError as error:
+        return Survey(environment.environment(), gpus, 0, str(error))
+    return Survey(environment.environment(), gpus, workload.batch_size)
+
+
+def main() -> None:
+    """Surveys the model of this process's only argument, and prints what it finds; both are JSON."""
+    print(json.dumps(dataclasses.asdict(survey(json.loads(sys.argv[1])))))

@@ -1,0 +1,23 @@
+"""The package's messages are seen where nobody has set up logging: in scripts and notebooks."""
+
+import logging
+import sys
+
+logger = logging.getLogger("keras_dp")
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints messages on stderr, unless the program has handlers of its own: those get them, too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a message."""
+        if not logging.getLogger().handlers:
+            print(f"keras_dp: {self.format(record)}", file=sys.stderr)
+
+
+def show_messages() -> None:
+    """Shows messages from INFO on, unless the program has set the level of the logger `keras_dp` already."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not any(type(handler).__name__ == ConsoleHandler.__name__ for handler in logger.handlers):
+        logger.addHandler(ConsoleHandler())

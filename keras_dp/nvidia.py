@@ -1,0 +1,24 @@
+"""NVIDIA's GPUs in this machine, found by their driver's files: without TensorFlow, and where TensorFlow does not see them."""
+
+import os
+from pathlib import Path
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+DRIVER_OF_WINDOWS = Path("/usr/lib/wsl/lib/libcuda.so.1")  # in the Windows Subsystem for Linux
+
+INSTALL_CUDA = 'pip install "keras_dp[cuda]"'
+
+
+def count_gpus() -> int:
+    """The number of GPUs; 1 if there are some, and only Windows knows how many."""
+    return len(list(DRIVER.glob("*"))) or int(DRIVER_OF_WINDOWS.exists())
+
+
+def why_hidden() -> str | None:
+    """Why TensorFlow does not see any of this machine's GPUs, and what to do; None if there are none, or that is meant."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not count_gpus() or (visible is not None and visible.strip().startswith("-")):
+        return None
+    if visible is not None and not visible.strip():
+        return "CUDA_VISIBLE_DEVICES is empty, which hides them: unset it, or set it to -1 if that is meant."
+    return f"TensorFlow lacks the libraries of CUDA, or they do not fit the driver: {INSTALL_CUDA}"

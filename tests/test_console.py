@@ -1,0 +1,38 @@
+"""Messages are seen where nobody has set up logging, and are the program's own to show where somebody has."""
+
+import subprocess
+import sys
+
+import pytest
+
+SAYS = "2 towers on CPU:0 and CPU:1; global batch 32, 16 rows a tower"
+
+SCRIPT = """
+{setup}
+import keras, numpy as np, keras_dp
+keras_dp.use_logical_cpus(2)
+parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+parallel.compile("sgd", "mse")
+for verbose in {verbose}:
+    parallel.fit(np.ones((40, 4)), np.ones(40), verbose=verbose)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "verbose", "expected"),
+    [
+        ("", [2, "auto"], [f"keras_dp: {SAYS}"]),
+        ("", [0, 0, 1, 2], [f"keras_dp: {SAYS}"]),
+        ("", [0], []),
+        ("import logging; logging.basicConfig()", [2], [f"INFO:keras_dp:{SAYS}"]),
+        ("import logging; logging.getLogger('keras_dp').setLevel('WARNING')", [2], []),
+    ],
+    ids=["script", "verbose later", "verbose=0", "basicConfig", "level"],
+)
+def test_the_first_fit_says_which_devices_train(setup, verbose, expected):
+    """Once, on stderr, as the first fit that may say something begins."""
+    script = SCRIPT.format(setup=setup, verbose=verbose)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stderr.splitlines() if "tower" in line] == expected
+    assert "tower" not in result.stdout

@@ -1,0 +1,235 @@
+"""What may happen inside `fit`: calls from callbacks and changes of the model disturb its loop no more than plain Keras's."""
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_same_script
+from keras import layers, losses, metrics, optimizers
+
+import keras_dp
+
+rng = np.random.default_rng(0)
+# Batches of 9, 9 and 2 rows, of which the last leaves a tower nothing.
+X, Y = rng.normal(size=(20, 4)), rng.normal(size=(20, 2))
+
+
+def sequential():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.BatchNormalization(), layers.Dense(2)])
+
+
+def unbuilt_sequential():
+    return keras.Sequential([layers.Dense(3, "tanh"), layers.BatchNormalization(), layers.Dense(2)])
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.body = unbuilt_sequential()
+
+    def call(self, x, training=False):
+        return self.body(x, training=training)
+
+
+def compile_model(model, learning_rate=0.05, **arguments):
+    model.compile(optimizers.Adam(learning_rate), losses.MeanSquaredError(), metrics=[metrics.MeanAbsoluteError()], **arguments)
+
+
+def numbers(results):
+    return [float(value) for value in results]
+
+
+def first_dense(model):
+    first, *_ = model.layers
+    return first_dense(first) if isinstance(first, keras.Model) else first
+
+
+def evaluate(model, directory):
+    return numbers(model.evaluate(X, Y, batch_size=7, verbose=0))
+
+
+def predict(model, directory):
+    return model.predict(X, batch_size=7, verbose=0)
+
+
+def on_batch_methods(model, directory):
+    return [
+        numbers(model.train_on_batch(X[:5], Y[:5])),
+        numbers(model.test_on_batch(X[:5], Y[:5])),
+        model.predict_on_batch(X[:5]),
+    ]
+
+
+def fit_within(model, directory):
+    return model.fit(X[:8], Y[:8], batch_size=3, shuffle=False, verbose=0).history
+
+
+def save(model, directory):
+    model.save(directory / "model.keras")
+    model.save_weights(directory / "model.weights.h5")
+    return keras.saving.load_model(directory / "model.keras", {"Subclassed": Subclassed}).count_params()
+
+
+def load_weights(model, directory):
+    path = directory / "loaded.weights.h5"
+    if path.exists():
+        model.load_weights(path)
+    else:
+        model.save_weights(path)
+
+
+def export(model, directory):
+    model.export(directory / "exported", verbose=False)
+
+
+def set_weights(model, directory):
+    model.set_weights([weight * 0.5 for weight in model.get_weights()])
+
+
+def freeze(model, directory):
+    """As in plain Keras, without effect until the model is compiled again."""
+    first_dense(model).trainable = False
+    return len(model.trainable_weights)
+
+
+def set_learning_rate(model, directory):
+    model.optimizer.learning_rate = 0.01
+
+
+def look_at_it(model, directory):
+    model.summary(print_fn=lambda line: None)
+    return model.count_params(), len(model.metrics_names), len(model.get_compile_config())
+
+
+def recalibrate(model, directory):
+    keras_dp.recalibrate_batch_norm(model, X, batch_size=9, verbose=0)
+
+
+def count_bytes(model, directory):
+    if isinstance(model, keras_dp.DataParallelModel):
+        assert keras_dp.communication_report(model, (X[:9], Y[:9])).total_bytes > 0
+
+
+CALLS = [
+    *(evaluate, predict, on_batch_methods, fit_within, save, load_weights, export, set_weights, freeze, set_learning_rate),
+    *(look_at_it, recalibrate, count_bytes),
+]
+
+
+class Calls(keras.callbacks.Callback):
+    """Calls a function of the model and a directory at the end of each epoch and, twice, of a batch."""
+
+    def __init__(self, call, directory):
+        super().__init__()
+        self.call = call
+        self.directory = directory
+        self.results = []
+
+    def _note(self):
+        self.results.append(self.call(self.model, self.directory))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._note()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and len(self.results) < 4:
+            self._note()
+
+
+def fit(model, callbacks, epochs=3, **arguments):
+    defaults = {"batch_size": 9, "shuffle": False, "verbose": 0, "validation_data": (X[:7], Y[:7])}
+    return model.fit(X, Y, epochs=epochs, callbacks=callbacks, **{**defaults, **arguments}).history
+
+
+def assert_same_with(call, build, directory):
+    """Compares training with a callback that makes a call, on a plain model and on towers."""
+
+    def script(model):
+        own_directory = directory / type(model).__name__
+        own_directory.mkdir()
+        compile_model(model)
+        calls = Calls(call, own_directory)
+        return fit(model, [calls]), [result for result in keras.tree.flatten(calls.results) if result is not None]
+
+    assert_same_script(build, script, 3)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call.__name__ for call in CALLS])
+def test_calls_from_callbacks(call, tmp_path):
+    assert_same_with(call, unbuilt_sequential, tmp_path)
+
+
+@pytest.mark.parametrize("build", [sequential, Subclassed])
+def test_all_those_calls_of_other_models(build, tmp_path):
+    # What was saved with a frozen layer is not loaded, by plain Keras either.
+    calls = [call for call in CALLS if call is not freeze]
+    assert_same_with(lambda *arguments: [call(*arguments) for call in calls], build, tmp_path)
+
+
+@pytest.mark.parametrize(("build", "validation_freq"), [(sequential, 1), (unbuilt_sequential, 1), (Subclassed, 2)])
+def test_validation_of_models_that_the_first_batch_builds(build, validation_freq):
+    """Building changes the list of layers, which evaluation once took for a conversion: the second epoch had no function."""
+
+    def script(model):
+        compile_model(model)
+        return fit(model, [], epochs=4, validation_freq=validation_freq), fit(model, [], epochs=2)
+
+    assert_same_script(build, script, 2)
+
+
+def compile_again(model):
+    compile_model(model, learning_rate=0.01)
+
+
+def compile_to_run_eagerly(model):
+    """And back again, when it runs eagerly."""
+    compile_model(model, learning_rate=0.01, run_eagerly=not model.run_eagerly)
+
+
+def compile_inner_model_again(model):
+    compile_model(getattr(model, "inner_model", model), learning_rate=0.01)
+
+
+def freeze_and_compile(model):
+    first_dense(model).trainable = False
+    compile_again(model)
+
+
+def quantize(model):
+    if first_dense(model).quantization_mode is None:
+        model.quantize("int8")
+
+
+def quantize_inner_model(model):
+    quantize(getattr(model, "inner_model", model))
+
+
+CHANGES = [
+    *(compile_again, compile_to_run_eagerly, compile_inner_model_again, freeze_and_compile, quantize, quantize_inner_model)
+]
+
+
+class Changes(keras.callbacks.Callback):
+    """Changes the model at the end of the first two epochs; plain Keras would stumble over the function that it then lacks."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch < 2:
+            self.change(self.model)
+            if not isinstance(self.model, keras_dp.DataParallelModel):
+                self.model.make_train_function()
+
+
+@pytest.mark.parametrize(
+    ("change", "build"),
+    [(change, unbuilt_sequential) for change in CHANGES] + [(compile_again, sequential), (compile_again, Subclassed)],
+)
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+def test_changes_of_the_model_in_callbacks(change, build):
+    def script(model):
+        compile_model(model)
+        return fit(model, [Changes(change)])
+
+    assert_same_script(build, script, 3)
