@@ -12,27 +12,12 @@ import keras
 import matplotlib
 import numpy as np
 import tensorflow as tf
+from command_line import HelpFormatter
+from data import cifar10
 
 import keras_dp
 
-ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 EVALUATION_BATCH_SIZE = 250
-
-
-def load(path):
-    """(x_train, y_train), (x_test, y_test): images of CIFAR-10 from an npz file, or scikit-learn's digits."""
-    if path is not None:
-        with np.load(path) as archive:
-            x_train, y_train, x_test, y_test = (archive[name] for name in ARRAYS)
-        mean, deviation = x_train.mean(axis=(0, 1, 2)), x_train.std(axis=(0, 1, 2))
-        x_train, x_test = ((x - mean) / deviation for x in (x_train, x_test))
-    else:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        x, y = (digits.images[..., np.newaxis] - 8) / 8, digits.target
-        x_train, y_train, x_test, y_test = x[:1440], y[:1440], x[1440:], y[1440:]
-    return (x_train.astype("float32"), y_train.ravel()), (x_test.astype("float32"), y_test.ravel())
 
 
 def network(input_shape):
@@ -121,20 +106,25 @@ def draw(curves, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", metavar="FILE.npz", type=Path, help="CIFAR-10 as x_train, y_train, x_test, y_test")
-    parser.add_argument("--towers", type=int, default=8)
-    parser.add_argument("--images-per-tower", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--towers", type=int, default=8, help="devices to train on")
+    parser.add_argument("--images-per-tower", type=int, default=2, help="images in a tower's slice")
+    parser.add_argument("--epochs", type=int, default=6, help="how often to go through the images")
     parser.add_argument("--seeds", type=int, default=3, help="how often each network is trained")
-    parser.add_argument("--learning-rate", type=float, default=0.02)
-    parser.add_argument("--recalibration-images", type=int, default=2000, help="images that statistics are recalibrated with")
+    parser.add_argument("--learning-rate", type=float, default=0.02, help="of all networks")
+    parser.add_argument(
+        "--recalibration-images",
+        type=int,
+        default=2000,
+        help="images that statistics are recalibrated with",
+    )
     parser.add_argument("--out", type=Path, default=Path("batch_norm_small_slices.png"), help="where the figure goes")
     args = parser.parse_args()
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)
 
-    train_set, test_set = load(args.data)
+    train_set, test_set = cifar10.load(args.data)
     print(f"{len(train_set[0])} images to train on, {args.towers} towers with {args.images_per_tower} images each")
     runs = {}
     for seed in range(args.seeds):

@@ -8,10 +8,11 @@ import argparse
 import math
 from pathlib import Path
 
-import cifar10_data
 import keras
 import large_batch_comparison
 import tensorflow as tf
+from command_line import HelpFormatter
+from data import cifar10
 
 import keras_dp
 
@@ -106,7 +107,7 @@ def train(args, train_set, test_set, towers, batch_size, scale, warmup, batch_no
         model = keras_dp.DataParallelModel(model, devices=towers, batch_norm=batch_norm)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     history = model.fit(
-        cifar10_data.augmented_batches(*train_set, batch_size, seed),
+        cifar10.augmented_batches(*train_set, batch_size, seed),
         epochs=args.epochs,
         validation_data=tf.data.Dataset.from_tensor_slices(test_set).batch(500),
         callbacks=[keras_dp.callbacks.MomentumCorrection()],
@@ -117,17 +118,22 @@ def train(args, train_set, test_set, towers, batch_size, scale, warmup, batch_no
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", metavar="FILE.npz", type=Path, help="CIFAR-10 as x_train, y_train, x_test, y_test")
     parser.add_argument("--depth", type=int, default=20, help="layers: 20, 32 or 56")
     parser.add_argument("--towers", type=int, default=2, help="devices to train on")
     parser.add_argument("--base-batch-size", type=int, default=64, help="images in the batch that the base rate is for")
-    parser.add_argument("--base-learning-rate", type=float, default=0.1)
+    parser.add_argument("--base-learning-rate", type=float, default=0.1, help="η, for the base batch size")
     parser.add_argument("--batch-size", type=int, help="images in a global batch; the base batch size for each tower")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=6, help="how often to go through the images")
     parser.add_argument("--warmup-epochs", type=float, help="a sixth of the epochs, unless told otherwise")
-    parser.add_argument("--batch-norm", choices=("sync", "local", "first"), default="sync")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--batch-norm",
+        choices=("sync", "local", "first"),
+        default="sync",
+        help="whose moments normalize",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
     parser.add_argument(
         "--compare", action="store_true", help="train the small and the large batch, with and without the recipe"
     )
@@ -141,7 +147,7 @@ def main():
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)
 
-    data = cifar10_data.load(args.data)
+    data = cifar10.load(args.data)
     if args.compare:
         large_batch_comparison.compare(args, data, train)
         return

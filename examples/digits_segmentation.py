@@ -8,9 +8,10 @@ import argparse
 import math
 
 import keras
-import mnist_data
 import numpy as np
 import tensorflow as tf
+from command_line import HelpFormatter
+from data import mnist
 
 import keras_dp
 
@@ -70,20 +71,25 @@ def unet():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", metavar="FILE.npz", help="MNIST as x_train, y_train, x_test, y_test")
-    parser.add_argument("--towers", type=int, default=4)
-    parser.add_argument("--images-per-tower", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    mnist.add_argument(parser)
+    parser.add_argument("--towers", type=int, default=4, help="devices to train on")
+    parser.add_argument("--images-per-tower", type=int, default=2, help="images in a tower's slice")
     parser.add_argument("--scenes", type=int, default=1600, help="images to train on")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=8, help="how often to go through the images")
     parser.add_argument("--base-learning-rate", type=float, default=0.1, help="for one tower's images")
-    parser.add_argument("--batch-norm", choices=("sync", "local", "first"), default="sync")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--batch-norm",
+        choices=("sync", "local", "first"),
+        default="sync",
+        help="whose moments normalize",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
     args = parser.parse_args()
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)
 
-    train_digits, test_digits = mnist_data.load(args.data)
+    train_digits, test_digits = mnist.load(args.data)
     x_train, y_train = scenes(*train_digits, args.scenes, args.seed)
     x_test, y_test = scenes(*test_digits, 200, args.seed + 1)
     keras.utils.set_random_seed(args.seed)
@@ -103,7 +109,6 @@ def main():
     model.fit(x_train, y_train, batch_size=batch_size, epochs=args.epochs, callbacks=[correction], verbose=2)
     scores = model.evaluate(x_test, y_test, batch_size=batch_size, verbose=0, return_dict=True)
 
-    print(f"towers on {', '.join(model.devices)}, {args.images_per_tower} images each")
     print(f"mean intersection over union {100 * scores['mean_iou']:.2f} %")
     print(f"test accuracy {100 * scores['accuracy']:.2f} %")
 

@@ -23,10 +23,20 @@ def add_arguments(parser):
     """Adds the arguments of the comparison."""
     group = parser.add_argument_group("with --compare")
     group.add_argument("--seeds", type=int, default=1, help="how often each network is trained")
-    group.add_argument("--batch-norms", nargs="+", choices=("sync", "local", "first"), default=["sync"], metavar="MODE")
+    group.add_argument(
+        "--batch-norms",
+        nargs="+",
+        choices=("sync", "local", "first"),
+        default=["sync"],
+        metavar="MODE",
+        help="those to compare",
+    )
     group.add_argument("--images", type=int, help="images to train on; all, unless told otherwise")
     group.add_argument(
-        "--out", type=Path, default=Path("large_batches"), help="directory of the runs, the table and the figure"
+        "--out",
+        type=Path,
+        default=Path("large_batches"),
+        help="directory of the runs, the table and the figure",
     )
 
 

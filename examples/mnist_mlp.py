@@ -3,24 +3,25 @@
 import argparse
 
 import keras
-import mnist_data
 import tensorflow as tf  # keras_dp
+from command_line import HelpFormatter
+from data import mnist
 from throughput import Throughput
 
 import keras_dp  # keras_dp
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
 parser.add_argument("--towers", type=int, default=2, help="devices to train on")  # keras_dp
-parser.add_argument("--epochs", type=int, default=5)
+parser.add_argument("--epochs", type=int, default=5, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=256, help="images in a global batch")
-parser.add_argument("--data", metavar="FILE.npz", help="MNIST as x_train, y_train, x_test, y_test")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+mnist.add_argument(parser)
 args = parser.parse_args()
 
 if not tf.config.list_physical_devices("GPU"):  # keras_dp
     keras_dp.use_logical_cpus(args.towers)  # keras_dp
 
-(x_train, y_train), (x_test, y_test) = mnist_data.load(args.data)
+(x_train, y_train), (x_test, y_test) = mnist.load(args.data)
 keras.utils.set_random_seed(args.seed)
 
 model = keras.Sequential(
@@ -39,5 +40,4 @@ throughput = Throughput(len(x_train), args.batch_size)
 model.fit(x_train, y_train, batch_size=args.batch_size, epochs=args.epochs, callbacks=[throughput])
 scores = model.evaluate(x_test, y_test, batch_size=args.batch_size, verbose=0, return_dict=True)
 
-print(f"towers on {', '.join(model.devices)}, parameters on {model.parameter_device}")  # keras_dp
 print(f"test accuracy {100 * scores['accuracy']:.2f} %")

@@ -12,27 +12,32 @@ import argparse
 from pathlib import Path
 
 import keras
-import mnist_data
 import tensorflow as tf  # keras_dp
+from command_line import HelpFormatter
+from data import mnist
 
 import keras_dp  # keras_dp
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
 parser.add_argument("--towers", type=int, help="devices of each worker to train on; all by default")  # keras_dp
-parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--epochs", type=int, default=3, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=128, help="images in a global batch")
-parser.add_argument("--data", metavar="FILE.npz", help="MNIST as x_train, y_train, x_test, y_test")
 parser.add_argument(
-    "--out", metavar="DIRECTORY", type=Path, default="results/multi_worker_mnist", help="all workers must reach it"
+    "--out",
+    metavar="DIRECTORY",
+    type=Path,
+    default="results/multi_worker_mnist",
+    help="for backups and the model; all workers must reach it",
 )
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+mnist.add_argument(parser)
 args = parser.parse_args()
 
 if args.towers and not tf.config.list_physical_devices("GPU"):  # keras_dp
     keras_dp.use_logical_cpus(args.towers)  # keras_dp
 workers = keras_dp.connect_workers()  # keras_dp
 
-(x_train, y_train), (x_test, y_test) = mnist_data.load(args.data)
+(x_train, y_train), (x_test, y_test) = mnist.load(args.data)
 keras.utils.set_random_seed(args.seed)
 
 model = keras.Sequential([keras.Input((28, 28, 1))])
@@ -64,5 +69,4 @@ scores = parallel.evaluate(x_test, y_test, batch_size=args.batch_size, verbose=0
 parallel.save(args.out / "model.keras")
 
 if workers.is_chief:  # keras_dp
-    print(f"{workers.count} worker(s), towers on {', '.join(parallel.devices)} of each")  # keras_dp
     print(f"test accuracy {100 * scores['accuracy']:.2f} %")

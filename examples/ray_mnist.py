@@ -12,10 +12,11 @@ import tempfile
 from pathlib import Path
 
 import keras
-import mnist_data
 import ray
 import ray.train
 import tensorflow as tf
+from command_line import HelpFormatter
+from data import mnist
 from ray.train.tensorflow import TensorflowTrainer
 
 import keras_dp  # keras_dp
@@ -48,14 +49,19 @@ def train(config):
         ray.train.report(scores, checkpoint=checkpoint)  # ray
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
 parser.add_argument("--workers", type=int, default=2, help="processes to train in")
 parser.add_argument("--address", help="of a Ray cluster, or auto; without it, Ray starts on this machine")
-parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--epochs", type=int, default=3, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=128, help="images in a global batch")
-parser.add_argument("--data", metavar="FILE.npz", help="MNIST as x_train, y_train, x_test, y_test")
-parser.add_argument("--out", metavar="DIRECTORY", default="results/ray_mnist", help="for the model; all nodes must reach it")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument(
+    "--out",
+    metavar="DIRECTORY",
+    default="results/ray_mnist",
+    help="for the model; all nodes must reach it",
+)
+parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+mnist.add_argument(parser)
 args = parser.parse_args()
 
 if args.address:
@@ -67,7 +73,7 @@ tf.config.set_visible_devices([], "GPU")  # of this process, which trains nothin
 gpus = ray.cluster_resources().get("GPU", 0)
 trainer = TensorflowTrainer(
     train,
-    train_loop_config={**vars(args), "digits": ray.put(mnist_data.load(args.data))},
+    train_loop_config={**vars(args), "digits": ray.put(mnist.load(args.data))},
     scaling_config=ray.train.ScalingConfig(num_workers=args.workers, use_gpu=gpus >= args.workers),
     run_config=ray.train.RunConfig(storage_path=str(Path(args.out).resolve())),
 )

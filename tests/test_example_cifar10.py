@@ -64,7 +64,7 @@ def test_rates(example, warmup, expected):
 
 
 def test_batches_are_all_images_in_another_order_cropped_and_flipped(example):
-    data = example("cifar10_data")
+    data = example("data.cifar10")
     random = np.random.default_rng(0)
     images = random.normal(size=(20, 32, 32, 3)).astype("float32")
     batches = data.augmented_batches(images, np.arange(20), 8, seed=1)
@@ -89,7 +89,7 @@ def test_batches_are_all_images_in_another_order_cropped_and_flipped(example):
 
 
 def test_files_are_checked(example, tmp_path):
-    data = example("cifar10_data")
+    data = example("data.cifar10")
     with pytest.raises(FileNotFoundError, match="no file with images at this path"):
         data.load(tmp_path / "none.npz")
     np.savez(tmp_path / "half.npz", x_train=np.zeros((1, 32, 32, 3)))

@@ -23,9 +23,13 @@ def step_milliseconds(engine, towers, batch_norm, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=30, help="timed steps in each run, after the warm-up")
-    parser.add_argument("--rounds", type=int, default=3, help="in each of which every configuration runs once")
+    parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8], help="devices to train on (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="timed steps in each run, after the warm-up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="in each of which every configuration runs once (default: %(default)s)"
+    )
     args = parser.parse_args()
     print(f"{MODEL}, batch size {BATCH_SIZE}, {LAYERS} layers; medians of {args.rounds} rounds of {args.steps} steps")
     print(f"{'towers':<8}{'engine':<12}{'sync, ms':>10}{'local, ms':>11}{'a layer, ms':>13}{'by round':>20}")

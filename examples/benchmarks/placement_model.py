@@ -89,7 +89,9 @@ def print_row(model_name, placement, link, bytes_each_way, loads):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="ResNet-50 takes about a minute")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=MODELS, help="ResNet-50 takes about a minute (default: %(default)s)"
+    )
     args = parser.parse_args()
     keras_dp.use_logical_cpus(TOWERS)
     print(f"A model, not a measurement: {TOWERS} GPUs, weights and gradients of one step, alone on their links")

@@ -187,11 +187,17 @@ def draw(rows, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--panels", nargs="+", choices=PANELS, default=PANELS, help="which to measure")
-    parser.add_argument("--towers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the first panel")
-    parser.add_argument("--steps", type=int, default=30, help="timed steps in each run, after the warm-up")
-    parser.add_argument("--rounds", type=int, default=1, help="of about nine minutes on two cores")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIRECTORY", help="where to write the files")
+    parser.add_argument("--panels", nargs="+", choices=PANELS, default=PANELS, help="which to measure (default: %(default)s)")
+    parser.add_argument(
+        "--towers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the first panel (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help="timed steps in each run, after the warm-up (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of about nine minutes on two cores (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="DIRECTORY", help="where to write the files (default: %(default)s)"
+    )
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

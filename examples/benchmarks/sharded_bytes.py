@@ -41,8 +41,14 @@ def count(model_name, towers):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=models.BUILT_IN, default=["mlp", "resnet20", "unet", "transformer"])
-    parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=models.BUILT_IN,
+        default=["mlp", "resnet20", "unet", "transformer"],
+        help="to measure (default: %(default)s)",
+    )
+    parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8], help="devices to train on (default: %(default)s)")
     parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:

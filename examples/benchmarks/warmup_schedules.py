@@ -38,7 +38,9 @@ def schedules():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("warmup_schedules.png"), help="where the figure goes")
+    parser.add_argument(
+        "--out", type=Path, default=Path("warmup_schedules.png"), help="where the figure goes (default: %(default)s)"
+    )
     args = parser.parse_args()
     matplotlib.use("Agg")
     from matplotlib import pyplot

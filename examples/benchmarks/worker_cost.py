@@ -71,11 +71,11 @@ def loopback_bytes():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["mlp", "resnet20"])
-    parser.add_argument("--workers", type=int, default=2, help="W")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=10, help="steps that are not counted")
+    parser.add_argument("--models", nargs="+", default=["mlp", "resnet20"], help="to measure (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="W (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each configuration runs (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps in each run (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=10, help="steps that are not counted (default: %(default)s)")
     parser.add_argument("--train", metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:

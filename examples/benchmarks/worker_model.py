@@ -101,11 +101,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help=", ".join(MODELS))
     parser.add_argument(
-        "--compute", nargs="+", type=compute_time, default=[], metavar="NAME=MS", help="of a step on one worker"
+        "--compute",
+        nargs="+",
+        type=compute_time,
+        default=[],
+        metavar="NAME=MS",
+        help="of a step on one worker (default: %(default)s)",
     )
-    parser.add_argument("--workers", nargs="+", type=int, default=[2**k for k in range(1, 9)], metavar="W")
-    parser.add_argument("--gbits", nargs="+", type=float, default=[10, 100, 400], help="of the networks, each way")
-    parser.add_argument("--alpha", type=float, default=50, metavar="µs", help="that a message takes however small it is")
+    parser.add_argument(
+        "--workers",
+        nargs="+",
+        type=int,
+        default=[2**k for k in range(1, 9)],
+        metavar="W",
+        help="how many there are (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gbits", nargs="+", type=float, default=[10, 100, 400], help="of the networks, each way (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--alpha", type=float, default=50, metavar="µs", help="that a message takes however small it is (default: %(default)s)"
+    )
     parser.add_argument("--in-turn", action="store_true", help="one bucket after the other, latency included")
     args = parser.parse_args()
     models = {name: MODELS[name] for name in args.models}

@@ -1,9 +1,10 @@
 """CIFAR-10 for the examples: from a file, from Keras's cache or from the internet; random crops and flips."""
 
-import image_archive
 import keras
 import numpy as np
 import tensorflow as tf
+
+from data import archive
 
 PADDING = 4  # pixels on each side, of which random crops take some
 
@@ -30,7 +31,7 @@ def load(path=None):
         except Exception as error:  # Keras raises a bare Exception for a failed download
             raise SystemExit(f"CIFAR-10 could not be downloaded ({error}). Give its file: --data FILE.npz") from None
     else:
-        (x_train, y_train), (x_test, y_test) = image_archive.read(path)
+        (x_train, y_train), (x_test, y_test) = archive.read(path)
     mean, deviation = (statistic(x_train, axis=(0, 1, 2), dtype="float64") for statistic in (np.mean, np.std))
     x_train, x_test = (((images - mean) / deviation).astype("float32") for images in (x_train, x_test))
     return (x_train, y_train.ravel().astype("int32")), (x_test, y_test.ravel().astype("int32"))

@@ -1,0 +1,1 @@
+"""The images that the examples train on."""
