@@ -4,16 +4,25 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: mnist test test-slow lint recipe-figures recipe-smoke clean
+.DEFAULT_GOAL := help
+.PHONY: help mnist test test-ecosystem test-slow lint recipe-figures recipe-smoke clean
 
-mnist: $(VENV)/examples.installed  ## Train on MNIST on two towers; make mnist DATA=FILE.npz takes a file.
-	$(BIN)/python examples/mnist_cnn.py --towers 2 $(if $(DATA),--data $(DATA))
+help:  ## Show what there is to make.
+	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18 | fold -s -w 126
+
+mnist: $(VENV)/examples.installed  ## Train on images of MNIST, on two towers and on one device; DATA=download or a file for all of MNIST.
+	$(BIN)/python examples/mnist_cnn.py --towers 2 --compare $(if $(DATA),--data $(DATA))
 
 test: $(VENV)/dev.installed  ## Run all tests but those that take long.
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# Warnings of other projects are theirs.
+test-ecosystem: $(VENV)/dev.installed $(VENV)/ecosystem.installed  ## Run programs with the tools that users of Keras have.
+	$(BIN)/python -m pytest -n 2 -W default tests/ecosystem
 
 COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare
 
@@ -38,5 +47,6 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/%.installed: setup.py pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[$*]"
-	touch $@
+	@echo "Installing what '$*' needs in $(VENV): TensorFlow and others, which takes a minute or more."
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[$*]"
+	@touch $@

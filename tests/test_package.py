@@ -1,9 +1,17 @@
-"""The public names, and the backend."""
+"""The public names, the backend, and what the package says of itself."""
 
+import os
+import re
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
 
 import keras_dp
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_public_names_have_docstrings():
@@ -32,6 +40,38 @@ def test_another_backend_is_refused():
     assert result.returncode != 0
     assert "ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow" in result.stderr
     assert "Received: backend 'jax'" in result.stderr
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
+    """Keras fails in the words of Python's imports."""
+    (tmp_path / f"{backend}.py").write_text(f"raise ModuleNotFoundError('No module named {backend}', name={backend!r})")
+    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", "import keras_dp"], capture_output=True, text=True, env=environment)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow")
+    assert last.endswith(f"Received: backend '{backend}', which needs a package that is missing: {backend}")
+
+
+def test_the_version_is_that_of_the_package():
+    assert keras_dp.__version__ == metadata.version("keras_dp")
+    assert f"## {keras_dp.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_what_the_package_says_of_itself():
+    said = metadata.metadata("keras_dp")
+    assert {"Author", "Keywords", "Classifier", "Project-URL"} <= set(said)
+    assert "Programming Language :: Python :: 3.13" in said.get_all("Classifier")
+    links = re.findall(r"\]\(([^)]+)\)", said["Description"])
+    assert len(links) > 5
+    assert all(link.startswith("https://") for link in links)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if not target.startswith("http") and not (page.parent / target).exists()]
+    assert missing == []
 
 
 def test_imported_once_more():

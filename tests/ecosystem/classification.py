@@ -1,0 +1,27 @@
+"""The model and the data that the programs of this suite share."""
+
+import keras
+import numpy as np
+from keras import layers
+
+import keras_dp
+
+TOWERS = 2
+
+
+def two_classes():
+    """40 rows of 4 numbers, and for each whether their sum is positive."""
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    return x, (x.sum(axis=1) > 0).astype("int32")
+
+
+def classifier(wrapped, units=8):
+    """A compiled model for two classes, on towers if it is to be wrapped, with the same names and weights in both cases."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,))
+    outputs = layers.Dense(2, activation="softmax")(layers.Dense(units, activation="relu")(inputs))
+    model = keras.Model(inputs, outputs, name="classifier")
+    model = keras_dp.DataParallelModel(model, devices=TOWERS) if wrapped else model
+    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model

@@ -1,0 +1,116 @@
+"""Estimators of scikit-learn around wrapped models: Keras's own, and scikeras's."""
+
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import sklearn.base
+from classification import classifier
+from keras import layers
+from scikeras.wrappers import KerasClassifier
+from sklearn.model_selection import GridSearchCV, cross_val_predict
+
+import keras_dp
+
+
+def one_hot_classifier(wrapped):
+    """As `classifier`, for targets with a column for each class, as Keras's estimator gives them."""
+    model = classifier(wrapped)
+    model.compile(keras.optimizers.Adam(0.01), "categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def keras_estimator(wrapped):
+    return keras.wrappers.SKLearnClassifier(one_hot_classifier(wrapped), fit_kwargs={"epochs": 3, "verbose": 0})
+
+
+def scikeras_estimator(wrapped):
+    return KerasClassifier(classifier(wrapped), epochs=3, verbose=0, shuffle=False)
+
+
+def keras_estimator_of_a_function(wrapped):
+    return keras.wrappers.SKLearnClassifier(lambda **data: one_hot_classifier(wrapped), fit_kwargs={"epochs": 3, "verbose": 0})
+
+
+ESTIMATORS = [keras_estimator, scikeras_estimator, keras_estimator_of_a_function]
+
+
+def probabilities(estimator, x):
+    return estimator.model_.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_fit_and_predict(estimator, data):
+    fitted = []
+    for wrapped in (False, True):
+        model = estimator(wrapped)
+        keras.utils.set_random_seed(5)
+        fitted.append(model.fit(*data))
+    plain, parallel = fitted
+    np.testing.assert_allclose(probabilities(parallel, data[0]), probabilities(plain, data[0]), rtol=1e-4)
+    np.testing.assert_array_equal(parallel.predict(data[0]), plain.predict(data[0]))
+    assert isinstance(parallel.model_, keras_dp.DataParallelModel)
+
+
+@pytest.mark.parametrize("estimator", [keras_estimator, scikeras_estimator])
+def test_an_estimator_and_its_clone_are_trained_apart(estimator, data):
+    first = estimator(wrapped=True)
+    clone = sklearn.base.clone(first)
+    assert isinstance(clone.model, keras_dp.DataParallelModel)
+    before = first.model.get_weights()
+    clone.fit(*data)
+    for weight, other in zip(before, first.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
+@pytest.mark.parametrize("estimator", [keras_estimator, scikeras_estimator])
+def test_a_fitted_estimator_is_pickled(estimator, data):
+    fitted = estimator(wrapped=True).fit(*data)
+    loaded = pickle.loads(pickle.dumps(fitted))
+    assert not isinstance(loaded.model_, keras_dp.DataParallelModel)
+    np.testing.assert_allclose(probabilities(loaded, data[0]), probabilities(fitted, data[0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_grid_search(jobs, data):
+    """With several processes, each trains the plain model on a device of its own."""
+    x, y = data
+    search = GridSearchCV(scikeras_estimator(wrapped=True), {"batch_size": [5, 10]}, n_jobs=jobs, cv=2, error_score="raise")
+    search.fit(x, y)
+    assert set(search.cv_results_["param_batch_size"]) == {5, 10}
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+    loaded = pickle.loads(pickle.dumps(search.best_estimator_))
+    np.testing.assert_array_equal(loaded.predict(x), search.predict(x))
+
+
+def test_cross_validation(data):
+    predicted = cross_val_predict(keras_estimator(wrapped=True), *data, cv=2, n_jobs=2)
+    assert predicted.shape == (40,)
+
+
+class Pretrained(sklearn.base.BaseEstimator, sklearn.base.ClassifierMixin):
+    """As users write estimators: a compiled model goes in, a fitted copy of it comes out."""
+
+    def __init__(self, model, epochs=1):
+        self.model = model
+        self.epochs = epochs
+
+    def fit(self, x, y):
+        self.classes_ = np.unique(y)
+        self.model_ = keras.models.clone_model(self.model)
+        self.model_.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+        self.model_.set_weights(self.model.get_weights())
+        self.model_.fit(x, y, epochs=self.epochs, verbose=0)
+        return self
+
+    def predict(self, x):
+        return self.classes_[self.model_.predict(x, verbose=0).argmax(axis=1)]
+
+
+def test_an_estimator_of_ones_own(data):
+    search = GridSearchCV(Pretrained(classifier(wrapped=True)), {"epochs": [1, 2]}, n_jobs=2, cv=2, error_score="raise")
+    search.fit(*data)
+    assert isinstance(search.best_estimator_.model_, keras_dp.DataParallelModel)
+    assert pickle.loads(pickle.dumps(search)).predict(data[0]).shape == (40,)
+    assert isinstance(search.best_estimator_.model_.layers[1], layers.Dense)
