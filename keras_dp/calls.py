@@ -16,7 +16,7 @@ from keras_dp.feeding import HOST, NO_BATCHES, SliceFeed, empty_prediction_refus
 from keras_dp.lockstep import all_variables, described_data, described_model, in_lockstep, synchronize
 from keras_dp.shards import with_empty_batches
 from keras_dp.workers import current_workers, share_random_state
-from keras_dp.wrapper import ModelWrapper, listed, refuse_strategy
+from keras_dp.wrapper import ModelWrapper, has_own_step, listed, refuse_strategy
 
 _STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 
@@ -268,7 +268,8 @@ class JoinedModel(ModelWrapper):
             synchronize(self._workers, all_variables(self.inner_model))
 
     def _refuse_no_batches(self, method: str) -> None:
-        if not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
+        # A step of the user's own need not track a loss.
+        if not has_own_step(self.inner_model) and not keras.ops.any(keras_seams.loss_tracker(self.inner_model).count):
             raise ValueError(NO_BATCHES.format(method))
 
     def train_on_batch(

@@ -15,12 +15,14 @@ from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.partition.step import Partition
+from keras_dp.partitioned_step import run_on_slices
 from keras_dp.plain_training import PlainTraining
 from keras_dp.stamping import stamp_towers
 from keras_dp.sync_batch_norm import batch_norms
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
 from keras_dp.tower_step import TowerStep, unknown_rows_explained
-from keras_dp.wrapper import refuse_strategy
+from keras_dp.wrapper import has_own_compile, has_own_step, refuse_strategy
 
 Tensor = Any
 Logs = dict[str, Any]
@@ -46,6 +48,8 @@ def _on_towers(tower_step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
             model._follow_inner_model()
             getattr(model, f"make_{name}_function")()
             return getattr(model, f"{name}_function")([data] if name == "predict" else iter([data]))
+        if model._engine == "partition":
+            return model._run_partitioned(name, data)
         return tower_step(model, data)
 
     return step
@@ -81,6 +85,8 @@ class DataParallelModel(JoinedModel):
         gradient_dtype: "bfloat16" or "float16" to send gradients from the towers in half the bytes, at the cost of exactness;
             those of a worker's towers are summed in the variable's dtype, those of several workers on the way, in this one.
             None sends them as they are.
+        engine: "towers" splits Keras's own steps; "partition" traces any step, of Keras or of your own, as one device runs it,
+            and splits its graph by rows. "auto" takes "partition" for models with a step or a `compile` of their own.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or there are no such devices.
@@ -94,7 +100,9 @@ class DataParallelModel(JoinedModel):
         batch_norm: choices.BatchNorm = "sync",
         loss_scope: choices.LossScope = "auto",
         gradient_dtype: choices.GradientType = None,
+        engine: choices.Engine = "auto",
     ):
+        refuse_unknown("engine", engine, choices.Engine)
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
         refuse_unknown("loss_scope", loss_scope, choices.LossScope)
         refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
@@ -102,6 +110,8 @@ class DataParallelModel(JoinedModel):
         self._batch_norm = batch_norm
         self._loss_scope = loss_scope
         self._gradient_dtype = gradient_dtype
+        self._engine = self._chosen_engine(engine)
+        self._partitions: dict[str, Partition] = {}
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
@@ -118,6 +128,7 @@ class DataParallelModel(JoinedModel):
             batch_norm=batch_norm,
             loss_scope=loss_scope,
             gradient_dtype=gradient_dtype,
+            engine=engine,
         )
         self._place_variables()
         self._follow_inner_model()
@@ -159,6 +170,42 @@ class DataParallelModel(JoinedModel):
         with tf.device(HOST):
             outputs = [tower.y_pred for tower in towers]
             return whole_batch(outputs, data) if self._predicts_shard else self._of_all_workers(outputs, data)
+
+    def _chosen_engine(self, engine: choices.Engine) -> str:
+        own = has_own_step(self.inner_model)
+        if engine == "towers" and own:
+            raise ValueError(
+                'engine="towers" splits the steps of Keras, and the model has a train_step(), test_step(), predict_step() or '
+                'compile() of its own. Leave `engine` out, or give "partition". '
+                f"Received: {self.inner_model.name!r} of type {type(self.inner_model).__name__}"
+            )
+        chosen = "partition" if engine == "partition" or own else "towers"
+        asked = {"batch_norm": (self._batch_norm, "sync"), "gradient_dtype": (self._gradient_dtype, None)}
+        for name, (value, only) in asked.items() if chosen == "partition" else ():
+            if value != only:
+                raise ValueError(
+                    f"A partitioned step gives one device's result, and knows no `{name}` but {only!r}. "
+                    f"Received: {name}={value!r}"
+                )
+        if chosen == "partition" and self._workers.count > 1:
+            raise ValueError(
+                "A model with steps of its own trains on the devices of one worker. Run the script without TF_CONFIG, or use "
+                f"Keras's own steps. Received: {self._workers.count} workers"
+            )
+        return chosen
+
+    def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
+        """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
+        with unknown_rows_explained():
+            result, self._partitions[step] = run_on_slices(
+                getattr(self.inner_model, f"{step}_step"), slices, self.devices, self._home()
+            )
+        return result
+
+    def _home(self) -> str:
+        """The device of whatever happens once: where the first variable lives."""
+        weights = self.inner_model.weights
+        return placement.home(weights[0]) if weights else self._devices[0]
 
     def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
         """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
@@ -248,6 +295,9 @@ class DataParallelModel(JoinedModel):
     def _prepare(self, batch: Any) -> None:
         """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
         model = self.inner_model
+        if has_own_step(model):
+            self._place_variables()
+            return
         specs = keras.tree.map_structure(row_spec, batch)
         x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
         with unknown_rows_explained():
@@ -290,16 +340,21 @@ class DataParallelModel(JoinedModel):
             )
         return step(data)
 
-    def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        """Compiles the inner model with the same arguments as `keras.Model.compile`, and the towers around it.
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the inner model with the arguments of its own `compile`, and the towers around it.
 
         Args:
-            optimizer: any Keras optimizer, or a `DataParallelOptimizer` around one.
-            *args: the further arguments of the inner model's `compile`.
+            *args: of the inner model's `compile`. An optimizer is any of Keras, or a `DataParallelOptimizer` around one.
             **kwargs: the same. `jit_compile=True` has XLA compile each tower's operations for its own device, between the sums
                 over the towers; the default, "auto", compiles none.
         """
         refuse_strategy()
+        if has_own_compile(self.inner_model):
+            self._compile_as_it_is(args, kwargs)
+        else:
+            self._compile(*args, **kwargs)
+
+    def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         self._jit_compile = kwargs.get("jit_compile") is True
         if optimizer is not None and not isinstance(optimizer, DataParallelOptimizer):
             optimizer = DataParallelOptimizer(optimizer)
@@ -309,6 +364,19 @@ class DataParallelModel(JoinedModel):
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
             )
         self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
+        self._use_compiled(optimizer)
+
+    def _compile_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compiles an inner model that has a `compile` of its own."""
+
+        def inner(value: Any) -> Any:
+            return value.inner_optimizer if isinstance(value, DataParallelOptimizer) else value
+
+        self.inner_model.compile(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
+        self._use_compiled(self.optimizer)
+
+    def _use_compiled(self, optimizer: DataParallelOptimizer | None) -> None:
+        """Takes up how the inner model was compiled."""
         self.inner_model.train_function = self._plain_training
         if optimizer is not None:
             # Mixed precision may have wrapped it in a LossScaleOptimizer.

@@ -10,9 +10,10 @@ import tensorflow as tf
 from keras_dp import keras_seams
 from keras_dp.face import Face
 
+_STEPS = ("train_step", "test_step", "predict_step")
 _LOOPS = (
     *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
-    *("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function"),
+    *(*_STEPS, "make_train_function", "make_test_function", "make_predict_function"),
 )
 
 # These write down a model's graph or configuration, or exchange its weights with the optimizer's: they do not steer training.
@@ -23,7 +24,7 @@ class ModelWrapper(Face, keras.Model):
     """A `keras.Model` around an inner one, which remains the model that is saved, shown and inspected.
 
     Args:
-        inner_model: a `keras.Model` with Keras's own training steps.
+        inner_model: a `keras.Model` with Keras's own `fit`, `evaluate` and `predict`.
 
     Raises:
         ValueError: if it is not.
@@ -109,13 +110,27 @@ def _refuse_mirrored(model: keras.Model) -> None:
 
 
 def _refuse_own_loops(model: keras.Model) -> None:
-    for name in _LOOPS:
-        if _function(getattr(model, name)) is not getattr(keras.Model, name):
+    for name in set(_LOOPS) - set(_STEPS):
+        if _is_own(model, name):
             raise ValueError(
-                f"The model has its own {name}(), which cannot be cut into towers. Override compute_loss() instead, and call "
-                "keras_dp.cross_tower_sum() in layers and losses where all rows of the global batch count. "
+                f"The model has its own {name}(), which keras_dp does not run. Override train_step(), test_step() or "
+                "predict_step() instead, which it runs on towers as they are. "
                 f"Received: {model.name!r} of type {type(model).__name__}"
             )
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Whether a model has a training, test or prediction step, or a `compile`, of its own."""
+    return has_own_compile(model) or any(_is_own(model, name) for name in _STEPS)
+
+
+def has_own_compile(model: keras.Model) -> bool:
+    """Whether a model has a `compile` of its own."""
+    return _is_own(model, "compile")
+
+
+def _is_own(model: keras.Model, name: str) -> bool:
+    return _function(getattr(model, name)) is not getattr(keras.Model, name)
 
 
 def refuse_stateful(model: keras.Model) -> None:

@@ -442,12 +442,42 @@ def test_stateful_layers():
         keras_dp.DataParallelModel(model, devices=2)
 
 
-@pytest.mark.parametrize("step", ["train_step", "test_step", "predict_step", "make_train_function"])
-def test_steps_of_ones_own(step):
-    """Refused: what a step of one's own does with the whole batch is unknown."""
-    own = type("Own", (keras.Sequential,), {step: lambda self, *args: None})
-    with pytest.raises(ValueError, match=rf"its own {step}\(\).*Override compute_loss\(\) instead"):
+def test_steps_of_ones_own():
+    """Exact, for rows that meet rows: the step is traced as it is, and its graph is partitioned."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                error = self(x, training=True) - y
+                loss = keras.ops.sqrt(keras.ops.mean(error**2)) + keras.ops.max(keras.ops.abs(error))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss, "largest": keras.ops.max(error)}
+
+    def build():
+        inputs = keras.Input((5,))
+        return Own(inputs, layers.Dense(3)(layers.Dropout(0.5)(layers.BatchNormalization()(inputs))))
+
+    assert_same_training(build, compiled("adam"), DATA, 3)
+
+
+@pytest.mark.parametrize("loop", ["fit", "train_on_batch", "make_train_function"])
+def test_loops_of_ones_own(loop):
+    """Refused: they call steps in a way that is not known."""
+    own = type("Own", (keras.Sequential,), {loop: lambda self, *args: None})
+    with pytest.raises(ValueError, match=rf"its own {loop}\(\).*Override train_step\(\)"):
         keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2)
+
+
+def test_engines_that_cannot_run_a_model():
+    """Splitting Keras's steps does not do for a step of one's own; a partitioned step is one device's, and nothing else."""
+    own = type("Own", (keras.Sequential,), {"train_step": lambda self, data: {}})
+    with pytest.raises(ValueError, match=r'"towers" splits the steps of Keras.*Leave `engine` out'):
+        keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2, engine="towers")
+    with pytest.raises(ValueError, match="knows no `batch_norm` but 'sync'. Received: batch_norm='local'"):
+        keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2, batch_norm="local")
+    with pytest.raises(ValueError, match=r"`engine` must be one of .*Did you mean 'partition'"):
+        keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2, engine="partitions")
 
 
 def test_rematerialized_layers():

@@ -1,0 +1,111 @@
+"""Loops, branches and calls: each tower runs its own, unless towers would have to meet inside."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.graph import CALLS
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.placements import REPLICATE, Facts, Partial
+from keras_dp.partition.rules.joining import join, need_of
+
+LOOPS = ("While", "StatelessWhile")
+BRANCHES = ("If", "StatelessIf")
+TYPES = (*LOOPS, *BRANCHES, *CALLS)
+
+_MOST_ROUNDS = 10
+
+
+def is_control_flow(node: Node) -> bool:
+    """Whether a node runs functions."""
+    return node.type in TYPES
+
+
+def plan(node: Node, propagation: Any) -> Plan | None:
+    """The plan of a loop, branch or call that each tower runs by itself; None if towers would have to meet inside.
+
+    Args:
+        node: the loop, branch or call.
+        propagation: the `Propagation` of the graph that it is in.
+    """
+    result = _plan(node, propagation)
+    return result if isinstance(result, Plan) else None
+
+
+def why_gathered(node: Node, propagation: Any) -> str:
+    """The reason for which `plan` returned None."""
+    result = _plan(node, propagation)
+    return "its result is needed at home" if isinstance(result, Plan) else result
+
+
+def _plan(node: Node, propagation: Any) -> Plan | str:
+    if node.type in LOOPS:
+        return _loop(node, propagation)
+    if node.type in BRANCHES:
+        return _branches(node, propagation)
+    if any(static.dtype == tf.resource for static in node.statics):
+        return "XLA compiles it for the device of a variable"
+    # Of parts of sums, the whole is taken.
+    arguments = [_summed(facts) for facts in node.inputs]
+    inside, results = propagation.body(_function(node, "f"), arguments, node.statics, known_shapes=True)
+    return (inside.obstacle and f"in the function, {inside.obstacle}") or Plan(results, [need_of(facts) for facts in arguments])
+
+
+def _branches(node: Node, propagation: Any) -> Plan | str:
+    condition, *arguments = [_summed(facts) for facts in node.inputs]
+    if condition.placement != REPLICATE or condition.counts_rows():
+        return "the condition depends on the rows"
+    outcomes: list[list[Facts]] = []
+    for name in (_function(node, "then_branch"), _function(node, "else_branch")):
+        inside, results = propagation.body(name, arguments, node.statics[1:], known_shapes=True)
+        if inside.obstacle:
+            return f"in a branch, {inside.obstacle}"
+        outcomes.append(results)
+    joined = [
+        join(one, other, f"{node.name}:{k}") if one.placement == other.placement else None
+        for k, (one, other) in enumerate(zip(*outcomes, strict=True))
+    ]
+    if None in joined:
+        return "the branches place their results differently"
+    return Plan([facts for facts in joined if facts], [REPLICATE, *map(need_of, arguments)])
+
+
+def _loop(node: Node, propagation: Any) -> Plan | str:
+    """Looks for placements that the variables of the loop keep from round to round."""
+    variables = []
+    for facts, static in zip(map(_summed, node.inputs), node.statics, strict=True):
+        variables.append(Facts(facts.placement, facts.entries, facts.shape if facts.shape is not None else static.shape))
+    body, condition = _function(node, "body"), _function(node, "cond")
+    for _ in range(_MOST_ROUNDS):
+        inside, results = propagation.body(body, variables, node.statics, known_shapes=False)
+        joined = [join(a, b, f"{node.name}:{k}") for k, (a, b) in enumerate(zip(variables, results, strict=True))]
+        if None in joined:
+            k = joined.index(None)
+            return f"in the loop, a variable is {variables[k].placement} and then {results[k].placement}"
+        if all(map(_is_same, variables, joined)):
+            if inside.obstacle:
+                return f"in the loop, {inside.obstacle}"
+            decision, goes_on = propagation.body(condition, variables, node.statics, known_shapes=False)
+            if decision.obstacle or goes_on[0].placement != REPLICATE:
+                return f"in the loop's condition, {decision.obstacle or 'rows decide'}"
+            # Whatever a size was called in the last round, it need not be one of those before it.
+            outputs = [Facts(facts.placement, facts.entries, _plain(facts.shape)) for facts in variables]
+            return Plan(outputs, [need_of(facts) for facts in variables])
+        variables = [facts for facts in joined if facts]
+    return "the loop's variables do not come to rest"
+
+
+def _is_same(one: Facts, other: Facts | None) -> bool:
+    return one == other and (not isinstance(one.shape, list) or one.shape == other.shape)
+
+
+def _plain(shape: Any) -> Any:
+    return [size if isinstance(size, int) else None for size in shape] if isinstance(shape, list) else shape
+
+
+def _summed(facts: Facts) -> Facts:
+    return Facts(REPLICATE, facts.entries, facts.shape) if isinstance(facts.placement, Partial) else facts
+
+
+def _function(node: Node, attribute: str) -> str:
+    return str(node.definition.attr[attribute].func.name)

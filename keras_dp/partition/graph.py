@@ -1,0 +1,239 @@
+"""A traced graph: its nodes in the order of their dependence, with all calls of functions replaced by their bodies."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+
+from keras_dp.partition.node import Static
+from keras_dp.partition.rows import Size
+from keras_dp.partition.tensorflow_internals import body_of, handle_data, is_stateful, placeholder
+
+Tensor = Any
+Output = tuple[str, int]  # a node's name, and which of its outputs
+
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def output_of(name: str) -> Output:
+    """The output that an input of a node names, as "node" or "node:1"."""
+    node, _, port = name.partition(":")
+    return node, int(port or 0)
+
+
+def name_of(node: str, port: int) -> str:
+    """How inputs of nodes name an output."""
+    return f"{node}:{port}" if port else node
+
+
+def data_inputs(node: Any) -> list[str]:
+    """The inputs of a node that are tensors."""
+    return [name for name in node.input if not name.startswith("^")]
+
+
+def control_inputs(node: Any) -> list[str]:
+    """The names of the nodes after which a node runs, besides those that it has tensors of."""
+    return [name[1:] for name in node.input if name.startswith("^")]
+
+
+@dataclasses.dataclass
+class Traced:
+    """A graph as nodes.
+
+    Attributes:
+        nodes: NodeDefs, each behind those whose outputs it takes.
+        statics: for each output of each node, what TensorFlow knows of it.
+        library: the FunctionDefs, by name.
+        arguments: names of the placeholders, in the order of the function's inputs.
+        outputs: names of the tensors that are wanted.
+        effects: names of the nodes that are to run besides.
+        graph: the graph that was traced, which knows the functions.
+        inlined: the graph with all calls inlined; functions live as long as the graphs that call them.
+    """
+
+    nodes: list[Any]
+    statics: dict[str, list[Static]]
+    library: Mapping[str, Any]
+    arguments: list[str]
+    outputs: list[str]
+    effects: list[str]
+    graph: tf.Graph
+    inlined: tf.Graph
+
+
+def traced_step(concrete: Any) -> Traced:
+    """The graph of a concrete function, calls inlined."""
+    graph = concrete.graph
+    graph_def = graph.as_graph_def()
+    library = {function.signature.name: function for function in graph_def.library.function}
+    inlined = _Inlined(
+        list(graph_def.node),
+        [tensor.name.removesuffix(":0") for tensor in graph.outputs],
+        [operation.name for operation in graph.control_outputs],
+    )
+    with graph.as_default():
+        while any(map(_is_inlined, inlined.nodes)):
+            inlined = _inline(inlined, library)
+    placeholders = [tensor.op.name for tensor in graph.inputs]
+    specs = {
+        name: (tensor.dtype, tensor.shape, handle_data(tensor)) for name, tensor in zip(placeholders, graph.inputs, strict=True)
+    }
+    return _analyzed(inlined, specs, placeholders, library, "", graph)
+
+
+def traced_function(caller: Traced, name: str, shapes: Sequence[Any], handles: Sequence[Any]) -> Traced:
+    """The graph of a function whose arguments have certain shapes and handle data, calls inlined.
+
+    Args:
+        caller: the graph that calls it.
+        name: of the function.
+        shapes: for each argument a shape, None if it is not known.
+        handles: for each argument the handle data, None of what is no resource.
+    """
+    library, function = caller.library, caller.library[name]
+    with caller.graph.as_default():
+        body, names = body_of(function)
+    arguments = [argument.name for argument in function.signature.input_arg]
+    inlined = _Inlined(
+        list(body.node),
+        [names[function.ret[result.name]].removesuffix(":0") for result in function.signature.output_arg],
+        [names.get(name, name).split(":")[0] for name in function.control_ret.values()],
+    )
+    with caller.graph.as_default():
+        while any(map(_is_inlined, inlined.nodes)):
+            inlined = _inline(inlined, library)
+    specs = {
+        argument.name: (tf.as_dtype(argument.type), shape, data)
+        for argument, shape, data in zip(function.signature.input_arg, shapes, handles, strict=True)
+    }
+    return _analyzed(inlined, specs, arguments, library, f"{name}/", caller.graph)
+
+
+@dataclasses.dataclass
+class _Inlined:
+    nodes: list[Any]
+    outputs: list[str]
+    effects: list[str]
+
+
+def _is_inlined(node: Any) -> bool:
+    """XLA compiles some functions as they are: these stay calls."""
+    return node.op in CALLS and not node.attr["_XlaMustCompile"].b
+
+
+def _inline(graph: _Inlined, library: Mapping[str, Any]) -> _Inlined:
+    """Replaces each call of a function by the nodes of its body."""
+    results: dict[Output, str] = {}
+    ends: dict[str, list[str]] = {}
+    nodes = []
+    for node in graph.nodes:
+        if not _is_inlined(node):
+            nodes.append(node)
+            continue
+        function = library[node.attr["f"].func.name]
+        body, names = body_of(function)
+        sources = dict(zip([argument.name for argument in function.signature.input_arg], data_inputs(node), strict=True))
+        prefix = f"{node.name}/"
+        befores = [f"^{name}" for name in control_inputs(node)]
+        nodes += [_inlined_node(inner, prefix, sources, befores) for inner in body.node if inner.name not in sources]
+        for k, result in enumerate(function.signature.output_arg):
+            name = names[function.ret[result.name]].removesuffix(":0")
+            results[node.name, k] = sources.get(name, prefix + name)
+        effects = [f"^{prefix}{names.get(name, name).split(':')[0]}" for name in function.control_ret.values()]
+        returned = [f"^{results[node.name, k].split(':')[0]}" for k in range(len(function.signature.output_arg))]
+        ends[node.name] = list(dict.fromkeys([*effects, *returned, *befores]))
+
+    def renamed(name: str) -> list[str]:
+        if name.startswith("^"):
+            return [end for inner in ends[name[1:]] for end in renamed(inner)] if name[1:] in ends else [name]
+        while output_of(name) in results:
+            name = results[output_of(name)]
+        return [name]
+
+    for node in nodes:
+        inputs = [new for name in node.input for new in renamed(name)]
+        del node.input[:]
+        node.input.extend(name for name in inputs if not name.startswith("^"))
+        node.input.extend(sorted({name for name in inputs if name.startswith("^")}))
+    return _Inlined(
+        nodes,
+        [new for name in graph.outputs for new in renamed(name)],
+        [end[1:] for name in graph.effects for end in renamed(f"^{name}")],
+    )
+
+
+def _inlined_node(inner: Any, prefix: str, sources: Mapping[str, str], befores: list[str]) -> Any:
+    """A node of a function's body, among those of the graph that calls it."""
+    node = node_def_pb2.NodeDef()
+    node.CopyFrom(inner)
+    node.name = prefix + inner.name
+    del node.input[:]
+    for name in data_inputs(inner):
+        source, port = output_of(name)
+        node.input.append(sources[source] if source in sources else name_of(prefix + source, port))
+    for name in control_inputs(inner):
+        node.input.append(f"^{sources[name].split(':')[0] if name in sources else prefix + name}")
+    if is_stateful(node.op) or not data_inputs(node):
+        node.input.extend(befores)
+    return node
+
+
+def _analyzed(
+    inlined: _Inlined,
+    specs: Mapping[str, Any],
+    arguments: list[str],
+    library: Mapping[str, Any],
+    prefix: str,
+    traced: tf.Graph,
+) -> Traced:
+    """The graph with what TensorFlow infers of each tensor once all is inlined."""
+    graph_def = graph_pb2.GraphDef(versions=tf.compat.v1.Graph().graph_def_versions)
+    for node in inlined.nodes:
+        # Colocation names an operation that may have been inlined.
+        node.attr.pop("_class", None)
+    graph_def.node.extend(node for node in inlined.nodes if node.name not in specs)
+    graph_def.library.function.extend(library.values())
+    with tf.Graph().as_default() as graph:
+        feeds = {name: placeholder(*spec) for name, spec in specs.items()}
+        used = {source.lstrip("^").split(":")[0] for node in graph_def.node for source in node.input}
+        tf.graph_util.import_graph_def(
+            graph_def, {f"{name}:0": tensor for name, tensor in feeds.items() if name in used}, name=""
+        )
+        statics = {
+            node.name: [_static(node.name, k, tensor, prefix) for k, tensor in enumerate(tensors)]
+            for node in inlined.nodes
+            for tensors in [[feeds[node.name]] if node.name in feeds else graph.get_operation_by_name(node.name).outputs]
+        }
+    nodes = list(_in_order(inlined.nodes))
+    return Traced(nodes, statics, library, arguments, inlined.outputs, inlined.effects, traced, graph)
+
+
+def _static(node: str, k: int, tensor: Tensor, prefix: str) -> Static:
+    if tensor.shape.rank is None:
+        return Static(tensor.dtype, None)
+    sizes = [Size.named(f"{prefix}{node}:{k}[{axis}]") if size is None else size for axis, size in enumerate(tensor.shape)]
+    return Static(tensor.dtype, sizes)
+
+
+def _in_order(nodes: Sequence[Any]) -> Iterable[Any]:
+    """The nodes, each behind those whose outputs it takes."""
+    by_name = {node.name: node for node in nodes}
+    seen: set[str] = set()
+    for root in nodes:
+        if root.name in seen:
+            continue
+        seen.add(root.name)
+        stack = [(root, iter(root.input))]
+        while stack:
+            node, inputs = stack[-1]
+            for name in inputs:
+                source = name.lstrip("^").split(":")[0]
+                if source not in seen:
+                    seen.add(source)
+                    stack.append((by_name[source], iter(by_name[source].input)))
+                    break
+            else:
+                stack.pop()
+                yield node

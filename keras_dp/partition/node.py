@@ -1,0 +1,135 @@
+"""A node of a traced graph as rules see it, and the plan that a rule makes for it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.placements import Facts, ListOf, Need, Partial, Shard
+from keras_dp.partition.rows import Number, Rows, Size
+
+
+@dataclasses.dataclass
+class Plan:
+    """How a node is computed.
+
+    Attributes:
+        outputs: the `Facts` of each output.
+        needs: for each input, the form in which a tower takes it; None if the node is computed once, at home.
+        instance: makes a tower's instance of the node, as `instance(builder, node, tower, inputs)`, and returns its name; None
+            if that is a copy of the node.
+        also_at_home: whether the whole result can be computed at home as well, without a gather.
+        gathers: the inputs whose rows are gathered although the node is computed on towers.
+    """
+
+    outputs: list[Facts]
+    needs: Sequence[Need] | None = None
+    instance: Callable[..., str] | None = None
+    also_at_home: bool = False
+    gathers: tuple[int, ...] = ()
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether the node is computed once."""
+        return self.needs is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """The dtype of a tensor, and its shape: a list of `int`s and of `Size`s by name; None if its rank is not known."""
+
+    dtype: tf.DType
+    shape: list[Any] | None
+
+    @property
+    def rank(self) -> int | None:
+        """How many axes the tensor has, if that is known."""
+        return None if self.shape is None else len(self.shape)
+
+
+class Node:
+    """A node, with what is known of its inputs.
+
+    Attributes:
+        name: of the node in the graph.
+        type: of its operation, such as "MatMul".
+        inputs: the `Facts` of each input.
+        statics: of each input.
+        results: the `Static` of each output, as far as TensorFlow knows it.
+        in_loop: whether the node is in the body of a loop or branch that each tower runs by itself.
+    """
+
+    def __init__(
+        self, definition: Any, inputs: list[Facts], statics: list[Static], results: list[Static], in_loop: bool = False
+    ):
+        self.definition = definition
+        self.name: str = definition.name
+        self.type: str = definition.op
+        self.inputs = inputs
+        self.statics = statics
+        self.results = results
+        self.in_loop = in_loop
+
+    def shape(self, i: int) -> list[Any] | None:
+        """The shape of an input; None if not even its rank is known."""
+        return self.statics[i].shape
+
+    def rank(self, i: int) -> int | None:
+        """How many axes an input has."""
+        return self.statics[i].rank
+
+    def dtype(self, i: int) -> tf.DType:
+        """The dtype of an input."""
+        return self.statics[i].dtype
+
+    def result_rank(self, k: int = 0) -> int | None:
+        """How many axes an output has."""
+        return self.results[k].rank
+
+    def sizes(self, i: int) -> list[Number] | None:
+        """The shape of an input, in which the rows are `Rows`."""
+        shape, placement = self.shape(i), self.inputs[i].placement
+        if shape is None:
+            return None
+        sizes = list(shape)
+        if isinstance(placement, Shard):
+            sizes[placement.axis] = Rows(placement.blocks)
+        return sizes
+
+    def flag(self, attribute: str) -> bool:
+        """An attribute that is true or false."""
+        return bool(self.definition.attr[attribute].b) if attribute in self.definition.attr else False
+
+    def integer(self, attribute: str) -> int:
+        """An attribute that is an integer."""
+        return int(self.definition.attr[attribute].i) if attribute in self.definition.attr else 0
+
+    def integers(self, attribute: str) -> list[int]:
+        """An attribute that is a list of integers."""
+        return list(self.definition.attr[attribute].list.i) if attribute in self.definition.attr else []
+
+    def text(self, attribute: str) -> str:
+        """An attribute that is text."""
+        return self.definition.attr[attribute].s.decode() if attribute in self.definition.attr else ""
+
+    def result_dtype(self, k: int = 0) -> tf.DType:
+        """The dtype of an output."""
+        return self.results[k].dtype
+
+    def is_sum(self, i: int) -> bool:
+        """Whether an input is a part of a sum on each tower."""
+        return self.inputs[i].placement == Partial("sum")
+
+    def is_shard(self, i: int) -> bool:
+        """Whether an input has rows."""
+        return isinstance(self.inputs[i].placement, Shard)
+
+    def is_list(self, i: int) -> bool:
+        """Whether an input is a TensorList on each tower."""
+        return isinstance(self.inputs[i].placement, ListOf)
+
+
+def is_named(size: Any) -> bool:
+    """Whether a size is known by name only."""
+    return isinstance(size, Size)

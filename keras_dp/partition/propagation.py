@@ -1,0 +1,280 @@
+"""Propagate placements through a traced graph: facts of each tensor, and a plan for each node."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition import control_flow
+from keras_dp.partition.graph import Output, Traced, data_inputs, output_of, traced_function
+from keras_dp.partition.node import Node, Plan, Static
+from keras_dp.partition.placements import (
+    ANY_SHAPE,
+    LOCAL_SHAPE,
+    REPLICATE,
+    Facts,
+    ListOf,
+    Need,
+    Partial,
+    Shard,
+    array_of,
+)
+from keras_dp.partition.rows import Size
+from keras_dp.partition.rules import RULES
+from keras_dp.partition.rules.drawing import DRAWS
+from keras_dp.partition.sizes import LARGEST, BroadcastAxes, evaluate
+from keras_dp.partition.tensorflow_internals import is_stateful
+
+_READS = ("ReadVariableOp", "ResourceGather", "VariableShape", "ResourceGatherNd")
+_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
+_LISTS = ("EmptyTensorList", "TensorListReserve")
+_INTEGERS = (tf.int32, tf.int64, tf.bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A node that is computed once, from gathered rows.
+
+    Attributes:
+        type: of its operation.
+        name: of the node.
+        reason: why no tower computes it.
+    """
+
+    type: str
+    name: str
+    reason: str
+
+
+class CannotGatherError(Exception):
+    """A tensor exists on towers alone, and is needed at home: its node has to be computed there."""
+
+    def __init__(self, node: str):
+        super().__init__(node)
+        self.node = node
+
+
+class Propagation:
+    """What is known of each tensor of a graph, and how each node is computed.
+
+    Args:
+        traced: the graph.
+        arguments: facts of its placeholders, by name.
+        at_home: names of nodes that are to be computed at home, whatever their rule says.
+        in_loop: whether the graph is the body of a loop or branch, which each tower runs by itself.
+
+    Attributes:
+        facts: by output.
+        plans: by node.
+        gathered: the nodes that are computed once from rows that had to be gathered.
+        obstacle: of a body, why it cannot run on towers as it is; None if it can.
+        bodies: of the functions that nodes run.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        arguments: Mapping[str, Facts],
+        at_home: Collection[str] = (),
+        in_loop: bool = False,
+    ):
+        self.traced = traced
+        self.in_loop = in_loop
+        self.facts: dict[Output, Facts] = {}
+        self.plans: dict[str, Plan] = {}
+        self.nodes = {node.name: node for node in traced.nodes}
+        self.gathered: list[Gathered] = []
+        self.obstacle: str | None = None
+        self.bodies: list[Propagation] = []
+        self._at_home = at_home
+        self._functions: dict[Any, Traced] = {}
+        for node in traced.nodes:
+            plan = Plan([arguments[node.name]]) if node.name in arguments else self._plan(node)
+            self.plans[node.name] = plan
+            for k, facts in enumerate(plan.outputs):
+                self.facts[node.name, k] = facts
+            if in_loop and self.obstacle is None and node.name not in arguments:
+                self.obstacle = self._obstacle(node)
+
+    def static(self, output: Output) -> Static:
+        """The dtype and shape of an output, as far as TensorFlow or the rules know it."""
+        static = self.traced.statics[output[0]][output[1]]
+        facts = self.facts.get(output)
+        if facts is None or not isinstance(facts.shape, list) or static.dtype in (tf.resource, tf.variant):
+            return static
+        if static.shape is None:
+            name = f"{output[0]}:{output[1]}"
+            return Static(static.dtype, [Size.named(f"{name}[{i}]") if d is None else d for i, d in enumerate(facts.shape)])
+        if len(static.shape) != len(facts.shape):
+            return static
+        pairs = zip(static.shape, facts.shape, strict=True)
+        return Static(static.dtype, [size if isinstance(size, int) or known is None else known for size, known in pairs])
+
+    def view(self, definition: Any) -> Node:
+        """A node as rules see it."""
+        sources = [output_of(name) for name in data_inputs(definition)]
+        inputs = [self.facts[source] for source in sources]
+        statics = [self.static(source) for source in sources]
+        return Node(definition, inputs, statics, self.traced.statics[definition.name], self.in_loop)
+
+    def body(
+        self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
+    ) -> "tuple[Propagation, list[Facts]]":
+        """The propagation through a function that each tower would run by itself, and the facts of its outputs.
+
+        Args:
+            name: of the function.
+            arguments: facts of its arguments.
+            statics: of the tensors that it is called with.
+            known_shapes: whether the arguments have the shapes of these; those of a loop may change from round to round.
+        """
+        shapes: list[Any] = []
+        handles: list[Any] = []
+        for facts, static in zip(arguments, statics, strict=True):
+            is_handle = static.dtype in (tf.resource, tf.variant)
+            shape = facts.shape if facts.shape is not None or not known_shapes else static.shape
+            handles.append(facts.shape if is_handle and not isinstance(facts.shape, list) else None)
+            plain = None if shape is None or is_handle else [size if isinstance(size, int) else None for size in shape]
+            if plain is not None and isinstance(facts.placement, Shard):
+                plain[facts.placement.axis] = None
+            shapes.append(plain)
+        key = (name, repr(shapes))
+        if key not in self._functions:
+            self._functions[key] = traced_function(self.traced, name, shapes, handles)
+        traced = self._functions[key]
+        propagation = Propagation(traced, dict(zip(traced.arguments, arguments, strict=True)), in_loop=True)
+        self.bodies.append(propagation)
+        results = []
+        for output in map(output_of, traced.outputs):
+            facts, static = propagation.facts[output], propagation.static(output)
+            shape = facts.shape if static.dtype in (tf.resource, tf.variant) else static.shape
+            results.append(Facts(facts.placement, facts.entries, shape))
+        return propagation, results
+
+    def _plan(self, definition: Any) -> Plan:
+        node = self.view(definition)
+        if node.type == "Const":
+            return Plan([Facts(REPLICATE, _constant(definition))])
+        if node.name in self._at_home:
+            return self._once(node, "its result is needed at home")
+        is_spread = any(facts.placement != REPLICATE for facts in node.inputs)
+        counts_rows = any(facts.counts_rows() for facts in node.inputs)
+        entries = evaluate(node) if _is_small(node) else None
+        if not is_spread and not counts_rows and node.type not in _LISTS:
+            # A shape may be known beyond what TensorFlow knows of it, in loops.
+            shape = node.shape(0) if len(node.inputs) == len(node.results) == 1 and node.type in ("Identity", "Cast") else None
+            return Plan([Facts(REPLICATE, None if entries is None else entries[k], shape) for k in range(len(node.results))])
+        if entries is not None and all(known is not None for known in entries) and (node.type in _SHAPES or not is_spread):
+            return Plan([Facts(REPLICATE, known) for known in entries])
+        if control_flow.is_control_flow(node):
+            plan = control_flow.plan(node, self)
+        elif is_stateful(node.type) and node.type not in (*DRAWS, "ResourceGather"):
+            plan = None
+        else:
+            rule = RULES.get(node.type)
+            plan = rule(node) if rule else None
+        if plan is None or not self._is_sound(node, plan):
+            return self._once(node, self._why_gathered(node))
+        if plan.gathers:
+            self.gathered.append(Gathered(node.type, node.name, "rows meet rows: one operand is gathered"))
+        return plan
+
+    def _is_sound(self, node: Node, plan: Plan) -> bool:
+        """Whether each shape of which a tower takes its own version is known to have one."""
+        needs = plan.needs or [REPLICATE] * len(node.inputs)
+        return all(facts.is_local_shape() for facts, need in zip(node.inputs, needs, strict=True) if need == LOCAL_SHAPE)
+
+    def _why_gathered(self, node: Node) -> str:
+        if control_flow.is_control_flow(node):
+            return control_flow.why_gathered(node, self)
+        if is_stateful(node.type) and node.type not in DRAWS:
+            return "it has effects, which happen once"
+        return "rows meet rows" if node.type in RULES else "the operation has no rule"
+
+    def _once(self, node: Node, reason: str) -> Plan:
+        """The plan of a node that is computed at home."""
+        if any(node.is_list(i) for i in range(len(node.inputs))) and not self.in_loop:
+            for name, facts in zip(data_inputs(node.definition), node.inputs, strict=True):
+                source = output_of(name)[0]
+                if isinstance(facts.placement, ListOf) and not self.plans[source].also_at_home:
+                    raise CannotGatherError(source)
+        if any(node.is_shard(i) or node.is_list(i) for i in range(len(node.inputs))):
+            self.gathered.append(Gathered(node.type, node.name, reason))
+        return Plan([Facts() for _ in node.results])
+
+    def _obstacle(self, definition: Any) -> str | None:
+        """Why a node of a body cannot run on each tower as it is."""
+        plan, where = self.plans[definition.name], f"{definition.op} {definition.name!r}"
+        if self.gathered:
+            return f"{where}: {self.gathered[-1].reason}"
+        stateless = (*_READS, *control_flow.TYPES, "Placeholder")
+        if is_stateful(definition.op) and definition.op not in stateless:
+            return f"{where} has effects"
+        sources = [self.facts[output_of(name)] for name in data_inputs(definition)]
+        if plan.is_at_home:
+            return self._obstacle_at_home(definition, plan, sources, where)
+        if plan.instance:
+            return f"{where} is not the same on a tower"
+        statics = [self.static(output_of(name)) for name in data_inputs(definition)]
+        for facts, need, static in zip(sources, plan.needs or (), statics, strict=True):
+            if not _is_there(facts, need, static):
+                return f"{where} takes {facts.placement} as {need}"
+        return None
+
+    def _obstacle_at_home(self, definition: Any, plan: Plan, sources: list[Facts], where: str) -> str | None:
+        if definition.op in (*_SHAPES, "BroadcastGradientArgs"):
+            return None
+        if any(isinstance(facts.placement, Shard) for facts in plan.outputs):
+            return f"{where} is cut into slices"
+        for facts in sources:
+            if facts.placement != REPLICATE:
+                return f"{where} takes the whole of {facts.placement}"
+            if facts.counts_rows() and not any(result.counts_rows() for result in plan.outputs):
+                return f"{where} takes the number of all rows"
+        return None
+
+
+def _is_there(facts: Facts, need: Need, static: Static) -> bool:
+    """Whether a tower has a tensor in the form that it needs, in a body without exchanges."""
+    if isinstance(need, Shard):
+        is_one = facts.placement == REPLICATE and static.shape is not None and static.shape[need.axis] == 1
+        return facts.placement == need or is_one
+    if isinstance(need, ListOf):
+        return isinstance(facts.placement, ListOf)
+    if need == REPLICATE:
+        return facts.placement == REPLICATE and not facts.counts_rows()
+    if need in (LOCAL_SHAPE, ANY_SHAPE):
+        return facts.placement == REPLICATE
+    return facts.placement == need or (isinstance(need, Partial) and facts.placement == need)
+
+
+def _is_small(node: Node) -> bool:
+    """Whether all outputs are integers, few enough to be looked into."""
+    for result in node.results:
+        if result.dtype not in _INTEGERS:
+            return False
+        if node.type in ("BroadcastGradientArgs", "Range", *_SHAPES):
+            continue
+        if result.shape is None or len(result.shape) > 2 or any(not isinstance(size, int) for size in result.shape):
+            return False
+        if int(np.prod(result.shape)) > LARGEST:
+            return False
+    return True
+
+
+def _constant(definition: Any) -> np.ndarray | None:
+    """The entries of a constant of few integers."""
+    if tf.as_dtype(definition.attr["dtype"].type) not in _INTEGERS:
+        return None
+    value = tf.make_ndarray(definition.attr["value"].tensor)
+    return array_of([int(number) for number in value.flat]).reshape(value.shape) if value.size <= LARGEST else None
+
+
+def axes_to_sum(facts: Facts) -> list[int] | None:
+    """The axes over which a gradient is summed, if all are known."""
+    numbers = facts.numbers
+    if numbers and isinstance(numbers[0], BroadcastAxes) and numbers[0].surely == numbers[0].perhaps:
+        return sorted(numbers[0].surely)
+    return None

@@ -1,0 +1,79 @@
+"""Operations that compute each entry from entries of the same place, with broadcasting."""
+
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Shard
+from keras_dp.partition.rules.joining import join
+from keras_dp.partition.rules.labels import axes, by_labels, from_the_right
+from keras_dp.partition.rules.linearity import linear
+from keras_dp.partition.rules.registry import rule, types
+
+UNARY = types(
+    """
+    Abs Acos Acosh AsString Asin Asinh Atan Atanh BesselI0e BesselI1e Bucketize Cast Ceil ComplexAbs Conj Cos Cosh
+    Digamma Elu EnsureShape Erf Erfc Erfinv Exp Expm1 Floor Identity Imag Invert IsFinite IsInf IsNan LeakyRelu Lgamma
+    Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
+    Sign Sin Sinh Snapshot Softplus Softsign Sqrt Square StopGradient StringLower StringToNumber Tan Tanh ZerosLike
+    """
+)
+BINARY = types(
+    """
+    Add AddV2 Atan2 BitwiseAnd BitwiseOr BitwiseXor Complex Div DivNoNan EluGrad Equal FloorDiv FloorMod Greater
+    GreaterEqual Igamma Igammac LeakyReluGrad LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul
+    MulNoNan NextAfter NotEqual Polygamma Pow RealDiv ReciprocalGrad Relu6Grad ReluGrad RightShift RsqrtGrad SeluGrad
+    SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad SquaredDifference Sub TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py
+    Xlogy Zeta
+    """
+)
+
+
+@rule(*UNARY, *BINARY, "AddN", "Betainc", "ClipByValue", "SelectV2")
+def elementwise(node: Node) -> Plan | None:
+    """The result has rows where the inputs have them; axes are aligned from the right."""
+    if any(node.is_list(i) for i in range(len(node.inputs))):
+        return _of_lists(node)
+    plan = linear(node)
+    if plan:
+        return plan
+    ranks = [node.rank(i) for i in range(len(node.inputs))]
+    known = [rank for rank in ranks if rank is not None]
+    if len(known) < len(ranks):
+        placements = {facts.placement for facts in node.inputs}
+        alike = (len(ranks) == 1 or node.type == "AddN") and len(placements) == 1
+        return (
+            Plan([Facts(node.inputs[0].placement)], [facts.placement for facts in node.inputs])
+            if (alike and node.is_shard(0))
+            else None
+        )
+    full = max(known)
+    return by_labels(node, [from_the_right(rank, full) for rank in known], [axes(full)] * len(node.results))
+
+
+@rule("Select")
+def select(node: Node) -> Plan | None:
+    """The condition has one entry for each entry, or one for each row of the first axis."""
+    ranks = [node.rank(i) for i in range(3)]
+    if ranks[0] is None or ranks[1] is None:
+        return None
+    return by_labels(node, [axes(ranks[0]), axes(ranks[1]), axes(ranks[1])], [axes(ranks[1])], broadcasts=False)
+
+
+@rule("IdentityN")
+def identities(node: Node) -> Plan | None:
+    """Each output is placed as its input."""
+    plan = linear(node)
+    if plan:
+        return plan
+    placements = [facts.placement if isinstance(facts.placement, Shard) else REPLICATE for facts in node.inputs]
+    return Plan([Facts(placement) for placement in placements], placements)
+
+
+def _of_lists(node: Node) -> Plan | None:
+    """TensorLists are added element by element."""
+    if node.type not in ("AddN", "AddV2", "Add", "Identity", "StopGradient", "ZerosLike"):
+        return None
+    joined: Facts | None = node.inputs[0]
+    for other in node.inputs[1:]:
+        joined = joined and join(joined, other)
+    if joined is None or not isinstance(joined.placement, ListOf):
+        return None
+    return Plan([Facts(joined.placement)], [joined.placement] * len(node.inputs))

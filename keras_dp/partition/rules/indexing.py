@@ -1,0 +1,102 @@
+"""Operations that look entries up by their indices, or add them up by index."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.placements import REPLICATE
+from keras_dp.partition.rules.labels import Labels, axes, by_labels
+from keras_dp.partition.rules.registry import rule
+
+
+@rule("GatherV2")
+def gather(node: Node) -> Plan | None:
+    """An entry of a table for each index; with batch axes, each row by itself."""
+    table, indices, numbers = node.rank(0), node.rank(1), node.inputs[2].integers
+    if table is None or indices is None or numbers is None:
+        return None
+    batch, axis = node.integer("batch_dims"), numbers[0] % table
+    first = tuple(None if i == axis else f"table{i}" for i in range(table))
+    second: Labels = tuple(f"table{i}" if i < batch else f"index{i}" for i in range(indices))
+    result = (*first[:axis], *second[batch:], *first[axis + 1 :])
+    return by_labels(node, [first, second, REPLICATE], [result], broadcasts=False)
+
+
+@rule("ResourceGather")
+def gather_from_variable(node: Node) -> Plan | None:
+    """An entry of a variable for each index: the variable is read once, and sent to the towers."""
+    indices = node.rank(1)
+    result = node.result_rank()
+    if indices is None or result is None or node.integer("batch_dims"):
+        return None
+    labels = axes(indices)
+
+    def instance(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
+        value = builder.read(node, inputs[0])
+        axis = builder.constant(0, tf.int32, builder.devices[tower])
+        return builder.add(
+            "GatherV2",
+            [value, inputs[1], axis],
+            builder.devices[tower],
+            f"tower_{tower}/{node.name}",
+            Tparams=node.result_dtype(),
+            Tindices=node.dtype(1),
+            Taxis=tf.int32,
+            batch_dims=0,
+        )
+
+    return by_labels(node, [REPLICATE, labels], [labels + (None,) * (result - indices)], instance=instance, broadcasts=False)
+
+
+@rule("GatherNd")
+def gather_at(node: Node) -> Plan | None:
+    """An entry of a table for each tuple of indices."""
+    table, indices = node.rank(0), node.rank(1)
+    depth = (node.shape(1) or [None])[-1]
+    if table is None or indices is None or not isinstance(depth, int):
+        return None
+    first = tuple(None if i < depth else f"table{i}" for i in range(table))
+    second: Labels = (*axes(indices - 1, "index"), None)
+    return by_labels(node, [first, second], [(*second[:-1], *first[depth:])], broadcasts=False)
+
+
+@rule("ScatterNd")
+def scatter_at(node: Node) -> Plan | None:
+    """Adds entries up by tuples of indices."""
+    indices, updates = node.rank(0), node.rank(1)
+    depth = (node.shape(0) or [None])[-1]
+    if indices is None or updates is None or not isinstance(depth, int) or node.inputs[2].counts_rows():
+        return None
+    if node.dtype(1) == tf.bool or node.dtype(1) == tf.string:
+        return None
+    first: Labels = (*axes(indices - 1), None)
+    second: Labels = (*axes(indices - 1), *(f"update{i}" for i in range(updates - indices + 1)))
+    result = (None,) * depth + second[indices - 1 :]
+    return by_labels(node, [first, second, REPLICATE], [result], reduction="sum", broadcasts=False)
+
+
+_SEGMENTS = {f"UnsortedSegment{name}": name.lower() for name in ("Sum", "Max", "Min", "Prod")}
+
+
+@rule(*_SEGMENTS)
+def segments(node: Node) -> Plan | None:
+    """Adds entries up, or the like, by the number of their segment."""
+    rank, ids = node.rank(0), node.rank(1)
+    if rank is None or ids is None or node.inputs[2].counts_rows():
+        return None
+    labels = axes(rank)
+    result: Labels = (None, *labels[ids:])
+    return by_labels(node, [labels, labels[:ids], REPLICATE], [result], reduction=_SEGMENTS[node.type], broadcasts=False)
+
+
+@rule("OneHot")
+def one_hot(node: Node) -> Plan | None:
+    """An axis for each index, of which one entry is on."""
+    rank = node.rank(0)
+    if rank is None or any(facts.counts_rows() for facts in node.inputs[1:]):
+        return None
+    at = rank if node.integer("axis") == -1 else node.integer("axis")
+    labels = axes(rank)
+    others = [REPLICATE] * 3
+    return by_labels(node, [labels, *others], [(*labels[:at], None, *labels[at:])])

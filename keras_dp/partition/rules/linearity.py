@@ -1,0 +1,64 @@
+"""Sums over the towers that may be taken later: whatever is linear works on each tower's part."""
+
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.placements import REPLICATE, Facts, Partial
+from keras_dp.partition.rules.registry import types
+
+_UNARY = frozenset(types("Identity IdentityN Neg StopGradient Snapshot PreventGradient Real Imag Conj EnsureShape"))
+_SUMS = frozenset(["Add", "AddV2", "AddN", "Sub"])
+_IN_THE_FIRST = frozenset(["Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"])
+# A gradient is linear in the gradient that comes in, the input of this number.
+_GRADIENTS = dict.fromkeys(types("RsqrtGrad SqrtGrad ReciprocalGrad InvGrad TanhGrad SigmoidGrad"), 1)
+_GRADIENTS |= dict.fromkeys(types("ReluGrad Relu6Grad LeakyReluGrad EluGrad SeluGrad SoftplusGrad SoftsignGrad"), 0)
+_RESHAPING = frozenset(["Reshape", "Transpose", "Squeeze", "ExpandDims"])
+# The input of which these take a part, or put it in place.
+_PICKING = {"StridedSlice": 0, "Slice": 0, "Pad": 0, "Unpack": 0, "Split": 1, "MatrixBandPart": 0, "StridedSliceGrad": 4}
+
+
+def linear(node: Node) -> Plan | None:
+    """Plans a node that is linear in those of its inputs that are parts of sums; None if it is not, or if there are none.
+
+    A linear function of one sum is computed at home, from the sum, if somebody wants the whole.
+    """
+    sums = [node.is_sum(i) for i in range(len(node.inputs))]
+    if not any(sums) or any(facts.counts_rows() or node.is_shard(i) for i, facts in enumerate(node.inputs)):
+        return None
+    if (
+        node.type in _SUMS
+        and node.in_loop
+        and all(is_sum or facts.placement == REPLICATE for is_sum, facts in zip(sums, node.inputs, strict=True))
+    ):
+        # In a loop, a sum that starts from zero: whatever is the same everywhere becomes one tower's part.
+        return Plan([Facts(Partial())], [Partial()] * len(sums))
+    if not _is_linear(node, sums):
+        return None
+    needs = [Partial() if is_sum else REPLICATE for is_sum in sums]
+    return Plan([Facts(Partial()) for _ in node.results], needs, also_at_home=sum(sums) == 1)
+
+
+def _is_linear(node: Node, sums: list[bool]) -> bool:
+    kind = node.type
+    if kind in _UNARY | _SUMS:
+        return all(sums)
+    if kind in _GRADIENTS:
+        return sums[_GRADIENTS[kind]] and sum(sums) == 1
+    if kind == "Cast":
+        source, result = node.dtype(0), node.result_dtype()
+        return source.is_floating and result.is_floating and result.size >= source.size
+    if kind in _IN_THE_FIRST and sums[0]:
+        return not sums[1] and not _is_expanded(node, 0)
+    if kind == "Mul":
+        return not sums[0] and not _is_expanded(node, 1)
+    if kind in ("ConcatV2", "Pack"):
+        return all(sums[: node.integer("N")])
+    if kind in _RESHAPING:
+        return sums[0] and sum(sums) == 1
+    return kind in _PICKING and sums[_PICKING[kind]] and sum(sums) == 1
+
+
+def _is_expanded(node: Node, i: int) -> bool:
+    """Whether broadcasting makes the result larger than an input, so that the sum had better be taken before."""
+    mine, other = node.shape(i), node.shape(1 - i)
+    if mine is None or other is None or len(mine) < len(other):
+        return True
+    return any(a == 1 and b != 1 for a, b in zip(mine[len(mine) - len(other) :], other, strict=True))

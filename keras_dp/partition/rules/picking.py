@@ -1,0 +1,222 @@
+"""Operations that take parts of a tensor, or put parts together."""
+
+import dataclasses
+from typing import Any
+
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Partial, Shard
+from keras_dp.partition.rows import Number, Rows, depends_on_rows, segments_between
+from keras_dp.partition.rules.labels import axes, by_labels
+from keras_dp.partition.rules.linearity import linear
+from keras_dp.partition.rules.registry import rule
+
+
+@rule("ConcatV2")
+def concat(node: Node) -> Plan | None:
+    """Along another axis than that of the rows, each row by itself; along it, the segments follow each other."""
+    numbers = node.inputs[-1].integers
+    rank = next((rank for rank in map(node.rank, range(len(node.inputs) - 1)) if rank is not None), None)
+    if numbers is None or rank is None:
+        return None
+    plan = linear(node)
+    if plan:
+        return plan
+    axis = numbers[0] % rank
+    placements = [facts.placement for facts in node.inputs[:-1]]
+    if all(isinstance(placement, Shard) and placement.axis == axis for placement in placements):
+        blocks = tuple(block for placement in placements for block in placement.blocks)  # type: ignore[union-attr]
+        return Plan([Facts(Shard(axis, blocks))], [*placements, REPLICATE])
+    labels = tuple(None if i == axis else label for i, label in enumerate(axes(rank)))
+    return by_labels(node, [*[labels] * len(placements), REPLICATE], [labels], broadcasts=False)
+
+
+@rule("Split", "SplitV")
+def split(node: Node) -> Plan | None:
+    """Along another axis than that of the rows, each row by itself; along it, whole segments."""
+    value, at = (1, 0) if node.type == "Split" else (0, 2)
+    numbers, rank, placement = node.inputs[at].integers, node.rank(value), node.inputs[value].placement
+    if numbers is None or rank is None:
+        return None
+    needs: list[Need] = [REPLICATE] * len(node.inputs)
+    needs[value] = placement
+    if placement == Partial():
+        return Plan([Facts(Partial()) for _ in node.results], needs)
+    if not isinstance(placement, Shard):
+        return None
+    axis = numbers[0] % rank
+    if placement.axis != axis:
+        return Plan([Facts(placement) for _ in node.results], needs) if not node.inputs[1].counts_rows() else None
+    if node.type == "SplitV":
+        needs[1] = LOCAL_SHAPE
+    ends = _ends(node, placement)
+    if ends is None:
+        return None
+    return Plan([Facts(Shard(axis, placement.blocks[a:b])) for a, b in zip([0, *ends], ends, strict=False)], needs)
+
+
+def _ends(node: Node, placement: Shard) -> list[int] | None:
+    """Where the parts of a split end, in segments; None if it cuts through them."""
+    count = len(node.results)
+    if node.type == "Split":
+        each, rest = divmod(len(placement.blocks), count)
+        parts = [placement.blocks[i * each : (i + 1) * each] for i in range(count)]
+        return (
+            None if rest or len({Rows(part).total for part in parts if part}) != 1 else [each * (i + 1) for i in range(count)]
+        )
+    ends: list[int] = []
+    for number in node.inputs[1].numbers or []:
+        end = segments_between(placement.blocks, ends[-1] if ends else 0, number)
+        if end is None:
+            return None
+        ends.append(end)
+    return ends if len(ends) == count and ends[-1] == len(placement.blocks) else None
+
+
+@rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
+def pad(node: Node) -> Plan | None:
+    """Adds entries before and behind other axes than that of the rows."""
+    placement, paddings = node.inputs[0].placement, node.inputs[1].entries
+    if not isinstance(placement, Shard):
+        return linear(node) if node.type == "Pad" else None
+    if paddings is None or depends_on_rows(paddings.flat) or any(number != 0 for number in paddings[placement.axis]):
+        return None
+    return Plan([Facts(placement)], [placement, *[REPLICATE] * (len(node.inputs) - 1)])
+
+
+@rule("Roll")
+def roll(node: Node) -> Plan | None:
+    """Shifts entries along other axes than that of the rows."""
+    rank, numbers = node.rank(0), node.inputs[2].integers
+    if rank is None or numbers is None or node.inputs[1].counts_rows():
+        return None
+    along = {number % rank for number in numbers}
+    labels = tuple(None if i in along else label for i, label in enumerate(axes(rank)))
+    return by_labels(node, [labels, REPLICATE, REPLICATE], [labels])
+
+
+@rule("Slice")
+def slice_by_size(node: Node) -> Plan | None:
+    """Takes a range of each axis: of the rows, all, or whole segments."""
+    placement, begins, lengths = node.inputs[0].placement, node.inputs[1].numbers, node.inputs[2].numbers
+    if not isinstance(placement, Shard):
+        return linear(node)
+    if begins is None or lengths is None:
+        return None
+    begin, length = begins[placement.axis], lengths[placement.axis]
+    others = [number for i, number in enumerate([*begins, *lengths]) if i % len(begins) != placement.axis]
+    start = 0 if begin == 0 else segments_between(placement.blocks, 0, begin)
+    if start is None or depends_on_rows(others):
+        return None
+    stop = len(placement.blocks) if length == -1 else segments_between(placement.blocks, start, length)
+    if stop is None or stop == start:
+        return None
+    return Plan([Facts(Shard(placement.axis, placement.blocks[start:stop]))], [placement, LOCAL_SHAPE, LOCAL_SHAPE])
+
+
+@dataclasses.dataclass
+class _Range:
+    """What a strided slice takes of one axis.
+
+    Attributes:
+        axis: of the tensor; None for an axis that comes.
+        result_axis: of the slice; None for an axis that goes.
+        takes_all: whether it takes all of the axis.
+        begin: a number; None for the start.
+        end: a number; None for the end.
+        stride: a number.
+    """
+
+    axis: int | None
+    result_axis: int | None
+    takes_all: bool
+    begin: Number | None = None
+    end: Number | None = None
+    stride: Number = 1
+
+
+def _ranges(node: Node, begins: list[Number], ends: list[Number], strides: list[Number], rank: int) -> list[_Range]:
+    """What a strided slice takes of each axis, from its three lists of numbers and its masks."""
+    masks = {name: node.integer(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+
+    def has(name: str, i: int) -> bool:
+        return bool(masks[name] >> i & 1)
+
+    named = sum(not has("new_axis", i) and not has("ellipsis", i) for i in range(len(begins)))
+    ranges: list[_Range] = []
+    axis = result_axis = 0
+
+    def take(known: _Range) -> None:
+        nonlocal axis, result_axis
+        ranges.append(known)
+        axis += known.axis is not None
+        result_axis += known.result_axis is not None
+
+    for i, (begin, end, stride) in enumerate(zip(begins, ends, strides, strict=True)):
+        if has("ellipsis", i):
+            for _ in range(rank - named):
+                take(_Range(axis, result_axis, True))
+        elif has("new_axis", i):
+            take(_Range(None, result_axis, True))
+        elif has("shrink_axis", i):
+            take(_Range(axis, None, False, begin, end))
+        else:
+            first = None if has("begin", i) else begin
+            last = None if has("end", i) else end
+            take(_Range(axis, result_axis, first is None and last is None and stride == 1, first, last, stride))
+    while axis < rank:
+        take(_Range(axis, result_axis, True))
+    return ranges
+
+
+def _segments(blocks: tuple[Any, ...], taken: _Range) -> slice | None:
+    """The segments of the rows that a slice takes; None if it cuts through them."""
+    if taken.takes_all:
+        return slice(0, len(blocks))
+    if taken.result_axis is None or taken.stride != 1:
+        return None
+    start = 0 if taken.begin in (None, 0) else segments_between(blocks, 0, taken.begin)
+    stop = len(blocks) if taken.end is None else segments_between(blocks, 0, taken.end)
+    return None if start is None or stop is None or start >= stop else slice(start, stop)
+
+
+@rule("StridedSlice")
+def strided_slice(node: Node) -> Plan | None:
+    """Takes ranges of axes: of the rows, all, or whole segments."""
+    placement, rank = node.inputs[0].placement, node.rank(0)
+    numbers = [facts.numbers for facts in node.inputs[1:4]]
+    if not isinstance(placement, Shard):
+        return linear(node)
+    if rank is None or numbers[0] is None or numbers[1] is None or numbers[2] is None:
+        return None
+    ranges = _ranges(node, numbers[0], numbers[1], numbers[2], rank)
+    taken = next(known for known in ranges if known.axis == placement.axis)
+    segments = _segments(placement.blocks, taken)
+    if segments is None or taken.result_axis is None or _others_count_rows(ranges, taken):
+        return None
+    return Plan([Facts(Shard(taken.result_axis, placement.blocks[segments]))], [placement, *[LOCAL_SHAPE] * 3])
+
+
+@rule("StridedSliceGrad")
+def gradient_of_strided_slice(node: Node) -> Plan | None:
+    """Puts a slice back in its place, among zeros."""
+    shape, placement = node.inputs[0].numbers, node.inputs[4].placement
+    numbers = [facts.numbers for facts in node.inputs[1:4]]
+    if not isinstance(placement, Shard):
+        return linear(node)
+    if shape is None or numbers[0] is None or numbers[1] is None or numbers[2] is None:
+        return None
+    ranges = _ranges(node, numbers[0], numbers[1], numbers[2], len(shape))
+    taken = next(known for known in ranges if known.result_axis == placement.axis)
+    if taken.axis is None or not isinstance(shape[taken.axis], Rows) or _others_count_rows(ranges, taken):
+        return None
+    blocks = shape[taken.axis].blocks
+    segments = _segments(blocks, taken)
+    if segments is None or blocks[segments] != placement.blocks:
+        return None
+    plain = [None if depends_on_rows([number]) else number for number in shape]
+    return Plan([Facts(Shard(taken.axis, blocks), shape=plain)], [*[LOCAL_SHAPE] * 4, placement])
+
+
+def _others_count_rows(ranges: list[_Range], rows: _Range) -> bool:
+    numbers = [number for known in ranges if known is not rows for number in (known.begin, known.end, known.stride)]
+    return depends_on_rows(numbers)

@@ -1,0 +1,108 @@
+"""Sums, means, maxima and the like over some axes: over the rows, each tower has a part of the result."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.placements import ANY_SHAPE, REPLICATE, Facts, Partial, Shard
+from keras_dp.partition.rules.labels import axes, by_labels
+from keras_dp.partition.rules.linearity import linear
+from keras_dp.partition.rules.registry import rule
+from keras_dp.partition.sizes import BroadcastAxes
+
+_REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": "prod", "All": "all", "Any": "any"}
+
+
+@rule("All", "Any", "Max", "Mean", "Min", "Prod")
+def reduction(node: Node) -> Plan | None:
+    """Over other axes than that of the rows, the result has rows; over the rows, it is in parts.
+
+    The part of a mean is the tower's sum over the entries of the whole batch: right for any slices.
+    """
+    rank, numbers = node.rank(0), node.inputs[1].integers
+    if rank is None or numbers is None:
+        return None
+    reduced = {number % rank for number in numbers} if rank else set()
+    labels = axes(rank)
+    kept = tuple(None if i in reduced else labels[i] for i in range(rank) if node.flag("keep_dims") or i not in reduced)
+    plan = by_labels(node, [labels, REPLICATE], [kept], reduction=_REDUCTIONS[node.type])
+    if plan and node.type == "Mean" and isinstance(plan.outputs[0].placement, Partial):
+        if not node.dtype(0).is_floating:
+            return None
+
+        def instance(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
+            return _part_of_mean(builder, node, sorted(reduced), tower, inputs)
+
+        plan.instance = instance
+    return plan
+
+
+def _part_of_mean(builder: Any, node: Node, reduced: list[int], tower: int, inputs: list[str]) -> str:
+    device = builder.devices[tower]
+    total = builder.copy(node.definition, f"tower_{tower}", device, inputs, operation="Sum")
+    sizes = node.sizes(0) or []
+    entries = builder.count([sizes[axis] for axis in reduced], node, reduced)
+    count = builder.cast(entries, tf.int64, node.dtype(0))
+    return builder.add("RealDiv", [total, count], device, f"tower_{tower}/{node.name}/mean", T=node.dtype(0))
+
+
+@rule("Sum")
+def summation(node: Node) -> Plan | None:
+    """A sum; also over the axes that a gradient has more than its operand, which may be known in part only."""
+    if node.is_sum(0):
+        # Sums may be taken in any order.
+        return None if node.inputs[1].counts_rows() else Plan([Facts(Partial())], [Partial(), REPLICATE])
+    numbers = node.inputs[1].numbers
+    if numbers is None or len(numbers) != 1 or not isinstance(numbers[0], BroadcastAxes):
+        return reduction(node)
+    placement, rank = node.inputs[0].placement, node.rank(0)
+    if not isinstance(placement, Shard) or rank is None:
+        return None
+    surely, perhaps = numbers[0].surely, numbers[0].perhaps
+    keeps = node.flag("keep_dims")
+    unsure = perhaps - surely
+    if placement.axis in unsure or (not keeps and any(axis < placement.axis for axis in unsure)):
+        return None
+    if placement.axis in surely:
+        return Plan([Facts(Partial())], [placement, ANY_SHAPE])
+    axis = placement.axis if keeps else placement.axis - sum(other < placement.axis for other in surely)
+    shape = None
+    if keeps:
+        shape = [1 if i in surely else None if i in perhaps else size for i, size in enumerate(node.shape(0) or [])]
+    elif not unsure:
+        shape = [size for i, size in enumerate(node.shape(0) or []) if i not in surely]
+    return Plan([Facts(Shard(axis, placement.blocks), shape=shape)], [placement, ANY_SHAPE])
+
+
+@rule("L2Loss")
+def half_of_squares(node: Node) -> Plan | None:
+    """A sum over all entries."""
+    rank = node.rank(0)
+    return None if rank is None else by_labels(node, [axes(rank)], [()], reduction="sum")
+
+
+@rule("ArgMax", "ArgMin", "Cumprod", "Cumsum", "ReverseV2")
+def along_axes(node: Node) -> Plan | None:
+    """Works along axes that the second input names, each row by itself."""
+    rank, numbers = node.rank(0), node.inputs[1].integers
+    if rank is None or numbers is None:
+        return None
+    along = {number % rank for number in numbers}
+    labels = tuple(None if i in along else f"{i}" for i in range(rank))
+    drops = node.type.startswith("Arg")
+    outputs = tuple(label for i, label in enumerate(labels) if not (drops and i in along))
+    return by_labels(node, [labels, REPLICATE], [outputs])
+
+
+@rule("BiasAdd", "BiasAddGrad")
+def bias(node: Node) -> Plan | None:
+    """Adds a number to each channel; the gradient sums over all other axes."""
+    rank = node.rank(0)
+    if rank is None:
+        return None
+    channel = 1 if node.text("data_format") == "NCHW" else rank - 1
+    labels = tuple(None if i == channel else f"{i}" for i in range(rank))
+    if node.type == "BiasAddGrad":
+        return linear(node) or by_labels(node, [labels], [(None,)], reduction="sum")
+    return by_labels(node, [labels, REPLICATE], [labels])

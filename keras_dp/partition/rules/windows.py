@@ -1,0 +1,69 @@
+"""Convolutions, pooling, images: the first axis has the rows, and a window never sees two of them."""
+
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Need
+from keras_dp.partition.rows import Rows
+from keras_dp.partition.rules.labels import Labels, by_labels
+from keras_dp.partition.rules.registry import rule
+
+# The inputs whose first axis has the rows, and the inputs that are shapes of such; all others are the same for all rows.
+_WITH_ROWS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+for _inputs, _shapes, _names in (
+    (
+        (0,),
+        (),
+        """AvgPool AvgPool3D Conv Conv2D Conv3D DepthToSpace DepthwiseConv2dNative Dilation2D ExtractImagePatches
+        LRN MaxPool MaxPool3D MaxPoolV2 ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor
+        ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth""",
+    ),
+    (
+        (0, 1),
+        (),
+        """ImageProjectiveTransformV2 ImageProjectiveTransformV3 InTopKV2 ResizeBicubicGrad ResizeBilinearGrad
+        SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits""",
+    ),
+    ((0, 1, 2), (), "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad"),
+    ((0, 2), (), "ExtractGlimpse"),
+    ((1,), (0,), "AvgPool3DGrad AvgPoolGrad"),
+    ((2,), (0,), "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput"),
+):
+    _WITH_ROWS |= dict.fromkeys(_names.split(), (_inputs, _shapes))
+
+
+@rule(*_WITH_ROWS)
+def rows_first(node: Node) -> Plan | None:
+    """Each row by itself."""
+    with_rows, shapes = _WITH_ROWS[node.type]
+    inputs: list[Labels | Need] = []
+    for i in range(len(node.inputs)):
+        if i in with_rows:
+            rank = node.rank(i)
+            if rank is None:
+                return None
+            inputs.append(("rows", *[None] * (rank - 1)))
+        elif i in shapes:
+            numbers = node.inputs[i].numbers
+            if not numbers or not isinstance(numbers[0], Rows):
+                return None
+            inputs.append(LOCAL_SHAPE)
+        else:
+            inputs.append(REPLICATE)
+    ranks = [node.result_rank(k) for k in range(len(node.results))]
+    # TensorFlow may not know the shape of a gradient, which is that of an image.
+    outputs = [("rows", *[None] * ((4 if rank is None else rank) - 1)) for rank in ranks]
+    if None in ranks and "3D" in node.type:
+        return None
+    return by_labels(node, inputs, outputs)
+
+
+@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
+def gradient_of_filter(node: Node) -> Plan | None:
+    """The sum over the rows of each row's gradient."""
+    ranks = node.rank(0), node.rank(2)
+    if ranks[0] is None or ranks[1] is None:
+        return None
+    rows = [("rows", *[None] * (rank - 1)) for rank in ranks if rank is not None]
+    plan = by_labels(node, [rows[0], REPLICATE, rows[1]], [()], reduction="sum", broadcasts=False)
+    if plan:
+        plan.outputs[0].shape = node.inputs[1].integers
+    return plan

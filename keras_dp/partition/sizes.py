@@ -1,0 +1,332 @@
+"""Compute what small tensors of integers hold, as far as that is known before there is a batch: shapes and axes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keras_dp.partition import rows
+from keras_dp.partition.node import Node
+from keras_dp.partition.placements import array_of
+from keras_dp.partition.rows import GLOBAL, Number, depends_on_rows
+
+Entries = np.ndarray
+
+LARGEST = 64  # entries of a tensor that is looked into
+
+
+@dataclasses.dataclass(frozen=True)
+class BroadcastAxes:
+    """The axes over which the gradient of an operand that was broadcast is summed.
+
+    Attributes:
+        surely: the axes over which it is.
+        perhaps: these, and those of which it is not known.
+    """
+
+    surely: frozenset[int]
+    perhaps: frozenset[int]
+
+
+def evaluate(node: Node) -> list[Entries | None] | None:
+    """The entries of each output of a node, from its inputs' sizes and entries; None if nothing is known."""
+    if node.type in ("Shape", "ShapeN"):
+        sizes = [node.sizes(i) for i in range(len(node.inputs))]
+        return [None if size is None else array_of(size) for size in sizes]
+    if node.type == "Size":
+        size = node.sizes(0)
+        return None if size is None else [array_of(rows.product(size))]
+    if node.type == "Rank":
+        return None if node.rank(0) is None else [array_of(node.rank(0))]
+    entries = [facts.entries for facts in node.inputs]
+    if node.type not in _EVALUATORS or not entries or any(known is None for known in entries):
+        return None
+    if any(isinstance(number, BroadcastAxes) for known in entries for number in known.flat):  # type: ignore[union-attr]
+        return None
+    try:
+        results = _EVALUATORS[node.type](node, *entries)
+    except (_NotPlainError, IndexError, ValueError, ZeroDivisionError):
+        return None
+    if results is None:
+        return None
+    results = results if isinstance(results, list) else [results]
+    return [result if isinstance(result, np.ndarray) else array_of(result) for result in results]
+
+
+class _NotPlainError(Exception):
+    """A number that had to be a plain integer depends on sizes that are not known."""
+
+
+def _plain(entries: Entries) -> list[int]:
+    numbers = list(entries.flat)
+    if any(not isinstance(number, int) for number in numbers):
+        raise _NotPlainError
+    return numbers
+
+
+def _plain_array(entries: Entries) -> np.ndarray:
+    return np.array(_plain(entries), dtype=object).reshape(entries.shape)
+
+
+_EVALUATORS: dict[str, Callable[..., Any]] = {}
+
+
+def _evaluates(*types: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _EVALUATORS.update(dict.fromkeys(types, function))
+        return function
+
+    return register
+
+
+def _each(operation: Callable[..., Number]) -> Callable[..., Entries]:
+    function = np.frompyfunc(operation, 2, 1)
+
+    def evaluate_each(node: Node, a: Entries, b: Entries) -> Entries:
+        result = function(a, b)
+        return result if isinstance(result, np.ndarray) else array_of(result)
+
+    return evaluate_each
+
+
+for _types, _operation in (
+    (("Mul",), rows.multiply),
+    (("Add", "AddV2"), rows.add),
+    (("Sub",), rows.subtract),
+    (("FloorDiv",), rows.divide),
+    (("Maximum",), rows.larger),
+):
+    _EVALUATORS.update(dict.fromkeys(_types, _each(_operation)))
+
+
+@_evaluates("Identity", "StopGradient", "Cast", "Snapshot")
+def _same(node: Node, value: Entries) -> Entries:
+    return value
+
+
+@_evaluates("Neg")
+def _negative(node: Node, value: Entries) -> Entries:
+    return np.array([rows.multiply(-1, number) for number in value.flat] + [None], object)[:-1].reshape(value.shape)
+
+
+@_evaluates("Prod", "Sum", "Max", "Min")
+def _reduced(node: Node, value: Entries, axes: Entries) -> Entries | None:
+    reduced = _plain(axes)
+    if value.ndim > 1:
+        return None
+    if value.ndim == 1 and not reduced:
+        return value
+    if node.type in ("Max", "Min"):
+        numbers = _plain(value)
+        result: Number = max(numbers) if node.type == "Max" else min(numbers)
+    elif node.type == "Prod":
+        result = rows.product(value.flat)
+    else:
+        result = 0
+        for number in value.flat:
+            result = rows.add(result, number)
+    return array_of([result]) if node.flag("keep_dims") and value.ndim else array_of(result)
+
+
+@_evaluates("Pack")
+def _pack(node: Node, *values: Entries) -> Entries:
+    return np.stack(values, node.integer("axis"))
+
+
+@_evaluates("Unpack")
+def _unpack(node: Node, value: Entries) -> list[Entries]:
+    return [_array(part) for part in np.moveaxis(value, node.integer("axis"), 0)]
+
+
+@_evaluates("ConcatV2")
+def _concat(node: Node, *values: Entries) -> Entries:
+    return np.concatenate(values[:-1], _plain(values[-1])[0])
+
+
+@_evaluates("Reshape")
+def _reshape(node: Node, value: Entries, shape: Entries) -> Entries:
+    return value.reshape(_plain(shape))
+
+
+@_evaluates("ExpandDims")
+def _expand_dims(node: Node, value: Entries, axis: Entries) -> Entries:
+    return np.expand_dims(value, _plain(axis)[0])
+
+
+@_evaluates("Squeeze")
+def _squeeze(node: Node, value: Entries) -> Entries:
+    return value.squeeze(tuple(node.integers("squeeze_dims")) or None)
+
+
+@_evaluates("GatherV2")
+def _gather(node: Node, value: Entries, indices: Entries, axis: Entries) -> Entries | None:
+    if node.integer("batch_dims"):
+        return None
+    return _array(np.take(value, np.array(_plain(indices), int).reshape(indices.shape), axis=_plain(axis)[0]))
+
+
+@_evaluates("DynamicStitch")
+def _stitch(node: Node, *values: Entries) -> Entries:
+    half = len(values) // 2
+    numbers: dict[int, Number] = {}
+    for indices, data in zip(values[:half], values[half:], strict=True):
+        numbers |= dict(zip(_plain(indices), data.flat, strict=True))
+    return array_of([numbers.get(i, 0) for i in range(max(numbers) + 1)])
+
+
+@_evaluates("Slice")
+def _slice(node: Node, value: Entries, begin: Entries, size: Entries) -> Entries:
+    ranges = zip(_plain(begin), _plain(size), strict=True)
+    return value[tuple(slice(start, None if length == -1 else start + length) for start, length in ranges)]
+
+
+@_evaluates("StridedSlice")
+def _strided_slice(node: Node, value: Entries, *numbers: Entries) -> Entries:
+    masks = {name: node.integer(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    index: list[Any] = []
+    for i, (begin, end, stride) in enumerate(zip(*map(_plain, numbers), strict=True)):
+        bit = {name: mask >> i & 1 for name, mask in masks.items()}
+        if bit["ellipsis"]:
+            index.append(Ellipsis)
+        elif bit["new_axis"]:
+            index.append(None)
+        elif bit["shrink_axis"]:
+            index.append(begin)
+        else:
+            index.append(slice(None if bit["begin"] else begin, None if bit["end"] else end, stride))
+    return _array(value[tuple(index)])
+
+
+@_evaluates("Range")
+def _range(node: Node, *values: Entries) -> Entries | None:
+    numbers = range(*(_plain(value)[0] for value in values))
+    return array_of(list(numbers)) if len(numbers) <= LARGEST else None
+
+
+@_evaluates("FloorMod")
+def _modulo(node: Node, a: Entries, b: Entries) -> Entries:
+    return np.mod(_plain_array(a), _plain_array(b))
+
+
+@_evaluates("InvertPermutation")
+def _inverse(node: Node, value: Entries) -> Entries:
+    order = _plain(value)
+    return array_of([order.index(i) for i in range(len(order))])
+
+
+@_evaluates("Fill")
+def _fill(node: Node, shape: Entries, value: Entries) -> Entries | None:
+    sizes = _plain(shape)
+    if int(np.prod(sizes)) > LARGEST:
+        return None
+    result = np.empty(sizes, object)
+    result.fill(value.item())
+    return result
+
+
+@_evaluates("OnesLike", "ZerosLike")
+def _constant_like(node: Node, value: Entries) -> Entries:
+    result = np.empty(value.shape, object)
+    result.fill(int(node.type == "OnesLike"))
+    return result
+
+
+@_evaluates("Tile")
+def _tile(node: Node, value: Entries, multiples: Entries) -> Entries | None:
+    times = _plain(multiples)
+    return np.tile(value, times) if value.size * int(np.prod(times)) <= LARGEST else None
+
+
+@_evaluates("ConcatOffset")
+def _offsets(node: Node, axis: Entries, *shapes: Entries) -> list[Entries]:
+    (along,) = _plain(axis)
+    total: Number = 0
+    results = []
+    for shape in shapes:
+        offsets: list[Number] = [0] * len(shape)
+        offsets[along] = total
+        results.append(array_of(offsets))
+        total = rows.add(total, shape[along])
+    return results
+
+
+@_evaluates("ReverseV2")
+def _reverse(node: Node, value: Entries, axes: Entries) -> Entries | None:
+    return value[::-1] if value.ndim == 1 and _plain(axes) == [0] else None
+
+
+@_evaluates("Transpose")
+def _transpose(node: Node, value: Entries, order: Entries) -> Entries:
+    return value.transpose(_plain(order))
+
+
+@_evaluates("BroadcastTo")
+def _broadcast_to(node: Node, value: Entries, shape: Entries) -> Entries | None:
+    sizes = _plain(shape)
+    return np.broadcast_to(value, sizes).copy() if int(np.prod(sizes)) <= LARGEST else None
+
+
+@_evaluates("Select", "SelectV2")
+def _select(node: Node, condition: Entries, yes: Entries, no: Entries) -> Entries:
+    return np.where(_plain_array(condition).astype(bool), yes, no)
+
+
+@_evaluates("Minimum")
+def _minimum(node: Node, a: Entries, b: Entries) -> Entries:
+    return np.minimum(_plain_array(a), _plain_array(b))
+
+
+_COMPARISONS = {
+    "Equal": np.equal,
+    "NotEqual": np.not_equal,
+    "Greater": np.greater,
+    "GreaterEqual": np.greater_equal,
+    "Less": np.less,
+    "LessEqual": np.less_equal,
+    "LogicalAnd": np.logical_and,
+    "LogicalOr": np.logical_or,
+}
+
+
+@_evaluates(*_COMPARISONS)
+def _compare(node: Node, a: Entries, b: Entries) -> Entries:
+    result = _COMPARISONS[node.type](_plain_array(a), _plain_array(b))
+    return np.array([int(number) for number in np.asarray(result).flat] + [None], object)[:-1].reshape(np.shape(result))
+
+
+@_evaluates("BroadcastArgs")
+def _broadcast_shape(node: Node, a: Entries, b: Entries) -> Entries:
+    full = max(len(a), len(b))
+    numbers = []
+    for x, y in zip([1] * (full - len(a)) + list(a), [1] * (full - len(b)) + list(b), strict=True):
+        if x not in (1, y) and y != 1:
+            raise _NotPlainError
+        numbers.append(y if x == 1 else x)
+    return array_of(numbers)
+
+
+@_evaluates("BroadcastGradientArgs")
+def _axes_of_gradients(node: Node, a: Entries, b: Entries) -> list[Entries]:
+    """The axes over which the gradients of both operands are summed: those that they lack, or have one entry of.
+
+    The rows of the batch are taken for more than one: with one row, a sum over them changes nothing.
+    """
+    full = max(len(a), len(b))
+    shapes = [[1] * (full - len(shape)) + list(shape) for shape in (a, b)]
+    results = []
+    for (mine, other), length in ((shapes, len(a)), (shapes[::-1], len(b))):
+        surely, perhaps = set(), set()
+        for axis, (size, opposite) in enumerate(zip(mine, other, strict=True)):
+            if axis < full - length or size == 1:
+                surely.add(axis)
+            elif (
+                not isinstance(size, int) and not depends_on_rows([size]) and size != opposite and opposite != 1
+            ) or size is GLOBAL:
+                perhaps.add(axis)
+        results.append(array_of([BroadcastAxes(frozenset(surely), frozenset(surely | perhaps))]))
+    return results
+
+
+def _array(value: Any) -> Entries:
+    return value if isinstance(value, np.ndarray) else array_of(value)

@@ -1,0 +1,36 @@
+"""The private names of TensorFlow that the partition needs; tests/partition/test_tensorflow_internals.py guards each one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.framework import function_def_to_graph, op_def_registry
+from tensorflow.python.ops import handle_data_util
+
+Tensor = Any
+
+
+def body_of(function: Any) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
+    """The nodes of a FunctionDef, with its arguments as placeholders, and how its tensors are called among them."""
+    graph_def, names = function_def_to_graph.function_def_to_graph_def(function)
+    return graph_def, names
+
+
+def is_stateful(operation_type: str) -> bool:
+    """Whether an operation may give something else with the same inputs, or has effects; those that are not known, may."""
+    definition = op_def_registry.get(operation_type)
+    return definition is None or definition.is_stateful
+
+
+def handle_data(tensor: Tensor) -> Any:
+    """The dtype and shape of the variable that a resource tensor refers to; None if it refers to another thing."""
+    return handle_data_util.get_resource_handle_data(tensor) if tensor.dtype == tf.resource else None
+
+
+def placeholder(dtype: tf.DType, shape: Sequence[int | None] | tf.TensorShape | None, data: Any = None) -> Tensor:
+    """A placeholder in the current graph, for a resource with its handle data."""
+    made = tf.compat.v1.placeholder(dtype, [] if dtype in (tf.resource, tf.variant) else shape)
+    if dtype == tf.resource and data is not None:
+        handle_data_util.set_handle_data(made, data)
+    return made

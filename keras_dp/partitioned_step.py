@@ -1,0 +1,72 @@
+"""Run a step of a Keras model on slices of a batch, partitioned by rows."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp.batches import Slice, row_spec, whole_batch
+from keras_dp.partition.step import Argument, Partition, RowCounts, run_partitioned
+
+Tensor = Any
+
+
+def run_on_slices(
+    step: Callable[[Any], Any], slices: Sequence[Slice], devices: Sequence[str], home: str
+) -> tuple[Any, Partition]:
+    """Runs a step, written for one device and a whole batch, on N slices of one.
+
+    Args:
+        step: takes a batch and returns nested tensors, as `keras.Model.train_step`.
+        slices: of the batch.
+        devices: of the N towers.
+        home: the device of whatever happens once.
+
+    Returns:
+        What the step returns for the whole batch, and how it was partitioned.
+    """
+    parts = [keras.tree.flatten(part.data) for part in slices]
+    arguments: list[Argument] = []
+    counts = []
+    for leaves in zip(*parts, strict=True):
+        made = _arguments(leaves, slices)
+        arguments += made
+        counts.append(len(made))
+
+    def of_batch(*tensors: Tensor) -> Any:
+        following = iter(tensors)
+        leaves = [_filled(leaf, [next(following) for _ in range(count)]) for leaf, count in zip(parts[0], counts, strict=True)]
+        return step(keras.tree.pack_sequence_as(slices[0].data, leaves))
+
+    rows = RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
+    return run_partitioned(of_batch, arguments, rows, devices, home)
+
+
+def _arguments(leaves: Sequence[Any], slices: Sequence[Slice]) -> list[Argument]:
+    """The tensors of which a leaf of the batch consists: one, or those of a ragged or sparse tensor, which stays whole."""
+    if not tf.is_tensor(leaves[0]):
+        return []
+
+    @functools.cache
+    def whole() -> Any:
+        return whole_batch(leaves, slices)
+
+    if isinstance(leaves[0], tf.Tensor):
+        return [Argument(row_spec(leaves[0]), whole, list(leaves))]
+    components = tf.nest.flatten(leaves[0], expand_composites=True)
+    specs = [tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype) for tensor in components]
+
+    def component(i: int) -> Tensor:
+        return tf.nest.flatten(whole(), expand_composites=True)[i]
+
+    return [Argument(spec, functools.partial(component, i), None) for i, spec in enumerate(specs)]
+
+
+def _filled(leaf: Any, tensors: list[Tensor]) -> Any:
+    if not tf.is_tensor(leaf):
+        return None
+    if isinstance(leaf, tf.Tensor):
+        return tensors[0]
+    return tf.nest.pack_sequence_as(leaf, tensors, expand_composites=True)

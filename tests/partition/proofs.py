@@ -1,0 +1,194 @@
+"""Proves a rule: runs an operation whole and partitioned, for every placement of its inputs, and compares."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.placements import Partial, Shard
+from keras_dp.partition.propagation import Propagation
+from keras_dp.partition.step import Argument, RowCounts, run_partitioned
+
+DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+HOME = "CPU:3"
+
+# A tower with fewer rows than others, a tower without any, one row alone.
+ROW_COUNTS = (7, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """An operation on random inputs.
+
+    Attributes:
+        types: of the operations that it is about.
+        function: takes tensors, and returns one or several.
+        axes: for each input a string with a letter for each axis. Axes of the same letter have the same size, and any letter
+            in capitals may be the one of the rows; other sizes are in `sizes`.
+        dtypes: of the inputs, the same for all or one for each.
+        sizes: of letters; 3 if they are not there.
+        low: the least value of inputs.
+        high: the largest.
+        partial: which inputs may be given as parts of a sum.
+        meets: whether rows meet rows wherever they are, so that no tower computes it by itself.
+    """
+
+    types: tuple[str, ...]
+    function: Callable[..., object]
+    axes: tuple[str, ...]
+    dtypes: tuple[str, ...] = ("float64",)
+    sizes: tuple[tuple[str, int], ...] = ()
+    low: float = 0.2
+    high: float = 0.8
+    partial: tuple[int, ...] = ()
+    meets: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Where the rows of a sample's inputs are.
+
+    Attributes:
+        rows: the letter of the rows; None if the inputs have none.
+        sharded: which inputs have their own rows on each tower.
+        partial: which inputs are in parts.
+    """
+
+    rows: str | None
+    sharded: tuple[int, ...]
+    partial: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        sharded = ",".join(map(str, self.sharded))
+        return f"{self.rows}:{sharded}" if self.rows else f"parts:{','.join(map(str, self.partial))}"
+
+
+def cases_of(sample: Sample) -> list[Case]:
+    """All placements of a sample's inputs that are worth a proof."""
+    cases = []
+    for letter in sorted({letter for axes in sample.axes for letter in axes if letter.isupper()}):
+        having = [i for i, axes in enumerate(sample.axes) if letter in axes]
+        for count in range(1, len(having) + 1):
+            cases += [Case(letter, sharded) for sharded in itertools.combinations(having, count)]
+    cases += [Case(None, (), (i,)) for i in sample.partial]
+    return cases + ([Case(None, (), sample.partial)] if len(sample.partial) > 1 else [])
+
+
+def arrays_of(sample: Sample, case: Case, rows: int, seed: int) -> list[np.ndarray]:
+    """Random inputs."""
+    random = np.random.default_rng(seed)
+    sizes = dict(sample.sizes) | ({case.rows: rows} if case.rows else {})
+    dtypes = sample.dtypes * len(sample.axes) if len(sample.dtypes) == 1 else sample.dtypes
+    arrays = []
+    for axes, dtype in zip(sample.axes, dtypes, strict=True):
+        shape = [sizes.get(letter, 1 if letter == "i" else 3) for letter in axes]
+        if dtype == "bool":
+            arrays.append(random.uniform(size=shape) < 0.5)
+        elif dtype == "string":
+            arrays.append(random.integers(0, 99, size=shape).astype(str).astype(object))
+        elif dtype.startswith(("int", "uint")):
+            arrays.append(random.integers(int(sample.low), int(sample.high) + 1, size=shape).astype(dtype))
+        else:
+            arrays.append(random.uniform(sample.low, sample.high, size=shape).astype(dtype))
+    return arrays
+
+
+def prove(sample: Sample, case: Case) -> set[str]:
+    """Asserts that a sample gives the same whole and partitioned; returns the types among its own that towers computed."""
+    shapes = [array.shape for array in arrays_of(sample, case, 2, 0)]
+    axis_of = {i: sample.axes[i].index(case.rows) for i in case.sharded} if case.rows else {}
+
+    def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        """Brings rows from the first axis, where they are given, to where the sample has them, or adds parts up."""
+        inputs = []
+        for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+            if i in axis_of:
+                order = [*range(1, axis_of[i] + 1), 0, *range(axis_of[i] + 1, len(shape))]
+                inputs.append(tf.transpose(tensor, order) if axis_of[i] else tensor)
+            else:
+                inputs.append(tf.reduce_sum(tensor, axis=0) if i in case.partial else tensor)
+        return tf.nest.flatten(sample.function(*inputs))
+
+    partitioned = None
+    for seed, rows in enumerate(ROW_COUNTS):
+        arrays = arrays_of(sample, case, rows, seed)
+        given, specs, has_rows = [], [], []
+        for i, array in enumerate(arrays):
+            has_rows.append(i in axis_of or i in case.partial)
+            if i in axis_of:
+                given.append(np.moveaxis(array, axis_of[i], 0))
+            else:
+                given.append(_parts(array, rows, seed) if i in case.partial else array)
+            of_rows = [letter == case.rows for letter in sample.axes[i]]
+            shape = [None if has_rows[i] and axis == 0 else size for axis, size in enumerate(given[i].shape)]
+            if case.rows and not has_rows[i]:
+                # A whole tensor of as many rows: its size is not known while the step is traced.
+                shape = [None if of else size for of, size in zip(of_rows, shape, strict=True)]
+            specs.append(tf.TensorSpec(shape, tf.constant(given[i]).dtype))
+        if partitioned is None:
+            partitioned, partition = _partitioned(step, specs, has_rows)
+        expected = tf.nest.flatten(sample.function(*map(tf.constant, arrays)))
+        for one, other in zip(expected, tf.nest.flatten(partitioned(*map(tf.constant, given))), strict=True):
+            _compare(one.numpy(), other.numpy())
+    return _spread(partition.propagation) & set(sample.types)
+
+
+def _spread(propagation: Propagation) -> set[str]:
+    """The types of the operations that towers compute; those in a body that each tower runs by itself, too."""
+    types = {node.op for node in propagation.traced.nodes if _is_spread(propagation.plans[node.name])}
+    return types.union(*(_spread(body) for body in propagation.bodies if body.obstacle is None))
+
+
+def _parts(array: np.ndarray, rows: int, seed: int) -> np.ndarray:
+    """Random parts, one for each row, of which all together are the array."""
+    parts = np.random.default_rng(seed + 1).uniform(-1, 1, size=(rows, *array.shape)).astype(array.dtype)
+    parts[0] += array - parts.sum(axis=0)
+    return parts
+
+
+def _compare(one: np.ndarray, other: np.ndarray) -> None:
+    assert one.shape == other.shape, (one.shape, other.shape)
+    assert one.dtype == other.dtype
+    if one.dtype.kind in "fc":
+        tolerance = {"float32": 1e-5, "float16": 1e-2, "complex64": 1e-5}.get(one.dtype.name, 1e-11)
+        np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance)
+    else:
+        np.testing.assert_array_equal(other, one)
+
+
+def _is_spread(plan: object) -> bool:
+    """Whether towers compute a node, or have the parts of what it gives."""
+    has_parts = any(isinstance(facts.placement, Shard | Partial) for facts in plan.outputs)
+    return not plan.is_at_home or has_parts
+
+
+def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
+    """Runs a step, partitioned, on arrays whose first axis are the rows; its result, and how it was partitioned."""
+    specs = [tf.TensorSpec([None, *array.shape[1:]], tf.constant(array).dtype) for array in arrays]
+    partitioned, partition = _partitioned(step, specs, [True] * len(arrays))
+    return tf.nest.flatten(partitioned(*map(tf.constant, arrays))), partition
+
+
+def _partitioned(step: Callable[..., object], specs: Sequence[tf.TensorSpec], has_rows: Sequence[bool]) -> tuple:
+    """A step as a function of whole tensors, partitioned, and how it was partitioned."""
+    found = []
+    count = len(DEVICES)
+
+    def function(*tensors: tf.Tensor) -> object:
+        rows = tf.shape(tensors[has_rows.index(True)])[0]
+        begins = [rows * i // count for i in range(count)]
+        ends = [rows * (i + 1) // count for i in range(count)]
+        counts = RowCounts(rows, begins, [end - begin for begin, end in zip(begins, ends, strict=True)])
+        ranges = [(begin, tf.maximum(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
+        arguments = [
+            Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
+            for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)
+        ]
+        result, partition = run_partitioned(step, arguments, counts, DEVICES, HOME)
+        found.append(partition)
+        return result
+
+    concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
+    return concrete, found[-1]

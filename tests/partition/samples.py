@@ -1,0 +1,516 @@
+"""For each operation that has a rule, samples with which the rule is proven."""
+
+import inspect
+
+import tensorflow as tf
+
+from keras_dp.partition.rules.drawing import DRAWS
+from keras_dp.partition.rules.elementwise import BINARY, UNARY
+from keras_dp.partition.rules.registry import types
+from partition.proofs import Sample
+
+R = tf.raw_ops
+
+_INTEGER = types(
+    """
+    BitwiseAnd BitwiseOr BitwiseXor FloorDiv FloorMod Invert LeftShift Mod RightShift TruncateDiv TruncateMod
+    """
+)
+_LOGICAL = ["LogicalAnd", "LogicalNot", "LogicalOr"]
+_COMPLEX = ["Angle", "ComplexAbs", "Conj", "Imag", "Real"]
+_LINEAR = {
+    "Identity",
+    "Neg",
+    "StopGradient",
+    "Snapshot",
+    "PreventGradient",
+    "Add",
+    "AddV2",
+    "Sub",
+    "Mul",
+    "RealDiv",
+    "Div",
+    "DivNoNan",
+}
+_LINEAR |= {
+    "MulNoNan",
+    "TanhGrad",
+    "SigmoidGrad",
+    "RsqrtGrad",
+    "SqrtGrad",
+    "ReciprocalGrad",
+    "ReluGrad",
+    "Relu6Grad",
+    "LeakyReluGrad",
+}
+_LINEAR |= {"EluGrad", "SeluGrad", "SoftplusGrad", "SoftsignGrad"}
+_ATTRIBUTES = {
+    "Cast": {"DstT": tf.float64},
+    "Bucketize": {"boundaries": [0.3, 0.5]},
+    "LeakyRelu": {"alpha": 0.3},
+    "LeakyReluGrad": {"alpha": 0.3},
+    "Complex": {"Tout": tf.complex128},
+    "StringToNumber": {"out_type": tf.float64},
+}
+
+
+def _operation(name, count):
+    operation = getattr(R, name)
+    names = list(inspect.signature(operation).parameters)[:count]
+
+    def function(*tensors):
+        if name == "EnsureShape":
+            return operation(input=tensors[0], shape=tf.TensorShape([None] * tensors[0].shape.rank))
+        return operation(**dict(zip(names, tensors, strict=True)), **_ATTRIBUTES.get(name, {}))
+
+    return function
+
+
+def _of_complex(name):
+    def function(x, y):
+        attributes = {} if name == "Conj" else {"Tout": tf.float64}
+        return getattr(R, name)(**{"x" if name == "ComplexAbs" else "input": tf.complex(x, y)}, **attributes)
+
+    return function
+
+
+def _elementwise():
+    for name in UNARY:
+        if name in _COMPLEX:
+            yield Sample((name,), _of_complex(name), ("Ba", "Ba"))
+            continue
+        dtype, low, high = "float64", -0.8, 0.8
+        if name in _INTEGER:
+            dtype, low, high = "int32", 1, 9
+        elif name in _LOGICAL:
+            dtype = "bool"
+        elif name in ("StringLower", "StringToNumber"):
+            dtype = "string"
+        elif name in ("Acosh",):
+            low, high = 1.2, 3.0
+        elif name in ("Log", "Sqrt", "Rsqrt", "Digamma", "Lgamma", "Erfinv", "Ndtri"):
+            low, high = 0.1, 0.9
+        yield Sample(
+            (name,), _operation(name, 1), ("BaC",), (dtype,), low=low, high=high, partial=(0,) if name in _LINEAR else ()
+        )
+    for name in BINARY:
+        dtype, low, high = "float64", 0.2, 0.8
+        if name in _INTEGER:
+            dtype, low, high = "int32", 1, 9
+        elif name in _LOGICAL:
+            dtype = "bool"
+        elif name in ("Polygamma", "Zeta"):
+            low, high = 1.2, 3.0
+        partial = (0, 1) if name in _LINEAR and name != "MulNoNan" else ()
+        yield Sample((name,), _operation(name, 2), ("BaC", "BaC"), (dtype,), low=low, high=high, partial=partial)
+        if not name.endswith("Grad"):
+            # Broadcast, and of other ranks.
+            yield Sample((name,), _operation(name, 2), ("BaC", "C"), (dtype,), low=low, high=high)
+            yield Sample((name,), _operation(name, 2), ("Bi", "Ba"), (dtype,), low=low, high=high)
+    yield Sample(("AddN",), lambda *x: R.AddN(inputs=list(x)), ("Ba",) * 3, partial=(0, 1, 2))
+    yield Sample(("Betainc",), _operation("Betainc", 3), ("Ba",) * 3)
+    yield Sample(("ClipByValue",), lambda x, a, b: R.ClipByValue(t=x, clip_value_min=a, clip_value_max=b), ("Ba", "Ba", "Ba"))
+    yield Sample(("SelectV2",), _operation("SelectV2", 3), ("Bi", "Ba", "a"), ("bool", "float64", "float64"))
+    yield Sample(("Select",), _operation("Select", 3), ("B", "Ba", "Ba"), ("bool", "float64", "float64"))
+    yield Sample(("Select",), _operation("Select", 3), ("BaC", "BaC", "BaC"), ("bool", "float64", "float64"))
+    yield Sample(("IdentityN",), lambda x, y: R.IdentityN(input=[x, y]), ("Ba", "aB"), partial=(0, 1))
+    for name in ("Add", "Mul", "Cast", "Sqrt"):
+        yield Sample(
+            (name,), _operation(name, 2 if name in BINARY else 1), ("Ba",) * (2 if name in BINARY else 1), ("float32",)
+        )
+
+
+def _reductions():
+    for name in ("Sum", "Mean", "Max", "Min", "Prod"):
+        for axes, keeps in (([0], False), ([1], False), ([0, 2], True), ([1, 2], False), ([0, 1, 2], False), ([-1], True)):
+
+            def function(x, name=name, axes=axes, keeps=keeps):
+                return getattr(R, name)(input=x, axis=axes, keep_dims=keeps)
+
+            for dtype in ("float64", "float32") if name == "Mean" else ("float64", "int64"):
+                yield Sample((name,), function, ("BaC",), (dtype,), high=5, partial=(0,) if name == "Sum" else ())
+    for name in ("All", "Any"):
+        for axes in ([0], [1], [0, 1]):
+            yield Sample((name,), lambda x, name=name, axes=axes: getattr(R, name)(input=x, axis=axes), ("Ba",), ("bool",))
+    yield Sample(("L2Loss",), _operation("L2Loss", 1), ("BaC",))
+    for name in ("ArgMax", "ArgMin"):
+        for axis in (0, 1, -1):
+            yield Sample((name,), lambda x, name=name, axis=axis: getattr(R, name)(input=x, dimension=axis), ("BaC",))
+    for name in ("Cumsum", "Cumprod"):
+        for axis in (0, 1):
+            yield Sample((name,), lambda x, name=name, axis=axis: getattr(R, name)(x=x, axis=axis, exclusive=True), ("BaC",))
+    yield Sample(("ReverseV2",), lambda x: R.ReverseV2(tensor=x, axis=[1]), ("BaC",))
+    yield Sample(("BiasAdd",), _operation("BiasAdd", 2), ("BaC", "C"))
+    yield Sample(("BiasAddGrad",), _operation("BiasAddGrad", 1), ("BaC",), partial=(0,))
+
+    def gradients_of_broadcast(x, y):
+        return tf.gradients(tf.reduce_sum(tf.square(x * y)), [x, y])
+
+    for axes in (("Ba", "a"), ("Ba", "Bi"), ("Bai", "ac"), ("BaC", "C")):
+        yield Sample(("Sum",), _in_graph(gradients_of_broadcast), axes)
+
+
+def _in_graph(function):
+    """Gradients of graphs, also where the sample runs eagerly."""
+    return lambda *tensors: tf.function(function, autograph=False)(*tensors)
+
+
+def _products():
+    for a, b, axes in (
+        (False, False, ("BK", "KN")),
+        (True, False, ("KB", "KN")),
+        (False, True, ("BK", "NK")),
+        (True, True, ("KB", "NK")),
+    ):
+        yield Sample(("MatMul",), lambda x, y, a=a, b=b: R.MatMul(a=x, b=y, transpose_a=a, transpose_b=b), axes)
+    for a, b, axes in ((False, False, ("BmK", "BKn")), (True, False, ("bKM", "bKN")), (False, True, ("BMK", "NK"))):
+        for name in ("BatchMatMul", "BatchMatMulV2"):
+            if name == "BatchMatMulV2" or len(axes[1]) == 3:
+                yield Sample((name,), lambda x, y, a=a, b=b, name=name: getattr(R, name)(x=x, y=y, adj_x=a, adj_y=b), axes)
+    yield Sample(("BatchMatMulV3",), lambda x, y: R.BatchMatMulV3(x=x, y=y, Tout=tf.float64), ("BmK", "BKN"))
+    for equation, axes in (
+        ("abc,cd->abd", ("ABC", "CD")),
+        ("ab,ab->", ("AB", "AB")),
+        ("...ab,bc->...ac", ("DAB", "BC")),
+        ("ab,cb->ac", ("AB", "CB")),
+    ):
+        yield Sample(("Einsum",), lambda x, y, equation=equation: R.Einsum(inputs=[x, y], equation=equation), axes)
+    yield Sample(("Softmax",), _operation("Softmax", 1), ("BC",))
+    yield Sample(("LogSoftmax",), _operation("LogSoftmax", 1), ("BC",))
+    yield Sample(("TopKV2",), lambda x: R.TopKV2(input=x, k=2), ("Bak",))
+    for name in ("FFT", "IFFT", "FFT2D", "IFFT2D", "FFT3D"):
+        yield Sample((name,), lambda x, name=name: getattr(R, name)(input=tf.cast(x, tf.complex128)), ("Bacd",))
+    yield Sample(("RFFT",), lambda x: R.RFFT(input=x, fft_length=[3], Tcomplex=tf.complex128), ("Ba",))
+    yield Sample(("IRFFT",), lambda x: R.IRFFT(input=tf.cast(x, tf.complex128), fft_length=[4], Treal=tf.float64), ("Ba",))
+    yield Sample(("RFFT2D",), lambda x: R.RFFT2D(input=x, fft_length=[3, 3], Tcomplex=tf.complex128), ("Bac",))
+    yield Sample(
+        ("IRFFT2D",), lambda x: R.IRFFT2D(input=tf.cast(x, tf.complex128), fft_length=[3, 4], Treal=tf.float64), ("Bac",)
+    )
+    yield Sample(("Cross",), _operation("Cross", 2), ("Ba", "Ba"))
+    yield Sample(("MatrixBandPart",), lambda x: R.MatrixBandPart(input=x, num_lower=1, num_upper=0), ("Bmm",), partial=(0,))
+    for name in ("MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant", "Lu", "Qr"):
+        yield Sample((name,), lambda x, name=name: getattr(R, name)(input=x + tf.eye(3, dtype=x.dtype) * 4.0), ("Bmm",))
+    yield Sample(("Svd",), lambda x: R.Svd(input=x, compute_uv=False)[0], ("Bmm",))
+    yield Sample(("Eig",), lambda x: R.Eig(input=_symmetric(x), compute_v=False, Tout=tf.complex128)[0], ("Bmm",))
+    yield Sample(("Cholesky",), lambda x: R.Cholesky(input=_symmetric(x)), ("Bmm",))
+    yield Sample(("CholeskyGrad",), lambda x, y: R.CholeskyGrad(l=R.Cholesky(input=_symmetric(x)), grad=y), ("Bmm", "Bmm"))
+    yield Sample(("SelfAdjointEigV2",), lambda x: R.SelfAdjointEigV2(input=_symmetric(x), compute_v=False)[0], ("Bmm",))
+    yield Sample(("MatrixSolve",), lambda x, y: R.MatrixSolve(matrix=_symmetric(x), rhs=y), ("Bmm", "Bmn"))
+    yield Sample(("MatrixTriangularSolve",), lambda x, y: R.MatrixTriangularSolve(matrix=_symmetric(x), rhs=y), ("Bmm", "Bmn"))
+    image = (("h", 4), ("w", 4), ("c", 3))
+    yield Sample(
+        ("AdjustContrastv2",), lambda x: R.AdjustContrastv2(images=x, contrast_factor=2.0), ("Bhwc",), ("float32",), image
+    )
+    yield Sample(("AdjustHue",), lambda x: R.AdjustHue(images=x, delta=0.2), ("Bhwc",), ("float32",), image)
+    yield Sample(("AdjustSaturation",), lambda x: R.AdjustSaturation(images=x, scale=0.7), ("Bhwc",), ("float32",), image)
+    for name in ("RGBToHSV", "HSVToRGB"):
+        yield Sample((name,), lambda x, name=name: getattr(R, name)(images=x), ("Bac",))
+    yield Sample(("MatrixDiagV3",), lambda x: tf.linalg.diag(x), ("Bak",))
+    yield Sample(("MatrixDiagPartV3",), lambda x: tf.linalg.diag_part(x), ("Bkk",))
+    yield Sample(("Bitcast",), lambda x: R.Bitcast(input=x, type=tf.int32), ("Ba",))
+    yield Sample(("Bitcast",), lambda x: R.Bitcast(input=R.Bitcast(input=x, type=tf.int32), type=tf.float64), ("Ba",))
+
+
+def _symmetric(x):
+    return tf.matmul(x, x, transpose_b=True) + 4.0 * tf.eye(3, dtype=x.dtype)
+
+
+def _reshaping():
+    rows = lambda x: tf.shape(x)[0]  # noqa: E731
+    four = (("d", 4),)
+    for shape in ([-1, 12], [-1, 3], [-1, 4], [-1], [-1, 6, 2], [-1, 2]):
+        yield Sample(("Reshape",), lambda x, shape=shape: tf.reshape(x, shape), ("Bad",), sizes=four, partial=(0,))
+    for shape in (lambda x: [rows(x), -1], lambda x: [rows(x) * 3, 4], lambda x: [rows(x), 2, 6], lambda x: [1, rows(x), 12]):
+        yield Sample(("Reshape",), lambda x, shape=shape: tf.reshape(x, shape(x)), ("Bad",), sizes=four)
+    # Rows that are not along the first axis, alone and behind others.
+    yield Sample(("Reshape",), lambda x: tf.reshape(x, [3, -1, 2]), ("aBd",), sizes=four)
+    yield Sample(("Reshape",), lambda x: tf.reshape(x, [-1, 4]), ("aBd",), sizes=four)
+    yield Sample(("Reshape",), lambda x: tf.reshape(tf.reshape(x, [-1, 4]), [3, -1, 4]), ("aBd",), sizes=four)
+    # Rows that meet rows.
+    yield Sample(("Reshape",), lambda x: tf.reshape(x, [2, -1]), ("Bd",), sizes=(("d", 4),), meets=True)
+    for order in ([1, 0, 2], [2, 1, 0], [0, 2, 1]):
+        yield Sample(("Transpose",), lambda x, order=order: tf.transpose(x, order), ("BaC",), partial=(0,))
+    for axis in (0, 1, -1):
+        yield Sample(("ExpandDims",), lambda x, axis=axis: tf.expand_dims(x, axis), ("Ba",), partial=(0,))
+        yield Sample(("Pack",), lambda x, y, axis=axis: tf.stack([x, y], axis), ("BC", "BC"), partial=(0, 1))
+        yield Sample(("Unpack",), lambda x, axis=axis: tf.unstack(x, num=3, axis=axis), ("Ba" if axis else "aB",), partial=(0,))
+    yield Sample(("Squeeze",), lambda x: tf.squeeze(x, [1]), ("BiC",), partial=(0,))
+    yield Sample(("Squeeze",), lambda x: tf.squeeze(x, [-1]), ("Bai",))
+    yield Sample(("Tile",), lambda x: tf.tile(x, [2, 3]), ("Ba",))
+    yield Sample(("Tile",), lambda x: tf.tile(x, [1, 2]), ("aB",))
+    yield Sample(("Tile",), lambda x, y: tf.tile(x, [tf.shape(y)[0], 1]), ("ia", "Ba"))
+    yield Sample(("BroadcastTo",), lambda x, y: tf.broadcast_to(x, tf.shape(y)), ("a", "Ba"))
+    yield Sample(("BroadcastTo",), lambda x, y: tf.broadcast_to(x, tf.shape(y)), ("Bi", "Ba"))
+    yield Sample(("Fill",), lambda x: tf.fill([tf.shape(x)[0], 2], 7.0), ("Ba",))
+    yield Sample(("Fill",), lambda x: tf.zeros([2, 3 * tf.shape(x)[0]]), ("Ba",))
+
+
+def _picking():
+    rows = lambda x: tf.shape(x)[0]  # noqa: E731
+    for axis in (0, 1):
+        yield Sample(("ConcatV2",), lambda x, y, axis=axis: tf.concat([x, y], axis), ("BC", "BC"), partial=(0, 1))
+        yield Sample(("Split",), lambda x, axis=axis: tf.split(x, 3, axis), ("Ba" if axis else "aB",), partial=(0,))
+    yield Sample(("ConcatV2", "Split"), lambda x, y: tf.split(tf.concat([x, y], 0), 2), ("Ba", "Ba"))
+    yield Sample(("SplitV",), lambda x: tf.split(x, [1, 2], 1), ("Ba",), partial=(0,))
+    yield Sample(("ConcatV2", "SplitV"), lambda x, y: tf.split(tf.concat([x, y, y], 0), [rows(x), 2 * rows(y)]), ("Ba", "Ba"))
+    for name in ("Pad", "PadV2", "MirrorPad"):
+
+        def padded(x, name=name):
+            attributes = {"Pad": {}, "PadV2": {"constant_values": tf.constant(7.0, x.dtype)}, "MirrorPad": {"mode": "REFLECT"}}[
+                name
+            ]
+            return getattr(R, name)(input=x, paddings=[[0, 0], [1, 2]], **attributes)
+
+        yield Sample((name,), padded, ("Ba",), partial=(0,) if name == "Pad" else ())
+    yield Sample(
+        ("MirrorPadGrad",),
+        lambda x: R.MirrorPadGrad(input=x, paddings=[[0, 0], [1, 1]], mode="REFLECT"),
+        ("Bd",),
+        sizes=(("d", 5),),
+    )
+    yield Sample(("Roll",), lambda x: tf.roll(x, 1, 1), ("Ba",))
+    yield Sample(("Roll",), lambda x: tf.roll(x, 1, 0), ("Ba",), meets=True)
+    yield Sample(("Slice",), lambda x: tf.slice(x, [0, 1], [-1, 2]), ("Ba",), partial=(0,))
+    yield Sample(("Slice",), lambda x: tf.slice(x, [0, 1], [rows(x), 1]), ("Ba",))
+    yield Sample(("Slice", "ConcatV2"), lambda x, y: tf.slice(tf.concat([x, y], 0), [rows(x), 0], [rows(y), 2]), ("Ba", "Ba"))
+    slices = (
+        lambda x: x[:, 1:],
+        lambda x: x[..., 0],
+        lambda x: x[:, None, ::2],
+        lambda x: x[:, 1],
+        lambda x: x[: rows(x)],
+        lambda x: tf.concat([x, 2.0 * x], 0)[rows(x) :],
+        lambda x: tf.concat([x, 2.0 * x], 0)[: rows(x), 1:],
+    )
+    for taken in slices:
+        yield Sample(("StridedSlice",), taken, ("Ba",), partial=(0,))
+        yield Sample(("StridedSliceGrad",), _in_graph(lambda x, taken=taken: _gradient(taken, x)), ("Ba",))
+    for taken in (lambda x: x[1:], lambda x: x[0], lambda x: x[::-1], lambda x: x[: (rows(x) + 1) // 2]):
+        yield Sample(("StridedSlice",), taken, ("Bi",), meets=True)
+        yield Sample(("StridedSliceGrad",), _in_graph(lambda x, taken=taken: _gradient(taken, x)), ("Bi",), meets=True)
+
+
+def _gradient(function, x):
+    return tf.gradients(tf.reduce_sum(function(x) ** 2), x)
+
+
+def _windows():
+    image = (("h", 6), ("w", 6), ("c", 2), ("o", 2))
+    window = {"strides": [1, 2, 2, 1], "padding": "SAME"}
+
+    def sample(types, function, axes, dtypes=("float64",)):
+        return Sample(types, function, axes, dtypes, image)
+
+    yield sample(("Conv2D",), lambda x, f: R.Conv2D(input=x, filter=f, **window), ("Bhwc", "33co"))
+    yield sample(("Conv",), lambda x, f: R.Conv(input=x, filter=f, **window), ("Bhwc", "33co"), ("float32",))
+    yield sample(
+        ("DepthwiseConv2dNative",), lambda x, f: R.DepthwiseConv2dNative(input=x, filter=f, **window), ("Bhwc", "33co")
+    )
+    volume = {"strides": [1, 2, 2, 2, 1], "padding": "SAME"}
+    yield sample(("Conv3D",), lambda x, f: R.Conv3D(input=x, filter=f, **volume), ("Bhwhc", "333co"))
+    yield sample(
+        ("Dilation2D",),
+        lambda x, f: R.Dilation2D(input=x, filter=f, strides=[1, 1, 1, 1], rates=[1, 1, 1, 1], padding="SAME"),
+        ("Bhwc", "33c"),
+    )
+    for name in ("MaxPool", "AvgPool"):
+        for dtype in ("float64", "float32"):
+
+            def pooled(x, name=name):
+                return getattr(R, name)(**{"input" if name == "MaxPool" else "value": x}, ksize=[1, 2, 2, 1], **window)
+
+            yield sample((name,), pooled, ("Bhwc",), (dtype,))
+            yield sample(
+                (f"{name}Grad",),
+                _in_graph(lambda x, pooled=pooled: tf.gradients(tf.reduce_sum(pooled(x) ** 2), x)),
+                ("Bhwc",),
+                (dtype,),
+            )
+    yield sample(
+        ("MaxPoolV2",), lambda x: R.MaxPoolV2(input=x, ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="SAME"), ("Bhwc",)
+    )
+    for name in ("MaxPool3D", "AvgPool3D"):
+
+        def pooled_3d(x, name=name):
+            return getattr(R, name)(input=x, ksize=[1, 2, 2, 2, 1], **volume)
+
+        yield sample((name,), pooled_3d, ("Bhwhc",), ("float32",))
+        yield sample(
+            (f"{name}Grad",),
+            _in_graph(lambda x, pooled=pooled_3d: tf.gradients(tf.reduce_sum(pooled(x) ** 2), x)),
+            ("Bhwhc",),
+            ("float32",),
+        )
+
+    def twice(pool):
+        def function(x):
+            (first,) = tf.gradients(tf.reduce_sum(pool(x) ** 3), x)
+            return tf.gradients(tf.reduce_sum(first**2), x)
+
+        return _in_graph(function)
+
+    yield sample(
+        ("MaxPoolGradGrad",),
+        twice(lambda x: R.MaxPool(input=x, ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="SAME")),
+        ("Bhwc",),
+    )
+    yield sample(
+        ("MaxPool3DGradGrad",),
+        twice(lambda x: R.MaxPool3D(input=x, ksize=[1, 2, 2, 2, 1], strides=[1, 2, 2, 2, 1], padding="SAME")),
+        ("Bhwhc",),
+        ("float32",),
+    )
+    for both, convolution, axes in (
+        (("Conv2DBackpropInput", "Conv2DBackpropFilter"), lambda x, f: R.Conv2D(input=x, filter=f, **window), ("Bhwc", "33co")),
+        (
+            ("DepthwiseConv2dNativeBackpropInput", "DepthwiseConv2dNativeBackpropFilter"),
+            lambda x, f: R.DepthwiseConv2dNative(input=x, filter=f, **window),
+            ("Bhwc", "33co"),
+        ),
+        (
+            ("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"),
+            lambda x, f: R.Conv3D(input=x, filter=f, **volume),
+            ("Bhwhc", "333co"),
+        ),
+    ):
+        gradients = _in_graph(lambda x, f, convolution=convolution: tf.gradients(tf.reduce_sum(convolution(x, f) ** 2), [x, f]))
+        yield sample(both, gradients, axes)
+    yield sample(("LRN",), lambda x: R.LRN(input=x), ("Bhwc",), ("float32",))
+    yield sample(
+        ("LRNGrad",), _in_graph(lambda x: tf.gradients(tf.reduce_sum(R.LRN(input=x) ** 2), x)), ("Bhwc",), ("float32",)
+    )
+    yield sample(("DepthToSpace",), lambda x: tf.nn.depth_to_space(tf.concat([x, x], -1), 2), ("Bhwc",))
+    yield sample(("SpaceToDepth",), lambda x: tf.nn.space_to_depth(x, 2), ("Bhwc",))
+    yield sample(
+        ("ExtractImagePatches",),
+        lambda x: tf.image.extract_patches(x, [1, 2, 2, 1], [1, 2, 2, 1], [1, 1, 1, 1], "VALID"),
+        ("Bhwc",),
+    )
+    yield sample(
+        ("ExtractGlimpse",),
+        lambda x: R.ExtractGlimpse(input=x, size=[2, 2], offsets=tf.zeros([tf.shape(x)[0], 2]), uniform_noise=False),
+        ("Bhwc",),
+        ("float32",),
+    )
+    for name in ("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea"):
+
+        def resized(x, name=name):
+            return getattr(R, name)(images=x, size=[4, 9])
+
+        yield sample((name,), resized, ("Bhwc",), ("float32",))
+        if name != "ResizeArea":
+            gradient = _in_graph(lambda x, resized=resized: tf.gradients(tf.reduce_sum(resized(x) ** 2), x))
+            yield sample((f"{name}Grad",), gradient, ("Bhwc",), ("float32",))
+    yield sample(
+        ("ScaleAndTranslate",),
+        lambda x: R.ScaleAndTranslate(images=x, size=[5, 5], scale=[0.9, 1.1], translation=[0.5, 0.0]),
+        ("Bhwc",),
+        ("float32",),
+    )
+    for name, more in (("ImageProjectiveTransformV2", {}), ("ImageProjectiveTransformV3", {"fill_value": 0.5})):
+        for axes in ("Bt", "it"):
+
+            def transformed(x, t, name=name, more=more):
+                return getattr(R, name)(images=x, transforms=t, output_shape=[5, 5], interpolation="BILINEAR", **more)
+
+            yield Sample((name,), transformed, ("Bhwc", axes), ("float32",), (*image, ("t", 8)))
+    classes = (("k", 5),)
+    yield Sample(
+        ("InTopKV2",), lambda x, y: R.InTopKV2(predictions=x, targets=y, k=2), ("Bk", "B"), ("float32", "int32"), classes, 0, 4
+    )
+    yield Sample(
+        ("SoftmaxCrossEntropyWithLogits",), lambda x, y: R.SoftmaxCrossEntropyWithLogits(features=x, labels=y), ("Bk", "Bk")
+    )
+    yield Sample(
+        ("SparseSoftmaxCrossEntropyWithLogits",),
+        lambda x, y: R.SparseSoftmaxCrossEntropyWithLogits(features=x, labels=y),
+        ("Bk", "B"),
+        ("float64", "int64"),
+        classes,
+        0,
+        4,
+    )
+
+
+def _indexing():
+    few = {"low": 0, "high": 2}
+    yield Sample(("GatherV2",), lambda x, i: tf.gather(x, i), ("aC", "Bd"), ("float64", "int32"), **few)
+    yield Sample(("GatherV2",), lambda x, i: tf.gather(x, i, axis=1), ("BaC", "d"), ("float64", "int32"), **few)
+    yield Sample(("GatherV2",), lambda x, i: tf.gather(x, i, batch_dims=1), ("Bac", "Bd"), ("float64", "int32"), **few)
+    yield Sample(("GatherNd",), lambda x, i: tf.gather_nd(x, i), ("ddC", "Bn"), ("float64", "int32"), (("n", 2),), **few)
+    table = tf.Variable(tf.random.stateless_uniform([3, 4], [1, 2], dtype=tf.float64), trainable=False)
+    yield Sample(("ResourceGather",), lambda i: table.sparse_read(i), ("Bd",), ("int32",), **few)
+    yield Sample(("ScatterNd",), lambda i, x: tf.scatter_nd(i, x, [4, 3]), ("Bi", "Ba"), ("int32", "float64"), **few)
+    for name in ("Sum", "Max", "Min", "Prod"):
+
+        def by_segment(x, i, name=name):
+            return getattr(R, f"UnsortedSegment{name}")(data=x, segment_ids=i, num_segments=4)
+
+        yield Sample((f"UnsortedSegment{name}",), by_segment, ("BaC", "Ba"), ("float64", "int32"), **few)
+    for axis in (-1, 0, 1):
+        yield Sample(("OneHot",), lambda i, axis=axis: tf.one_hot(i, 3, axis=axis), ("Ba",), ("int32",), **few)
+
+
+def _drawing():
+    seeds = {"seed": [3, 4]}
+    drawn = {
+        "RandomUniform": lambda shape: None,
+        "StatelessRandomUniform": lambda shape: R.StatelessRandomUniform(shape=shape, **seeds),
+        "StatelessRandomNormal": lambda shape: R.StatelessRandomNormal(shape=shape, **seeds),
+        "StatelessTruncatedNormal": lambda shape: R.StatelessTruncatedNormal(shape=shape, **seeds),
+        "StatelessRandomUniformInt": lambda shape: R.StatelessRandomUniformInt(shape=shape, **seeds, minval=0, maxval=9),
+        "StatelessRandomUniformFullInt": lambda shape: R.StatelessRandomUniformFullInt(shape=shape, **seeds, dtype=tf.int64),
+        "StatelessRandomUniformV2": lambda shape: tf.random.stateless_uniform(shape, [3, 4]),
+        "StatelessRandomNormalV2": lambda shape: tf.random.stateless_normal(shape, [3, 4]),
+        "StatelessTruncatedNormalV2": lambda shape: tf.random.stateless_truncated_normal(shape, [3, 4]),
+        "StatelessRandomUniformIntV2": lambda shape: tf.random.stateless_uniform(shape, [3, 4], 0, 9, tf.int64),
+        "StatelessRandomUniformFullIntV2": lambda shape: tf.random.stateless_uniform(shape, [3, 4], None, None, tf.int32),
+        "StatelessRandomGammaV3": lambda shape: tf.random.stateless_gamma(shape, [3, 4], 2.0),
+        "StatelessRandomGammaV2": lambda shape: R.StatelessRandomGammaV2(shape=shape, **seeds, alpha=2.0),
+        "StatelessRandomBinomial": lambda shape: tf.random.stateless_binomial(shape, [3, 4], 9.0, 0.4),
+        "StatelessRandomPoisson": lambda shape: tf.random.stateless_poisson(shape, [3, 4], 5.0),
+        "StatelessParameterizedTruncatedNormal": lambda shape: tf.random.stateless_parameterized_truncated_normal(
+            shape, [3, 4]
+        ),
+    }
+    for name in DRAWS:
+        if not name.startswith("Stateless"):
+            continue
+        yield Sample((name,), lambda x, name=name: drawn[name](tf.stack([tf.shape(x)[0], 4])), ("Ba",))
+    yield Sample(("Range",), lambda x: tf.range(tf.shape(x)[0]), ("Ba",))
+
+
+def _lists():
+    def loop(x):
+        """Keeps a list of what it has computed, as recurrent layers do, and goes through it backwards for the gradient."""
+        steps = tf.shape(x)[0]
+
+        def round_(i, state, listed):
+            state = tf.tanh(state + listed_in.read(i))
+            return i + 1, state, listed.write(i, state)
+
+        listed_in = tf.TensorArray(x.dtype, size=0, dynamic_size=True, element_shape=[None, 3]).unstack(x)
+        listed = tf.TensorArray(x.dtype, size=steps, element_shape=[None, 3])
+        _, state, listed = tf.while_loop(lambda i, *_: i < steps, round_, [0, tf.zeros_like(x[0]), listed])
+        return state, listed.stack()
+
+    def with_gradient(x):
+        state, stacked = loop(x)
+        return stacked, tf.gradients(tf.reduce_sum(state**2) + tf.reduce_sum(stacked), x)
+
+    in_loops = "EmptyTensorList TensorListReserve TensorListFromTensor TensorListPushBack TensorListSetItem TensorListGetItem"
+    in_loops += " TensorListPopBack TensorListStack TensorListElementShape"
+    yield Sample(tuple(types(in_loops)), _in_graph(with_gradient), ("TBa",), sizes=(("T", 4),))
+
+    def grown(x):
+        """Writes behind the end of a list, and asks how long it is."""
+        listed = tf.TensorArray(x.dtype, size=1, dynamic_size=True, element_shape=[None, 3]).write(0, x).write(1, 2.0 * x)
+        return listed.stack(), listed.size()
+
+    yield Sample(("TensorListLength",), _in_graph(grown), ("Ba",))
+
+
+def samples():
+    """All samples."""
+    families = (_elementwise, _reductions, _products, _reshaping, _picking, _windows, _indexing, _drawing, _lists)
+    return [sample for family in families for sample in family()]

@@ -1,0 +1,43 @@
+"""The private names of TensorFlow that the partition touches are there, and mean what they meant."""
+
+import tensorflow as tf
+
+from keras_dp.partition import tensorflow_internals
+from keras_dp.partition.graph import traced_step
+
+
+def test_stateful_operations():
+    assert not tensorflow_internals.is_stateful("MatMul")
+    assert tensorflow_internals.is_stateful("AssignVariableOp")
+    assert tensorflow_internals.is_stateful("There is no such operation")
+
+
+def test_handle_data_gives_placeholders_the_shape_of_a_variable():
+    variable = tf.Variable(tf.zeros([2, 3]))
+    concrete = tf.function(lambda: variable + 1.0).get_concrete_function()
+    data = tensorflow_internals.handle_data(concrete.graph.inputs[0])
+    with tf.Graph().as_default():
+        handle = tensorflow_internals.placeholder(tf.resource, None, data)
+        assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).shape == (2, 3)
+    assert tensorflow_internals.handle_data(tf.zeros(())) is None
+
+
+def test_body_of_a_function():
+    """Functions that call functions are inlined, with the names of the calls in front."""
+
+    @tf.function(autograph=False)
+    def inner(x):
+        first, second = tf.split(x, 2, axis=1, name="halves")
+        return first - second
+
+    @tf.function(autograph=False)
+    def outer(x):
+        return inner(x) + tf.function(lambda y: inner(y) * 2.0)(x)
+
+    concrete = outer.get_concrete_function(tf.TensorSpec([None, 4]))
+    traced = traced_step(concrete)
+    types = [node.op for node in traced.nodes]
+    assert "StatefulPartitionedCall" not in types
+    assert "PartitionedCall" not in types
+    assert types.count("Split") == 2
+    assert sum("halves" in node.name for node in traced.nodes) >= 2

@@ -1,0 +1,532 @@
+"""Representations learned by comparing rows with rows, with queues, moving averages and learned temperatures."""
+
+import keras
+import tensorflow as tf
+from keras import layers, ops
+
+from programs.catalogue import (
+    CLASSES,
+    FEATURES,
+    TARGETS,
+    adam,
+    descend,
+    fits,
+    integers,
+    mlp,
+    normal,
+    program,
+    rows_of,
+    sgd,
+    uniform,
+)
+
+IMAGES = uniform(13, 6, 6, 1, seed=41)
+
+
+def augmenter(name):
+    """Random layers of Keras, each with a seed generator of its own."""
+    inner = [layers.RandomFlip("horizontal"), layers.RandomTranslation(0.2, 0.2, fill_mode="constant")]
+    return keras.Sequential([keras.Input((6, 6, 1)), *inner, layers.RandomBrightness(0.3, value_range=(0, 1))], name=name)
+
+
+def noisy(inputs, size):
+    """Two layers on noisy inputs, with dropout."""
+    inner = [layers.GaussianNoise(0.2), layers.Dense(size, activation="tanh"), layers.Dropout(0.2), layers.Dense(3)]
+    return keras.Sequential([keras.Input((inputs,)), *inner])
+
+
+def unit(x):
+    return tf.math.l2_normalize(x, axis=1)
+
+
+def copy_of(network):
+    """A frozen network with the same weights."""
+    copy = keras.models.clone_model(network)
+    copy.set_weights(network.get_weights())
+    copy.trainable = False
+    return copy
+
+
+@program
+def simclr():
+    """Compares two augmentations of each image with those of all others, and trains a linear probe beside (SimCLR)."""
+
+    class SimCLR(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.augment, self.gently = augmenter("strong"), augmenter("weak")
+            conv = layers.Conv2D(3, 3, strides=2, activation="relu")
+            self.encoder = keras.Sequential(
+                [keras.Input((6, 6, 1)), conv, layers.Flatten(), layers.Dense(4, activation="tanh")]
+            )
+            self.projection, self.probe = mlp(4, 4, 3), mlp(4, 3)
+            self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="contrastive_accuracy")
+            self.probe_accuracy = keras.metrics.SparseCategoricalAccuracy(name="probe_accuracy")
+            self.losses_of_step = [keras.metrics.Mean(name="contrastive"), keras.metrics.Mean(name="probe")]
+
+        def compile(self, contrastive_optimizer, probe_optimizer):
+            super().compile()
+            self.contrastive_optimizer, self.probe_optimizer = contrastive_optimizer, probe_optimizer
+            self.probe_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        @property
+        def metrics(self):
+            return [*self.losses_of_step, self.accuracy, self.probe_accuracy]
+
+        def contrast(self, one, other):
+            similarities = ops.matmul(ops.normalize(one, axis=1), ops.transpose(ops.normalize(other, axis=1))) / 0.1
+            places = ops.arange(ops.shape(one)[0])
+            self.accuracy.update_state(places, similarities)
+            self.accuracy.update_state(places, ops.transpose(similarities))
+            ways = [similarities, ops.transpose(similarities)]
+            return sum(keras.losses.sparse_categorical_crossentropy(places, way, from_logits=True) for way in ways) / 2
+
+        def train_step(self, data):
+            images, labels = data
+            views = self.augment(images, training=True), self.augment(images, training=True)
+            with tf.GradientTape() as tape:
+                one, other = (self.projection(self.encoder(view, training=True), training=True) for view in views)
+                loss = self.contrast(one, other)
+            weights = self.encoder.trainable_weights + self.projection.trainable_weights
+            descend(self.contrastive_optimizer, tape, loss, weights)
+            self.losses_of_step[0].update_state(loss)
+            with tf.GradientTape() as tape:
+                logits = self.probe(self.encoder(self.gently(images, training=True), training=False), training=True)
+                probe_loss = self.probe_loss(labels, logits)
+            descend(self.probe_optimizer, tape, probe_loss, self.probe.trainable_weights)
+            self.losses_of_step[1].update_state(probe_loss)
+            self.probe_accuracy.update_state(labels, logits)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+        def test_step(self, data):
+            images, labels = data
+            logits = self.probe(self.encoder(images, training=False), training=False)
+            self.probe_accuracy.update_state(labels, logits)
+            return {"probe_accuracy": self.probe_accuracy.result(), "raw": self.probe_loss(labels, logits)}
+
+    def script(model):
+        model.compile(adam(), adam())
+        history = model.fit(IMAGES, CLASSES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return history, model.evaluate(IMAGES, CLASSES, batch_size=4, verbose=0, return_dict=True)
+
+    return SimCLR, script
+
+
+@program
+def momentum_contrast():
+    """Compares each row with a queue of keys by a momentum encoder, and puts the batch's keys into it (MoCo)."""
+
+    class MoCo(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder = noisy(5, 4)
+            self.momentum_encoder = copy_of(self.encoder)
+            self.queue = self.add_weight(name="queue", shape=(8, 3), initializer="random_normal", trainable=False)
+
+        def train_step(self, x):
+            keys = tf.stop_gradient(unit(self.momentum_encoder(x, training=True)))
+            with tf.GradientTape() as tape:
+                queries = unit(self.encoder(x, training=True))
+                positive = tf.reduce_sum(queries * keys, axis=1, keepdims=True)
+                logits = tf.concat([positive, tf.matmul(queries, self.queue, transpose_b=True)], axis=1) / 0.2
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.zeros(tf.shape(x)[0], tf.int32), logits)
+                loss = tf.reduce_mean(losses)
+            descend(self.optimizer, tape, loss, self.encoder.trainable_variables)
+            for mean, weight in zip(self.momentum_encoder.weights, self.encoder.weights, strict=True):
+                mean.assign(0.9 * mean + 0.1 * weight)
+            self.queue.assign(tf.concat([keys, self.queue.value], axis=0)[:8])
+            return {"loss": loss, "hits": tf.reduce_mean(tf.cast(tf.argmax(logits, 1) == 0, "float64"))}
+
+    def script(model):
+        model.compile(adam())
+        history = model.fit(FEATURES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return history, model.queue.numpy(), model.momentum_encoder.get_weights()
+
+    return MoCo, script
+
+
+@program
+def nearest_neighbors_in_a_queue():
+    """Replaces each row by its nearest neighbor in a queue before it compares rows with rows (NNCLR)."""
+
+    class NNCLR(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder = noisy(5, 4)
+            self.queue = self.add_weight(name="queue", shape=(9, 3), initializer="random_normal", trainable=False)
+
+        def nearest(self, projections):
+            places = ops.argmax(ops.matmul(projections, ops.transpose(self.queue)), axis=1)
+            neighbors = ops.take(self.queue, places, axis=0)
+            return projections + ops.stop_gradient(neighbors - projections)
+
+        def train_step(self, x):
+            with tf.GradientTape() as tape:
+                one, other = unit(self.encoder(x, training=True)), unit(self.encoder(x, training=True))
+                logits = ops.concatenate(
+                    [
+                        ops.matmul(self.nearest(one), ops.transpose(other)) / 0.1,
+                        ops.matmul(self.nearest(other), ops.transpose(one)) / 0.1,
+                    ],
+                    axis=0,
+                )
+                places = ops.tile(ops.arange(ops.shape(x)[0]), (2,))
+                loss = ops.mean(keras.losses.sparse_categorical_crossentropy(places, logits, from_logits=True))
+                self.queue.assign(ops.concatenate([one, self.queue[: -ops.shape(x)[0]]], axis=0))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "sure": ops.mean(ops.max(ops.softmax(logits), axis=1))}
+
+    def script(model):
+        model.compile(adam())
+        return model.fit(FEATURES, batch_size=5, epochs=2, shuffle=False, verbose=0).history, model.queue.numpy()
+
+    return NNCLR, script
+
+
+@program
+def bootstrap_your_own_latent():
+    """Predicts what a moving average of the network says of another view, with batch normalization in both (BYOL)."""
+
+    class BYOL(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.online, self.predictor = mlp(5, 4, 3, normalized=True), mlp(3, 4, 3, normalized=True)
+            self.target = copy_of(self.online)
+            self.seed = keras.random.SeedGenerator(42)
+            self.steps = self.add_weight(name="steps", initializer="zeros", trainable=False)
+
+        def view(self, x):
+            return x + 0.2 * keras.random.normal(ops.shape(x), seed=self.seed)
+
+        def train_step(self, x):
+            one, other = self.view(x), self.view(x)
+            targets = [self.target(other, training=True), self.target(one, training=True)]
+            with tf.GradientTape() as tape:
+                predictions = [self.predictor(self.online(view, training=True), training=True) for view in (one, other)]
+                losses = [2 - 2 * tf.reduce_sum(unit(p) * unit(t), axis=1) for p, t in zip(predictions, targets, strict=True)]
+                loss = tf.reduce_mean(losses[0] + losses[1])
+            descend(self.optimizer, tape, loss, self.online.trainable_variables + self.predictor.trainable_variables)
+            self.steps.assign_add(1.0)
+            momentum = 1 - 0.1 * (tf.cos(self.steps.value / 10) + 1) / 2
+            for mean, weight in zip(self.target.weights, self.online.weights, strict=True):
+                mean.assign(momentum * mean + (1 - momentum) * weight)
+            return {"loss": loss, "momentum": momentum}
+
+    def script(model):
+        model.compile(sgd())
+        history = model.fit(FEATURES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return history, model.target.get_weights()
+
+    return BYOL, script
+
+
+@program
+def barlow_twins():
+    """Brings the correlation matrix of two views over the batch close to the identity (Barlow twins)."""
+
+    class Barlow(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder = mlp(5, 4, 3, normalized=True)
+            self.noise = layers.GaussianNoise(0.3, seed=43)
+
+        def loss_of(self, one, other):
+            def normalized(x):
+                return (x - tf.reduce_mean(x, axis=0)) / tf.math.reduce_std(x, axis=0)
+
+            correlation = tf.matmul(normalized(one), normalized(other), transpose_a=True) / rows_of(one)
+            rest = tf.reshape(correlation, [-1])[:-1]
+            off = tf.reshape(tf.reshape(rest, (2, 4))[:, 1:], [-1])
+            return tf.reduce_sum((1 - tf.linalg.diag_part(correlation)) ** 2) + 5e-2 * tf.reduce_sum(off**2)
+
+        def train_step(self, data):
+            one, other = data
+            with tf.GradientTape() as tape:
+                views = [self.encoder(self.noise(view, training=True), training=True) for view in (one, other)]
+                loss = self.loss_of(*views)
+            descend(self.optimizer, tape, loss, self.encoder.trainable_variables)
+            return {"loss": loss, "rows": rows_of(one)}
+
+    return Barlow, fits(y=FEATURES + 0.1 * normal(13, 5, seed=44), optimizer=adam)
+
+
+@program
+def variance_and_covariance():
+    """Holds up the variance and down the covariance of embeddings over the batch, and pulls two views together (VICReg)."""
+
+    class VICReg(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder = mlp(5, 4, 3)
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                one, other = (self.encoder(view, training=True) for view in data)
+                alike, spread, tied = tf.reduce_mean(tf.square(one - other)), 0.0, 0.0
+                for z in (one, other):
+                    z -= tf.reduce_mean(z, axis=0)
+                    spread += tf.reduce_mean(tf.nn.relu(1 - tf.sqrt(tf.math.reduce_variance(z, axis=0) + 1e-4)))
+                    covariance = tf.einsum("ri,rj->ij", z, z) / (rows_of(z) - 1)
+                    covariance = tf.linalg.set_diag(covariance, tf.zeros(3, "float64"))
+                    tied += tf.reduce_sum(covariance**2) / 3
+                loss = 25 * alike + 25 * spread + tied
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"alike": alike, "spread": spread, "tied": tied}
+
+    return VICReg, fits(y=FEATURES + 0.1 * normal(13, 5, seed=44), optimizer=adam)
+
+
+class Siamese(keras.Model):
+    """An encoder and a tracker of its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = mlp(5, 4, 3)
+        self.tracker = keras.metrics.Mean(name="distance_loss")
+
+    def call(self, x, training=False):
+        return self.encoder(x, training=training)
+
+    def learn(self, tape, loss):
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"distance_loss": self.tracker.result()}
+
+
+@program
+def triplets_of_the_batch():
+    """Finds for each row the farthest of its class and the nearest of the others, and holds them apart (batch-hard)."""
+
+    class Triplets(Siamese):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                z = unit(self(x, training=True))
+                distances = tf.reduce_sum(tf.square(z[:, None] - z[None]), axis=2)
+                same = tf.cast(y[:, None] == y[None], "float64")
+                farthest = tf.reduce_max(distances * same, axis=1)
+                nearest = tf.reduce_min(distances + 9.0 * same, axis=1)
+                terms = tf.nn.relu(farthest - nearest + 0.5)
+                active = tf.reduce_sum(tf.cast(terms > 0, "float64"))
+                loss = tf.reduce_sum(terms) / tf.maximum(active, 1.0)
+            return {**self.learn(tape, loss), "active": active}
+
+    return Triplets, fits(y=CLASSES, optimizer=adam, predicts=True)
+
+
+@program
+def triplets_in_the_data():
+    """Trains on an anchor, a positive and a negative of each row, which share the encoder, with a test_step beside."""
+
+    class Triplet(Siamese):
+        def distance(self, data):
+            anchor, positive, negative = (self(part, training=True) for part in data)
+            near, far = (ops.sum(ops.square(anchor - other), -1) for other in (positive, negative))
+            return ops.maximum(near - far + 0.5, 0.0)
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = self.distance(data[0])
+            return self.learn(tape, loss)
+
+        def test_step(self, data):
+            self.tracker.update_state(self.distance(data[0]))
+            return {"distance_loss": self.tracker.result()}
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+    data = (FEATURES, FEATURES + 0.1, normal(13, 5, seed=45))
+
+    def script(model):
+        model.compile(adam())
+        history = model.fit(data, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return history, model.evaluate(data, batch_size=4, verbose=0, return_dict=True)
+
+    return Triplet, script
+
+
+@program
+def supervised_contrast():
+    """Contrasts each row with all others, those of its class being positive, through Keras's own step and a loss class."""
+
+    class SupervisedContrast(keras.losses.Loss):
+        def __call__(self, y_true, y_pred, sample_weight=None):
+            z = ops.normalize(y_pred, axis=1)
+            logits = ops.matmul(z, ops.transpose(z)) / 0.5
+            others = 1.0 - ops.eye(ops.shape(z)[0], dtype=z.dtype)
+            same = ops.cast(ops.equal(ops.reshape(y_true, (-1, 1)), ops.reshape(y_true, (1, -1))), z.dtype) * others
+            total = ops.log(1e-9 + ops.sum(ops.exp(logits) * others, axis=1, keepdims=True))
+            return -ops.sum(same * (logits - total)) / ops.maximum(ops.sum(same), 1.0)
+
+    return lambda: mlp(5, 4, 3, normalized=True), fits(y=CLASSES, optimizer=adam, loss=SupervisedContrast(), evaluates=True)
+
+
+@program
+def retrieval():
+    """Scores users against the items of the batch, all others being negatives, corrected by how often items are drawn."""
+
+    class Retrieval(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.users, self.items = layers.Embedding(7, 3), layers.Embedding(9, 3)
+            self.users.build(None), self.items.build(None)
+            self.top = keras.metrics.SparseTopKCategoricalAccuracy(k=2, name="top_2")
+
+        @property
+        def metrics(self):
+            return [self.top]
+
+        def scores(self, data):
+            user_ids, item_ids = data
+            scores = ops.matmul(self.users(user_ids), ops.transpose(self.items(item_ids)))
+            duplicates = ops.cast(ops.equal(item_ids[:, None], item_ids[None]), "float64")
+            places = ops.arange(ops.shape(item_ids)[0])
+            scores -= 1e9 * (duplicates - ops.eye(ops.shape(item_ids)[0], dtype="float64"))
+            self.top.update_state(places, ops.cast(scores, "float32"))
+            return places, scores
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                places, scores = self.scores(data)
+                loss = ops.sum(keras.losses.sparse_categorical_crossentropy(places, scores, from_logits=True))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"total": loss, "top_2": self.top.result()}
+
+        def test_step(self, data):
+            self.scores(data)
+            return {"top_2": self.top.result()}
+
+    ids = integers(7, 13, seed=46), integers(9, 13, seed=47)
+    return Retrieval, fits(*ids, optimizer=lambda: keras.optimizers.Adagrad(0.1), evaluates=True)
+
+
+@program
+def metric_learning():
+    """Compares anchors with positives of as many classes by an einsum of embeddings, with compile's loss on the identity."""
+
+    class MetricLearning(keras.Model):
+        def train_step(self, data):
+            anchors, positives = data
+            with tf.GradientTape() as tape:
+                one, other = self(anchors, training=True), self(positives, training=True)
+                similarities = ops.einsum("ae,pe->ap", one, other) / 0.2
+                labels = ops.arange(ops.shape(one)[0])
+                loss = self.compute_loss(y=labels, y_pred=similarities)
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            for metric in self.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss)
+                else:
+                    metric.update_state(labels, similarities)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    def build():
+        inputs = keras.Input((6, 6, 1))
+        hidden = layers.GlobalAveragePooling2D()(layers.Conv2D(4, 3, strides=2, activation="relu")(inputs))
+        return MetricLearning(inputs, layers.UnitNormalization()(layers.Dense(3)(hidden)))
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return build, fits(IMAGES, IMAGES**2, optimizer=adam, loss=loss, metrics=["accuracy"])
+
+
+@program
+def images_and_texts():
+    """Matches images with texts both ways with a learned temperature, which it keeps in bounds after each step (CLIP)."""
+
+    class CLIP(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.vision = keras.Sequential([keras.Input((6, 6, 1)), layers.Flatten(), layers.Dense(3)])
+            words = keras.Input((4,), dtype="int32")
+            hidden = layers.GlobalAveragePooling1D()(layers.Embedding(8, 4, mask_zero=True)(words))
+            self.text = keras.Model(words, layers.Dense(3)(hidden))
+            self.temperature = self.add_weight(name="temperature", initializer=keras.initializers.Constant(2.6))
+            self.tracker = keras.metrics.Mean(name="loss")
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def call(self, data, training=False):
+            images, texts = data
+            one, other = unit(self.vision(images, training=training)), unit(self.text(texts, training=training))
+            return ops.matmul(one, ops.transpose(other)) * ops.exp(self.temperature)
+
+        def loss_of(self, logits):
+            labels = ops.arange(ops.shape(logits)[0])
+            ways = (logits, ops.transpose(logits))
+            return (
+                sum(ops.mean(keras.losses.sparse_categorical_crossentropy(labels, way, from_logits=True)) for way in ways) / 2
+            )
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(self(data[0], training=True))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            self.temperature.assign(ops.clip(self.temperature, 0.0, 2.61))
+            self.tracker.update_state(loss)
+            return {"loss": self.tracker.result(), "temperature": self.temperature}
+
+        def test_step(self, data):
+            self.tracker.update_state(self.loss_of(self(data[0], training=False)))
+            return {"loss": self.tracker.result()}
+
+    data = (IMAGES, integers(8, 13, 4, seed=48))
+
+    def script(model):
+        model.compile(keras.optimizers.AdamW(0.01))
+        history = model.fit(data, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return history, model.evaluate(data, batch_size=4, verbose=0, return_dict=True)
+
+    return CLIP, script
+
+
+@program
+def prototypes():
+    """Assigns two views to prototypes by Sinkhorn iterations over the whole batch and predicts one from the other (SwAV)."""
+
+    class SwAV(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder = mlp(5, 4, 3)
+            self.prototypes = self.add_weight(name="prototypes", shape=(3, 4), initializer="orthogonal")
+
+        def assign_rows(self, scores):
+            shares = tf.transpose(tf.exp(scores / 0.5))
+            shares /= tf.reduce_sum(shares)
+            for _ in range(3):
+                shares /= 4.0 * tf.reduce_sum(shares, axis=1, keepdims=True)
+                shares /= rows_of(scores) * tf.reduce_sum(shares, axis=0, keepdims=True)
+            return tf.stop_gradient(tf.transpose(shares * rows_of(scores)))
+
+        def train_step(self, data):
+            self.prototypes.assign(tf.math.l2_normalize(self.prototypes.value, axis=0))
+            with tf.GradientTape() as tape:
+                one, other = (tf.matmul(unit(self.encoder(view, training=True)), self.prototypes) for view in data)
+                loss = 0.0
+                for scores, wanted in ((one, self.assign_rows(other)), (other, self.assign_rows(one))):
+                    loss -= tf.reduce_mean(tf.reduce_sum(wanted * tf.nn.log_softmax(scores / 0.1), axis=1)) / 2
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "rows": rows_of(one)}
+
+    return SwAV, fits(y=FEATURES + 0.2 * normal(13, 5, seed=49), optimizer=adam)
+
+
+@program
+def ranking_within_the_batch():
+    """Orders all pairs of rows as their targets are ordered, by a loss over pairs whose mask says which count."""
+
+    class Ranking(Siamese):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                scores = ops.sum(self(x, training=True), axis=1)
+                order = ops.sign(y - ops.transpose(y))
+                differences = scores[:, None] - scores[None]
+                above = ops.cast(order > 0, "float64")
+                loss = ops.sum(above * ops.softplus(-differences)) / ops.sum(above)
+            return {**self.learn(tape, loss), "pairs": ops.sum(above)}
+
+    return Ranking, fits(y=TARGETS, optimizer=adam)

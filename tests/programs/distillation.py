@@ -1,0 +1,618 @@
+"""Distillation, teachers, and other turns that people give to the training step: mixing, clipping, accumulating, two passes."""
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from programs.catalogue import (
+    CLASSES,
+    FEATURES,
+    SAMPLE_WEIGHTS,
+    TARGETS,
+    adam,
+    dense,
+    descend,
+    fits,
+    integers,
+    mlp,
+    normal,
+    program,
+    rows_of,
+)
+
+
+class Regressor(keras.Model):
+    """A model with a tracker of its loss; the losses of its programs are their own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.mse = keras.losses.MeanSquaredError()
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def learn(self, tape, loss):
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+@program
+def knowledge_distillation():
+    """Trains a student on labels and on a frozen teacher's softened answers, with two losses given to compile."""
+
+    class Distiller(keras.Model):
+        def __init__(self, student, teacher):
+            super().__init__()
+            self.student, self.teacher = student, teacher
+
+        def compile(self, optimizer, metrics, student_loss, distillation_loss, alpha, temperature):
+            super().compile(optimizer=optimizer, metrics=metrics)
+            self.student_loss, self.distillation_loss = student_loss, distillation_loss
+            self.alpha, self.temperature = alpha, temperature
+
+        def call(self, x, training=False):
+            return self.student(x, training=training)
+
+        def train_step(self, data):
+            x, y = data
+            wanted = ops.softmax(self.teacher(x, training=False) / self.temperature)
+            with tf.GradientTape() as tape:
+                answers = self.student(x, training=True)
+                by_labels = self.student_loss(y, answers)
+                by_teacher = self.distillation_loss(wanted, ops.softmax(answers / self.temperature)) * self.temperature**2
+                loss = self.alpha * by_labels + (1 - self.alpha) * by_teacher
+            descend(self.optimizer, tape, loss, self.student.trainable_variables)
+            return {**self.compute_metrics(x, y, answers), "by_labels": by_labels, "by_teacher": by_teacher}
+
+        def test_step(self, data):
+            x, y = data
+            answers = self.student(x, training=False)
+            return {**self.compute_metrics(x, y, answers), "by_labels": self.student_loss(y, answers)}
+
+    def script(model):
+        model.compile(
+            adam(),
+            ["sparse_categorical_accuracy"],
+            student_loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            distillation_loss=keras.losses.KLDivergence(),
+            alpha=0.1,
+            temperature=3.0,
+        )
+        history = model.fit(FEATURES, CLASSES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        evaluation = model.evaluate(FEATURES, CLASSES, batch_size=4, verbose=0, return_dict=True)
+        return history, evaluation, model.predict(FEATURES, batch_size=6, verbose=0)
+
+    return lambda: Distiller(mlp(5, 4, 3, normalized=True), mlp(5, 8, 3)), script
+
+
+@program
+def mean_teacher():
+    """Trains a student to agree with a moving average of itself, each under noise of its own."""
+
+    class MeanTeacher(keras.Model):
+        def __init__(self, student, teacher):
+            super().__init__()
+            self.student, self.teacher = student, teacher
+            self.teacher.trainable = False
+            self.noise = keras.layers.GaussianNoise(0.2, seed=11)
+
+        def train_step(self, data):
+            x, y = data
+            target = self.teacher(self.noise(x, training=True), training=True)
+            with tf.GradientTape() as tape:
+                answer = self.student(self.noise(x, training=True), training=True)
+                supervised = ops.mean(ops.square(y - answer))
+                consistency = ops.mean(ops.square(answer - target))
+                loss = supervised + 0.5 * consistency
+            descend(self.optimizer, tape, loss, self.student.trainable_variables)
+            for mean, weight in zip(self.teacher.weights, self.student.weights, strict=True):
+                mean.assign(0.9 * mean + 0.1 * weight)
+            return {"supervised": supervised, "consistency": consistency}
+
+    def build():
+        model = MeanTeacher(mlp(5, 4, 1, normalized=True), mlp(5, 4, 1, normalized=True))
+        model.teacher.set_weights(model.student.get_weights())
+        return model
+
+    return build, fits(report=lambda model: model.teacher.get_weights())
+
+
+@program
+def mixup():
+    """Mixes every row with one of a shuffled copy of the batch, by weights drawn from a beta distribution."""
+
+    class MixUp(Regressor):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.random = keras.random.SeedGenerator(12)
+
+        def train_step(self, data):
+            x, y = data
+            order = keras.random.shuffle(ops.arange(ops.shape(x)[0]), seed=self.random)
+            share = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=self.random)
+            x = share * x + (1 - share) * ops.take(x, order, axis=0)
+            y = share * y + (1 - share) * ops.take(y, order, axis=0)
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+            return self.learn(tape, loss)
+
+    return dense(MixUp), fits()
+
+
+@program
+def sharpness_aware():
+    """Climbs to the worst weights nearby, takes the gradient there, and applies it where it came from (SAM)."""
+
+    class SharpnessAware(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            variables = self.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, variables)
+            norm = tf.linalg.global_norm(gradients)
+            steps = [0.05 * gradient / (norm + 1e-12) for gradient in gradients]
+            for variable, step in zip(variables, steps, strict=True):
+                variable.assign_add(step)
+            with tf.GradientTape() as tape:
+                sharp = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(sharp, variables)
+            for variable, step in zip(variables, steps, strict=True):
+                variable.assign_sub(step)
+            self.optimizer.apply(gradients, variables)
+            return {**self.compute_metrics(x, y, self(x, training=False)), "loss": loss, "sharpness": sharp - loss}
+
+    return dense(SharpnessAware), fits(loss="mse", metrics=["mae"])
+
+
+@program
+def accumulation_by_hand():
+    """Adds up gradients in variables of its own and applies them in every second step, in a tf.cond."""
+
+    class Accumulating(Regressor):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.turn = self.add_weight(name="turn", dtype="int32", initializer="zeros", trainable=False)
+            self.sums = [
+                self.add_weight(name=f"sum_{i}", shape=variable.shape, initializer="zeros", trainable=False)
+                for i, variable in enumerate(self.trainable_variables)
+            ]
+
+        def apply_sums(self):
+            self.optimizer.apply([total / 2.0 for total in self.sums], self.trainable_variables)
+            for total in self.sums:
+                total.assign(ops.zeros_like(total))
+            return True
+
+        def train_step(self, data):
+            x, y = data
+            self.turn.assign_add(1)
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+            for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
+                total.assign_add(gradient)
+            applied = tf.cond(tf.equal(self.turn % 2, 0), self.apply_sums, lambda: False)
+            self.tracker.update_state(loss)
+            return {"loss": self.tracker.result(), "applied": tf.cast(applied, "float64")}
+
+    def script(model):
+        optimizer = adam()
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer=optimizer)
+        return model.fit(FEATURES, TARGETS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+
+    return dense(Accumulating), script
+
+
+@program
+def clipping_by_hand():
+    """Clips the gradients by their global norm and logs it, with the weights' norm and a scheduled learning rate."""
+
+    class Clipping(Regressor):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+            gradients, norm = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.3)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            self.tracker.update_state(loss)
+            weights = tf.linalg.global_norm([variable.value for variable in self.trainable_variables])
+            rate = self.optimizer.learning_rate
+            return {"loss": self.tracker.result(), "norm": norm, "weights": weights, "rate": rate, "likelihood": ops.exp(-loss)}
+
+    def optimizer():
+        return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.9), momentum=0.9)
+
+    return dense(Clipping), fits(optimizer=optimizer)
+
+
+@program
+def gradient_surgery():
+    """Projects the gradients of two losses so that they do not work against each other (PCGrad)."""
+
+    class Surgery(Regressor):
+        def train_step(self, data):
+            x, y = data
+            variables = self.trainable_variables
+            with tf.GradientTape(persistent=True) as tape:
+                answers = self(x, training=True)
+                first, second = ops.mean(ops.square(y - answers)), ops.mean(ops.abs(y + answers))
+            merged, conflicts = [], 0.0
+            for one, other in zip(tape.gradient(first, variables), tape.gradient(second, variables), strict=True):
+                dot = ops.sum(one * other)
+                merged.append(ops.where(dot < 0, one - dot / (ops.sum(other**2) + 1e-9) * other, one) + other)
+                conflicts += tf.cast(dot < 0, "float64")
+            self.optimizer.apply(merged, variables)
+            return {"first": first, "second": second, "conflicts": conflicts}
+
+    return dense(Surgery), fits()
+
+
+@program
+def two_passes_of_dropout():
+    """Passes each batch twice through dropout and pulls the two answers together (R-Drop)."""
+
+    class RDrop(Regressor):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                one, other = self(x, training=True), self(x, training=True)
+                wanted = ops.one_hot(y, 3, dtype="float64")
+                fit = ops.mean(keras.losses.categorical_crossentropy(wanted, (one + other) / 2))
+                apart = ops.mean(keras.losses.kl_divergence(one, other) + keras.losses.kl_divergence(other, one))
+                loss = fit + 0.5 * apart
+            return {**self.learn(tape, loss), "apart": apart}
+
+    return dense(RDrop, outputs=3, activation="softmax", dropout=0.4), fits(y=CLASSES, optimizer=adam)
+
+
+@program
+def meta_learning():
+    """Takes an inner step on support rows and learns through it from query rows: a gradient of a gradient (MAML)."""
+
+    class Meta(Regressor):
+        def train_step(self, data):
+            support, wanted, query, answers = data[0]
+            head = self.layers[-1]
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    loss = self.mse(wanted, self(support, training=True))
+                by_kernel, by_bias = inner.gradient(loss, [head.kernel.value, head.bias.value])
+                hidden = self.layers[1](query)
+                adapted = ops.matmul(hidden, head.kernel - 0.1 * by_kernel) + head.bias - 0.1 * by_bias
+                loss = self.mse(answers, adapted)
+            return self.learn(outer, loss)
+
+    data = (normal(13, 5, seed=13), normal(13, 1, seed=14), FEATURES, TARGETS)
+
+    def script(model):
+        model.compile(optimizer=adam())
+        return model.fit(data, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+
+    return dense(Meta, normalized=False), script
+
+
+@program
+def meta_learning_by_task():
+    """Adapts to each row, a task with examples of its own, by itself, in a tf.vectorized_map."""
+
+    class MetaByTask(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.kernel = self.add_weight(name="kernel", shape=(3, 1), initializer="glorot_uniform")
+
+        def loss_of_task(self, task):
+            examples, wanted = task
+            kernel = self.kernel.value
+            error = tf.matmul(examples[:2], kernel) - wanted[:2]
+            adapted = kernel - 0.1 * tf.matmul(examples[:2], error, transpose_a=True)
+            return tf.reduce_mean(tf.square(tf.matmul(examples[2:], adapted) - wanted[2:]))
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                losses = tf.vectorized_map(self.loss_of_task, data)
+                loss = tf.reduce_mean(losses)
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "worst": tf.reduce_max(losses)}
+
+    return MetaByTask, fits(normal(13, 4, 3, seed=15), normal(13, 4, 1, seed=16), optimizer=adam)
+
+
+@program
+def persistent_tape():
+    """Takes the gradients of two losses by two parts of the variables from one tape."""
+
+    class TwoLosses(Regressor):
+        def train_step(self, data):
+            x, y = data
+            trunk, head = self.trainable_variables[:-2], self.trainable_variables[-2:]
+            with tf.GradientTape(persistent=True) as tape:
+                answers = self(x, training=True)
+                squared, absolute = self.mse(y, answers), ops.mean(ops.abs(y - answers))
+            by_trunk, by_head = tape.gradient(squared, trunk), tape.gradient(absolute, head)
+            del tape
+            self.optimizer.apply_gradients(zip([*by_trunk, *by_head], [*trunk, *head], strict=True))
+            return {"squared": squared, "absolute": absolute}
+
+    return dense(TwoLosses), fits(optimizer=adam)
+
+
+@program
+def smoothness_penalty():
+    """Penalizes the gradient of the squared answers by the inputs, with a tape inside another, through batch normalization."""
+
+    class Smooth(Regressor):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    answers = self(x, training=True)
+                    squares = tf.square(answers)
+                slope = inner.gradient(squares, x)
+                loss = self.mse(y, answers) + 0.3 * tf.reduce_mean(tf.reduce_sum(tf.square(slope), axis=1))
+            return {**self.learn(tape, loss), "slope": tf.norm(slope)}
+
+    return dense(Smooth), fits()
+
+
+@program
+def two_optimizers():
+    """Trains the trunk and the head with optimizers of their own, given to compile by name."""
+
+    class TwoParts(keras.Model):
+        def __init__(self, trunk, head):
+            super().__init__()
+            self.trunk, self.head = trunk, head
+
+        def call(self, x, training=False):
+            return self.head(self.trunk(x, training=training), training=training)
+
+        def compile(self, trunk_optimizer, head_optimizer, **kwargs):
+            super().compile(**kwargs)
+            self.trunk_optimizer, self.head_optimizer = trunk_optimizer, head_optimizer
+
+        def train_step(self, data):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            parts = self.trunk.trainable_variables, self.head.trainable_variables
+            with tf.GradientTape() as tape:
+                answers = self(x, training=True)
+                loss = self.compute_loss(x, y, answers, sample_weight)
+            for optimizer, part, gradients in zip(
+                (self.trunk_optimizer, self.head_optimizer), parts, tape.gradient(loss, parts), strict=True
+            ):
+                optimizer.apply(gradients, part)
+            return self.compute_metrics(x, y, answers, sample_weight)
+
+    def script(model):
+        model.compile(adam(), keras.optimizers.RMSprop(0.01), loss="mse", metrics=["mae"], weighted_metrics=["mse"])
+        history = model.fit(
+            FEATURES, TARGETS, sample_weight=SAMPLE_WEIGHTS, batch_size=5, epochs=2, shuffle=False, verbose=0
+        ).history
+        optimizers = model.trunk_optimizer, model.head_optimizer
+        return history, [[variable.numpy() for variable in optimizer.variables] for optimizer in optimizers]
+
+    return lambda: TwoParts(mlp(5, 4, 3, normalized=True), mlp(3, 1)), script
+
+
+@program
+def loss_scaling_by_hand():
+    """Scales the loss up and the gradients down, skips a step whose gradients are not finite, and makes the scale smaller."""
+
+    class Scaling(Regressor):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.exponent = self.add_weight(name="exponent", initializer=keras.initializers.Constant(310.0), trainable=False)
+
+        def train_step(self, data):
+            x, y = data
+            scale = tf.pow(tf.constant(10.0, "float64"), self.exponent.value)
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+                scaled = loss * scale
+            gradients = tape.gradient(scaled, self.trainable_variables)
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+            gradients = [tf.where(finite, gradient / scale, tf.zeros_like(gradient)) for gradient in gradients]
+            self.optimizer.apply(gradients, self.trainable_variables)
+            self.exponent.assign_sub(tf.where(finite, 0.0, 20.0))
+            return {"fit": loss, "finite": tf.cast(finite, "float64"), "exponent": self.exponent}
+
+    return dense(Scaling), fits()
+
+
+@program
+def metrics_of_its_own():
+    """Logs metrics that are no means: a largest error, an AUC, and a correlation from sums in variables."""
+
+    class LargestError(keras.metrics.Metric):
+        def __init__(self, name="largest_error"):
+            super().__init__(name=name)
+            self.largest = self.add_variable((), "zeros", name="largest")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_true - y_pred))))
+
+        def result(self):
+            return self.largest
+
+    class Measured(Regressor):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.largest, self.auc = LargestError(), keras.metrics.AUC(num_thresholds=20)
+            self.correlation = keras.metrics.PearsonCorrelation(axis=0)
+
+        @property
+        def metrics(self):
+            return [self.largest, self.auc, self.correlation]
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                answers = self(x, training=True)
+                loss = ops.mean(keras.losses.log_cosh(y, answers))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            self.largest.update_state(y, answers)
+            self.auc.update_state(y > 0, ops.sigmoid(answers))
+            self.correlation.update_state(y, answers)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    return dense(Measured), fits(optimizer=adam)
+
+
+@program
+def no_loss_in_the_logs():
+    """Logs numbers of the last batch of which none is called a loss: rows, a norm, an entry of a variable."""
+
+    class Silent(Regressor):
+        @property
+        def metrics(self):
+            return []
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"rows": rows_of(x), "length": tf.norm(x), "entry": self.trainable_variables[0][0, 0]}
+
+    return dense(Silent), fits()
+
+
+@program
+def step_of_keras_and_a_log():
+    """Calls the train_step of Keras and adds logs: the learning rate, the count of steps, the norm of a kernel."""
+
+    class Logging(keras.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            logs["rate"] = self.optimizer.learning_rate
+            logs["steps"] = self.optimizer.iterations
+            logs["norm"] = ops.norm(self.layers[-1].kernel)
+            return logs
+
+        def test_step(self, data):
+            return {**super().test_step(data), "norm": ops.norm(self.layers[-1].kernel)}
+
+    build = dense(Logging, outputs=3, activation="softmax", dropout=0.3)
+    compile_arguments = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+    return build, fits(y=CLASSES, optimizer=adam, evaluates=True, predicts=True, **compile_arguments)
+
+
+@program
+def loss_overridden():
+    """Overrides compute_loss with a loss that couples the rows, and keeps Keras's own steps."""
+
+    class OwnLoss(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            errors = ops.square(y - y_pred)
+            return ops.sqrt(ops.mean(errors)) + 0.1 * ops.max(errors) + sum(self.losses)
+
+    return dense(OwnLoss), fits(metrics=["mae"], evaluates=True)
+
+
+@program
+def metrics_overridden():
+    """Overrides compute_metrics with numbers of its own about the batch, beside those of compile."""
+
+    class OwnMetrics(keras.Model):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            logs = super().compute_metrics(x, y, y_pred, sample_weight)
+            logs["spread"] = ops.std(y_pred)
+            logs["median"] = ops.median(y_pred)
+            return logs
+
+    return dense(OwnMetrics), fits(loss="mse", metrics=["mae", "r2_score"], evaluates=True)
+
+
+@program
+def test_step_of_its_own():
+    """Trains as Keras does and evaluates with a test_step of its own: answers averaged over noisy copies of each row."""
+
+    class Averaging(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.random = keras.random.SeedGenerator(17)
+
+        def test_step(self, data):
+            x, y = data
+            copies = ops.repeat(x, 3, axis=0)
+            copies += 0.1 * keras.random.normal(ops.shape(copies), seed=self.random)
+            answers = ops.mean(ops.reshape(self(copies, training=False), (-1, 3, 1)), axis=1)
+            return {"error": ops.mean(ops.square(y - answers)), **self.compute_metrics(x, y, answers)}
+
+    return dense(Averaging), fits(loss="mse", metrics=["mae"], evaluates=True, predicts=True)
+
+
+@program
+def predict_step_of_its_own():
+    """Trains with a step of its own and predicts a dict: answers, their ranks among the batch, and a nested pair."""
+
+    class Predicting(Regressor):
+        def train_step(self, data):
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+            return self.learn(tape, loss)
+
+        def predict_step(self, data):
+            x = data[0] if isinstance(data, tuple) else data
+            answers = self(x, training=False)
+            return {"answers": answers, "ranks": ops.argsort(answers, axis=0), "pair": (answers**2, x - ops.mean(x, axis=0))}
+
+    def script(model):
+        model.compile(optimizer=adam())
+        logs = [model.train_on_batch(FEATURES[:rows], TARGETS[:rows], return_dict=True) for rows in (5, 7, 1)]
+        return logs, model.predict(FEATURES, batch_size=5, verbose=0), model.predict_on_batch(FEATURES[:4])
+
+    return dense(Predicting), script
+
+
+@program
+def several_steps_per_execution():
+    """Runs two steps of its own in each call of the train function, with validation in between."""
+
+    class Stepping(Regressor):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+            return self.learn(tape, loss)
+
+        def test_step(self, data):
+            x, y = data
+            self.tracker.update_state(self.mse(y, self(x, training=False)))
+            return {"loss": self.tracker.result()}
+
+    def script(model):
+        model.compile(optimizer=adam(), steps_per_execution=2)
+        validation = (normal(7, 5, seed=18), normal(7, 1, seed=19))
+        arguments = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(FEATURES, TARGETS, validation_data=validation, validation_batch_size=3, **arguments).history
+
+    return dense(Stepping), script
+
+
+@program
+def sparse_gradients():
+    """Trains an embedding and logs the global norm of gradients, of which one is sparse."""
+
+    class Sparse(Regressor):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.mse(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            norm = tf.linalg.global_norm([tf.convert_to_tensor(gradient) for gradient in gradients])
+            self.optimizer.apply(gradients, self.trainable_variables)
+            self.tracker.update_state(loss)
+            return {"loss": self.tracker.result(), "norm": norm}
+
+    def build():
+        inputs = keras.Input((4,), dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(9, 3)(inputs))
+        return Sparse(inputs, keras.layers.Dense(1)(hidden))
+
+    return build, fits(integers(9, 13, 4, seed=20), optimizer=lambda: keras.optimizers.Adagrad(0.1))

@@ -1,0 +1,399 @@
+"""Texts and sequences: masks, decoders, recurrent networks, transformers; some with steps of their own, some with Keras's."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from programs.catalogue import CLASSES, SAMPLE_WEIGHTS, TARGETS, adam, descend, fits, integers, normal, program, sgd
+
+# Ids from 1 on; 0 is padding, at the end, from no to all but two of the six places.
+LENGTHS = 2 + integers(5, 13, seed=61)
+WORDS = np.where(np.arange(6) < LENGTHS[:, None], 1 + integers(9, 13, 6, seed=62), 0)
+ANSWERS = np.where(np.arange(4) < (LENGTHS[:, None] + 1) // 2, 1 + integers(6, 13, 4, seed=63), 0)
+
+
+class Positions(layers.Layer):
+    """Embeddings of tokens plus those of their places, with the mask of the padding."""
+
+    def __init__(self, words, places, size):
+        super().__init__()
+        self.tokens = layers.Embedding(words, size, mask_zero=True)
+        self.places = layers.Embedding(places, size)
+
+    def build(self, shape):
+        self.tokens.build(shape)
+        self.places.build(shape)
+
+    def call(self, x):
+        return self.tokens(x) + self.places(ops.arange(ops.shape(x)[-1]))
+
+    def compute_mask(self, x, mask=None):
+        return self.tokens.compute_mask(x)
+
+    def compute_output_shape(self, shape):
+        return (*shape, self.tokens.output_dim)
+
+
+def transformer_block(x, causal=False, dropout=0.0):
+    """Self-attention and a feed-forward part, each with a residual and layer normalization."""
+    attended = layers.MultiHeadAttention(2, 2, dropout=dropout)(x, x, use_causal_mask=causal)
+    x = layers.LayerNormalization()(x + layers.Dropout(dropout)(attended))
+    return layers.LayerNormalization()(x + layers.Dense(4)(layers.Dense(6, activation="relu")(x)))
+
+
+@program
+def masked_language_model():
+    """Hides random tokens, replaces some by others, and trains on those alone, by weights of the places (BERT)."""
+
+    class MaskedLanguageModel(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.seed = keras.random.SeedGenerator(64)
+            self.tracker = keras.metrics.Mean(name="loss")
+            self.criterion = keras.losses.SparseCategoricalCrossentropy(reduction=None)
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def train_step(self, words):
+            chance = keras.random.uniform(ops.shape(words), seed=self.seed)
+            hidden = (chance < 0.5) & (words > 0)
+            others = keras.random.randint(ops.shape(words), 1, 10, dtype=words.dtype, seed=self.seed)
+            replaced = ops.where(chance < 0.4, ops.full_like(words, 10), others)
+            inputs = ops.where(hidden, replaced, words)
+            weights = ops.cast(hidden, "float64")
+            with tf.GradientTape() as tape:
+                loss = self.criterion(words, self(inputs, training=True), sample_weight=weights)
+                total = ops.sum(loss) / ops.maximum(ops.sum(weights), 1.0)
+            descend(self.optimizer, tape, total, self.trainable_variables)
+            self.tracker.update_state(loss, sample_weight=weights)
+            return {"loss": self.tracker.result(), "hidden": ops.sum(weights)}
+
+    def build():
+        inputs = keras.Input((6,), dtype="int64")
+        x = transformer_block(Positions(11, 6, 4)(inputs), dropout=0.1)
+        return MaskedLanguageModel(inputs, layers.Dense(11, activation="softmax")(x))
+
+    def script(model):
+        model.compile(optimizer=adam())
+        return model.fit(WORDS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+
+    return build, script
+
+
+@program
+def captions():
+    """Decodes two captions of each image's features, with a loss and an accuracy over the words that are no padding."""
+
+    class Captions(keras.Model):
+        def __init__(self):
+            super().__init__()
+            image, words = keras.Input((3, 2)), keras.Input((None,), dtype="int64")
+            embedded = layers.Embedding(8, 4)(words)
+            encoded = layers.LayerNormalization()(layers.Dense(4, activation="relu")(image))
+            x = layers.Dropout(0.2)(layers.MultiHeadAttention(1, 2)(embedded, encoded) + embedded)
+            self.decoder = keras.Model([image, words], layers.Dense(8, activation="softmax")(x))
+            self.criterion = keras.losses.SparseCategoricalCrossentropy(reduction=None)
+            self.trackers = [keras.metrics.Mean(name="loss"), keras.metrics.Mean(name="accuracy")]
+
+        @property
+        def metrics(self):
+            return self.trackers
+
+        def of_caption(self, image, caption, training):
+            inputs, wanted = caption[:, :-1], caption[:, 1:]
+            answers = self.decoder([image, inputs], training=training)
+            mask = tf.cast(wanted != 0, "float64")
+            loss = tf.reduce_sum(self.criterion(wanted, answers) * mask) / tf.reduce_sum(mask)
+            right = tf.cast(tf.equal(wanted, tf.argmax(answers, axis=2)), "float64") * mask
+            return loss, tf.reduce_sum(right) / tf.reduce_sum(mask)
+
+        def track(self, loss, accuracy):
+            for tracker, number in zip(self.trackers, (loss, accuracy), strict=True):
+                tracker.update_state(number)
+            return {tracker.name: tracker.result() for tracker in self.trackers}
+
+        def train_step(self, data):
+            image, captions = data
+            loss, accuracy = 0.0, 0.0
+            for i in range(2):
+                with tf.GradientTape() as tape:
+                    one, right = self.of_caption(image, captions[:, i], training=True)
+                descend(self.optimizer, tape, one, self.trainable_variables)
+                loss, accuracy = loss + one, accuracy + right / 2
+            return self.track(loss, accuracy)
+
+        def test_step(self, data):
+            return self.track(*self.of_caption(data[0], data[1][:, 0], training=False))
+
+    images, captions = normal(13, 3, 2, seed=65), np.stack([ANSWERS, ANSWERS[::-1]], axis=1)
+    return Captions, fits(images, captions, optimizer=adam, evaluates=True)
+
+
+@program
+def sequence_to_sequence():
+    """Trains an LSTM encoder and decoder with teacher forcing, crossentropy over the words, and greedy decoding to predict."""
+
+    class Translator(keras.Model):
+        def __init__(self):
+            super().__init__()
+            source, target = keras.Input((6,), dtype="int64"), keras.Input((None,), dtype="int64")
+            _, *state = layers.LSTM(3, return_state=True)(layers.Embedding(11, 3, mask_zero=True)(source))
+            decoded = layers.LSTM(3, return_sequences=True)(layers.Embedding(8, 3)(target), initial_state=state)
+            self.network = keras.Model([source, target], layers.Dense(8)(decoded))
+            self.perplexity = keras.metrics.Mean(name="perplexity")
+
+        def call(self, data, training=False):
+            return self.network(data, training=training)
+
+        def train_step(self, data):
+            source, target = data
+            with tf.GradientTape() as tape:
+                logits = self([source, target[:, :-1]], training=True)
+                errors = tf.nn.sparse_softmax_cross_entropy_with_logits(target[:, 1:], logits)
+                mask = tf.cast(target[:, 1:] > 0, "float64")
+                loss = tf.reduce_sum(errors * mask) / (tf.reduce_sum(mask) + 1e-9)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            gradients = [tf.clip_by_norm(tf.convert_to_tensor(gradient), 1.0) for gradient in gradients]
+            self.optimizer.apply(gradients, self.trainable_variables)
+            self.perplexity.update_state(tf.exp(loss), sample_weight=tf.reduce_sum(mask))
+            return {"perplexity": self.perplexity.result(), "words": tf.reduce_sum(mask)}
+
+        def predict_step(self, source):
+            words = tf.ones((tf.shape(source)[0], 1), "int64")
+            for _ in range(3):
+                chosen = tf.argmax(self([source, words], training=False)[:, -1], axis=1)
+                words = tf.concat([words, chosen[:, None]], axis=1)
+            return words
+
+    def script(model):
+        model.compile(optimizer=adam())
+        history = model.fit(WORDS, ANSWERS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return history, model.predict(WORDS, batch_size=4, verbose=0)
+
+    return Translator, script
+
+
+@program
+def transformer_classifier():
+    """Classifies texts by a transformer with places, padding masked, dropout, in Keras's own step."""
+
+    def build():
+        inputs = keras.Input((6,), dtype="int64")
+        x = layers.GlobalAveragePooling1D()(transformer_block(Positions(10, 6, 4)(inputs), dropout=0.1))
+        return keras.Model(inputs, layers.Dense(3, activation="softmax")(layers.Dropout(0.2)(x)))
+
+    compile_arguments = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+    return build, fits(WORDS, CLASSES, optimizer=adam, evaluates=True, predicts=True, **compile_arguments)
+
+
+@program
+def next_words():
+    """Trains a small GPT with Keras's own step, a causal mask, a loss and a metric over the places that are no padding."""
+
+    def build():
+        inputs = keras.Input((5,), dtype="int64")
+        x = transformer_block(Positions(10, 5, 4)(inputs), causal=True)
+        return keras.Model(inputs, layers.Dense(10)(x))
+
+    def script(model):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+        model.compile(keras.optimizers.AdamW(0.01, clipnorm=1.0), loss, weighted_metrics=["sparse_categorical_accuracy"])
+        x, y = WORDS[:, :-1], WORDS[:, 1:]
+        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        return (
+            history,
+            model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True),
+            model.predict(x, batch_size=6, verbose=0),
+        )
+
+    return build, script
+
+
+@program
+def mixture_of_experts():
+    """Sends each word to one of three experts up to their capacity, and adds a loss for balance, in Keras's own step."""
+
+    class Experts(layers.Layer):
+        def __init__(self, capacity):
+            super().__init__()
+            self.capacity = capacity
+            self.router, self.experts = layers.Dense(3), [layers.Dense(4, activation="relu") for _ in range(3)]
+
+        def build(self, shape):
+            self.router.build(shape)
+            for expert in self.experts:
+                expert.build(shape)
+
+        def call(self, x):
+            flat = tf.reshape(x, (-1, 4))
+            probabilities = tf.nn.softmax(self.router(flat))
+            chosen = tf.one_hot(tf.argmax(probabilities, axis=1), 3, dtype=x.dtype)
+            shares, chances = tf.reduce_mean(chosen, axis=0), tf.reduce_mean(probabilities, axis=0)
+            self.add_loss(0.1 * 3.0 * tf.reduce_sum(shares * chances))
+            places = tf.cumsum(chosen, axis=0) * chosen
+            chosen *= tf.cast(places <= self.capacity, x.dtype)
+            gates = tf.reduce_sum(chosen * probabilities, axis=1, keepdims=True)
+            outputs = tf.stack([expert(flat) for expert in self.experts], axis=1)
+            return tf.reshape(gates * tf.einsum("re,reo->ro", chosen, outputs), tf.shape(x))
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    def build():
+        inputs = keras.Input((6,), dtype="int64")
+        embedded = layers.Embedding(10, 4)(inputs)
+        x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(embedded + Experts(12)(embedded)))
+        return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+
+    compile_arguments = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+    return build, fits(WORDS, CLASSES, optimizer=adam, evaluates=True, predicts=True, **compile_arguments)
+
+
+@program
+def experts_by_dispatch():
+    """Sends rows to experts by tf.dynamic_partition and brings them back by tf.dynamic_stitch, in a step of its own."""
+
+    class Dispatch(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts = layers.Dense(2), [layers.Dense(1), layers.Dense(1)]
+            for layer in (self.router, *self.experts):
+                layer.build((None, 3))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                probabilities = tf.nn.softmax(self.router(x))
+                chosen = tf.cast(tf.argmax(probabilities, axis=1), "int32")
+                parts = tf.dynamic_partition(x, chosen, 2)
+                places = tf.dynamic_partition(tf.range(tf.shape(x)[0]), chosen, 2)
+                outputs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+                answers = tf.dynamic_stitch(places, outputs) * tf.reduce_max(probabilities, axis=1, keepdims=True)
+                loss = tf.reduce_mean(tf.square(y - answers))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "first": tf.shape(parts[0])[0]}
+
+    return Dispatch, fits(normal(13, 3, seed=66), optimizer=adam)
+
+
+@program
+def weighted_texts():
+    """Classifies texts by convolutions with weights of the rows, of the classes and of the metrics, in a step of its own."""
+
+    class Weighted(keras.Model):
+        def train_step(self, data):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                answers = self(x, training=True)
+                loss = self.compute_loss(x, y, answers, sample_weight, training=True)
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            logs = self.compute_metrics(x, y, answers, sample_weight)
+            return {**logs, "weight": tf.reduce_sum(sample_weight)}
+
+    def build():
+        inputs = keras.Input((6,), dtype="int64")
+        x = layers.SpatialDropout1D(0.2)(layers.Embedding(10, 4)(inputs))
+        x = layers.Concatenate()([layers.GlobalMaxPooling1D()(layers.Conv1D(3, size, padding="same")(x)) for size in (2, 3)])
+        return Weighted(inputs, layers.Dense(3, activation="softmax")(x))
+
+    def script(model):
+        model.compile(adam(), "sparse_categorical_crossentropy", metrics=["accuracy"], weighted_metrics=["accuracy"])
+        arguments = {"sample_weight": SAMPLE_WEIGHTS, "batch_size": 5}
+        history = model.fit(WORDS, CLASSES, **arguments, epochs=2, shuffle=False, verbose=0).history
+        by_class = {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}, "batch_size": 4}
+        more = model.fit(WORDS, CLASSES, **by_class, epochs=1, shuffle=False, verbose=0).history
+        return history, more, model.evaluate(WORDS, CLASSES, **arguments, verbose=0, return_dict=True)
+
+    return build, script
+
+
+@program
+def bidirectional_recurrence():
+    """Reads padded sequences forth and back by GRUs with recurrent dropout, masks included, in Keras's own step."""
+
+    def build():
+        inputs = keras.Input((6,), dtype="int64")
+        x = layers.Embedding(10, 3, mask_zero=True)(inputs)
+        x = layers.Bidirectional(layers.GRU(2, return_sequences=True, recurrent_dropout=0.2))(x)
+        return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+    return build, fits(WORDS, TARGETS, optimizer=adam, loss="huber", metrics=["mae"])
+
+
+@program
+def scheduled_sampling():
+    """Unrolls a GRU cell in the step and feeds it, word by word, the truth or its own choice, by chance."""
+
+    class Scheduled(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.cell, self.head = layers.Embedding(8, 3), layers.GRUCell(3), layers.Dense(8)
+            self.embedding.build(None), self.cell.build((None, 3)), self.head.build((None, 3))
+            self.seed = keras.random.SeedGenerator(67)
+
+        def train_step(self, target):
+            rows = ops.shape(target)[0]
+            with tf.GradientTape() as tape:
+                word, state, losses = target[:, 0], ops.zeros((rows, 3)), []
+                for i in range(1, 4):
+                    output, state = self.cell(self.embedding(word), state)
+                    logits = self.head(output)
+                    losses.append(keras.losses.sparse_categorical_crossentropy(target[:, i], logits, from_logits=True))
+                    own = keras.random.uniform((rows,), seed=self.seed) < 0.4
+                    word = ops.where(own, ops.argmax(logits, axis=1), target[:, i])
+                loss = ops.mean(ops.stack(losses))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "last": ops.mean(losses[-1])}
+
+    def script(model):
+        model.compile(optimizer=adam())
+        return model.fit(ANSWERS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+
+    return Scheduled, script
+
+
+@program
+def policy_gradient():
+    """Draws actions by chance, discounts rewards over time, normalizes returns over the batch and ascends (REINFORCE)."""
+
+    class Policy(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.seed = keras.random.SeedGenerator(68)
+
+        def train_step(self, data):
+            states, rewards = data
+            with tf.GradientTape() as tape:
+                logits = self(states, training=True)
+                flat = tf.reshape(logits, (-1, 2))
+                actions = tf.reshape(keras.random.categorical(flat, 1, seed=self.seed), tf.shape(rewards))
+                gains = rewards * tf.cast(2 * actions - 1, "float64")
+                returns = tf.math.cumsum(gains, axis=1, reverse=True)
+                returns = (returns - tf.reduce_mean(returns)) / (tf.math.reduce_std(returns) + 1e-8)
+                chosen = -tf.nn.sparse_softmax_cross_entropy_with_logits(actions, logits)
+                entropy = -tf.reduce_mean(tf.reduce_sum(tf.nn.softmax(logits) * tf.nn.log_softmax(logits), axis=2))
+                loss = -tf.reduce_mean(chosen * tf.stop_gradient(returns)) - 0.01 * entropy
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"entropy": entropy, "gain": tf.reduce_sum(gains)}
+
+    def build():
+        inputs = keras.Input((4, 3))
+        return Policy(inputs, layers.TimeDistributed(layers.Dense(2))(inputs))
+
+    return build, fits(normal(13, 4, 3, seed=69), normal(13, 4, seed=70), optimizer=sgd)
+
+
+@program
+def connectionist_temporal_classification():
+    """Trains by the CTC loss of Keras, with the lengths of each row's inputs and labels, which two layers add up."""
+
+    def build():
+        inputs = keras.Input((8, 2))
+        x = layers.Bidirectional(layers.LSTM(2, return_sequences=True))(layers.Conv1D(3, 3, padding="same")(inputs))
+        return keras.Model(inputs, layers.Dense(5)(x))
+
+    labels = np.where(np.arange(3) < (1 + integers(3, 13, seed=71))[:, None], 1 + integers(4, 13, 3, seed=72), 0)
+    return build, fits(normal(13, 8, 2, seed=73), labels, optimizer=adam, loss=keras.losses.CTC(), evaluates=True)

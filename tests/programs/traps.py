@@ -1,0 +1,719 @@
+"""Steps in which rows meet, order counts or state hides: each is wrong if a tower takes its slice for the whole batch."""
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from programs.catalogue import (
+    CLASSES,
+    FEATURES,
+    TARGETS,
+    adam,
+    dense,
+    descend,
+    fits,
+    integers,
+    mlp,
+    normal,
+    program,
+    rows_of,
+    sgd,
+)
+
+
+def stepping(train_step, **members):
+    """Returns what builds a small model with this train_step and these further members of its class."""
+    return dense(type(train_step.__name__, (keras.Model,), {"train_step": train_step, **members}))
+
+
+def learning(loss_of_answers, **members):
+    """Returns what builds a small model that descends along a loss of its answers: a function of (model, x, y, answers)."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = loss_of_answers(self, x, y, self(x, training=True))
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "rows": rows_of(x)}
+
+    return stepping(train_step, **members)
+
+
+def mean_square(model, x, y, answers):
+    return tf.reduce_mean(tf.square(y - answers))
+
+
+@program
+def root_mean_square():
+    """Trains on the root of a mean square over all rows."""
+    return learning(lambda model, x, y, answers: tf.sqrt(tf.reduce_mean(tf.square(y - answers)))), fits()
+
+
+@program
+def worst_row():
+    """Trains on the largest error of the batch, which one row has."""
+    return learning(lambda model, x, y, answers: tf.reduce_max(tf.abs(y - answers))), fits()
+
+
+@program
+def product_of_means():
+    """Trains on a product of two means plus a sum, which no weighting of slices gives."""
+
+    def loss(model, x, y, answers):
+        errors = y - answers
+        return tf.reduce_mean(errors**2) * tf.reduce_mean(tf.abs(errors)) + 0.01 * tf.reduce_sum(tf.abs(errors))
+
+    return learning(loss), fits()
+
+
+@program
+def median_of_rows():
+    """Trains on the median error and a variance over the rows, by sorting them."""
+
+    def loss(model, x, y, answers):
+        errors = tf.sort(tf.abs(y - answers)[:, 0])
+        return errors[tf.shape(errors)[0] // 2] + tf.math.reduce_variance(answers)
+
+    return learning(loss), fits()
+
+
+@program
+def masked_rows():
+    """Trains on the rows that tf.boolean_mask leaves: how many, the data says."""
+
+    def loss(model, x, y, answers):
+        keep = y[:, 0] > -0.5
+        return tf.reduce_mean(tf.boolean_mask(tf.square(y - answers), keep)) + tf.reduce_sum(answers[~keep] ** 2) / 9.0
+
+    return learning(loss), fits()
+
+
+@program
+def found_rows():
+    """Trains on rows found by tf.where, gathered by their indices and scattered back."""
+
+    def loss(model, x, y, answers):
+        found = tf.where(y[:, 0] > -0.5)
+        errors = tf.gather_nd(tf.square(y - answers), found)
+        back = tf.scatter_nd(found, errors, tf.shape(y, out_type="int64"))
+        return tf.reduce_mean(back)
+
+    return learning(loss), fits()
+
+
+@program
+def tape_in_a_branch():
+    """Opens the tape, descends and counts inside one branch of a tf.cond, which some batches take."""
+
+    def train_step(self, data):
+        x, y = data
+
+        def descends():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return loss, tf.constant(1.0, "float64")
+
+        def rests():
+            return tf.reduce_mean(tf.square(y - self(x, training=False))), tf.constant(0.0, "float64")
+
+        loss, taken = tf.cond(tf.reduce_mean(y) > -0.2, descends, rests)
+        return {"loss": loss, "taken": taken}
+
+    def script(model):
+        optimizer = adam()
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer=optimizer)
+        rows = [slice(0, 5), slice(5, 10), slice(10, 13)]
+        return [model.train_on_batch(FEATURES[few], TARGETS[few], return_dict=True) for few in rows]
+
+    def with_pairs(self, data):
+        return train_step(self, data[:2])
+
+    return stepping(with_pairs), script
+
+
+@program
+def noisy_gradients():
+    """Adds noise to the gradients before it applies them, smaller as the steps go on."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        size = 0.1 / tf.sqrt(1.0 + tf.cast(self.optimizer.iterations, "float64"))
+        seed = tf.cast(self.optimizer.iterations, "int32")
+        noisy = [
+            gradient + size * tf.random.stateless_normal(gradient.shape, [seed, i], dtype="float64")
+            for i, gradient in enumerate(tape.gradient(loss, self.trainable_variables))
+        ]
+        self.optimizer.apply(noisy, self.trainable_variables)
+        return {"loss": loss, "rows": rows_of(x)}
+
+    return stepping(train_step), fits()
+
+
+@program
+def jacobian_of_losses():
+    """Takes the Jacobian of two losses of the batch at once and applies the sum of its rows."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = y - self(x, training=True)
+            losses = tf.stack([tf.reduce_mean(errors**2), tf.reduce_mean(tf.abs(errors))])
+        jacobian = tape.jacobian(losses, self.trainable_variables)
+        self.optimizer.apply([tf.reduce_sum(part, axis=0) for part in jacobian], self.trainable_variables)
+        return {"squares": losses[0], "distances": losses[1]}
+
+    return stepping(train_step), fits()
+
+
+@program
+def gradients_by_row():
+    """Clips the gradient of each row by itself, from a Jacobian with a row for each of the batch (DP-SGD without noise)."""
+
+    def train_step(self, data):
+        x, y = data
+        head = self.layers[-1].trainable_variables
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(tf.square(y - self(x, training=False)), axis=1)
+        by_kernel, by_bias = tape.jacobian(losses, head)
+        lengths = tf.sqrt(tf.reduce_sum(by_kernel**2, axis=[1, 2]) + tf.reduce_sum(by_bias**2, axis=1))
+        factors = tf.minimum(0.5 / lengths, 1.0)
+        clipped = [
+            tf.reduce_mean(by_kernel * factors[:, None, None], axis=0),
+            tf.reduce_mean(by_bias * factors[:, None], axis=0),
+        ]
+        self.optimizer.apply(clipped, head)
+        return {"longest": tf.reduce_max(lengths), "clipped": tf.reduce_sum(tf.cast(factors < 1, "float64"))}
+
+    return stepping(train_step), fits()
+
+
+@program
+def jacobian_by_inputs():
+    """Penalizes the Jacobian of each row's answers by its inputs, with tape.batch_jacobian."""
+
+    def loss(model, x, y, answers):
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            again = model(x, training=False)
+        return mean_square(model, x, y, answers) + 0.1 * tf.reduce_mean(inner.batch_jacobian(again, x) ** 2)
+
+    return learning(loss), fits()
+
+
+@program
+def shuffled_rows():
+    """Compares each row with one of the same batch shuffled by tf.random.shuffle, with a seed."""
+
+    def loss(model, x, y, answers):
+        order = tf.random.shuffle(tf.range(tf.shape(x)[0]), seed=21)
+        partners = tf.gather(answers, order)
+        return mean_square(model, x, y, answers) + tf.reduce_mean(tf.abs(answers - partners))
+
+    return learning(loss), fits()
+
+
+@program
+def reversed_and_rolled_rows():
+    """Mixes each row with the one from the other end of the batch, and with its neighbor."""
+
+    def train_step(self, data):
+        x, y = data
+        x = 0.6 * x + 0.3 * x[::-1] + 0.1 * tf.roll(x, 1, axis=0)
+        with tf.GradientTape() as tape:
+            loss = mean_square(self, x, y, self(x, training=True))
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"mean": loss}
+
+    return stepping(train_step), fits()
+
+
+@program
+def counters():
+    """Counts rows and steps, remembers the largest input and a moving center, in weights that are assigned in the step."""
+
+    class Counting(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.rows = self.add_weight(name="rows", dtype="int64", initializer="zeros", trainable=False)
+            self.largest = self.add_weight(name="largest", initializer="zeros", trainable=False)
+            self.center = self.add_weight(name="center", shape=(5,), initializer="zeros", trainable=False)
+
+        def train_step(self, data):
+            x, y = data
+            self.rows.assign_add(tf.shape(x, out_type="int64")[0])
+            self.largest.assign(ops.maximum(self.largest, ops.max(x)))
+            self.center.assign(0.9 * self.center + 0.1 * ops.mean(x, axis=0))
+            with tf.GradientTape() as tape:
+                loss = mean_square(self, x, y, self(x - self.center, training=True))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "rows": self.rows, "largest": self.largest}
+
+    return dense(Counting), fits(evaluates=True, predicts=True, loss="mse")
+
+
+@program
+def raw_variables():
+    """Keeps its state in a tf.Variable that Keras does not know, and trains another one with an optimizer step by hand."""
+
+    class Raw(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.steps = tf.Variable(0, dtype="int64", trainable=False)
+            self.gain = tf.Variable(tf.ones((1,), "float64"))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = mean_square(self, x, y, self.gain * self(x, training=True))
+            gradients = tape.gradient(loss, [self.gain, *self.trainable_variables])
+            self.gain.assign_sub(0.05 * gradients[0])
+            self.optimizer.apply(gradients[1:], self.trainable_variables)
+            return {"loss": loss, "steps": self.steps.assign_add(1)}
+
+    return dense(Raw), fits(report=lambda model: [model.steps.numpy(), model.gain.numpy()])
+
+
+@program
+def assignments_by_hand():
+    """Descends without an optimizer: by assign_sub to the variables, and to their values."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = mean_square(self, x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        for i, (variable, gradient) in enumerate(zip(self.trainable_variables, gradients, strict=True)):
+            (variable if i % 2 else variable.value).assign_sub(0.05 * gradient)
+        return {"loss": loss, "rows": rows_of(x)}
+
+    return stepping(train_step), fits()
+
+
+@program
+def steps_in_a_loop():
+    """Descends several times in a tf.while_loop, until the batch is fitted or three steps are done."""
+
+    def train_step(self, data):
+        x, y = data
+
+        def descends(i, _):
+            with tf.GradientTape() as tape:
+                loss = mean_square(self, x, y, self(x, training=True))
+            for variable, gradient in zip(self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True):
+                variable.assign_sub(0.05 * gradient)
+            return i + 1, loss
+
+        begin = tf.constant(0), tf.constant(9.0, "float64")
+        steps, loss = tf.while_loop(lambda i, loss: (i < 3) & (loss > 0.6), descends, begin)
+        return {"loss": loss, "steps": tf.cast(steps, "float64")}
+
+    return stepping(train_step), fits()
+
+
+@program
+def perturbed_in_a_loop():
+    """Climbs along the gradient by the inputs in a tf.while_loop and trains on what that finds (PGD)."""
+
+    def train_step(self, data):
+        x, y = data
+
+        def climbs(i, moved):
+            with tf.GradientTape() as inner:
+                inner.watch(moved)
+                loss = mean_square(self, x, y, self(moved, training=False))
+            return i + 1, moved + tf.clip_by_value(inner.gradient(loss, moved), -0.1, 0.1)
+
+        _, moved = tf.while_loop(lambda i, moved: i < 3, climbs, (tf.constant(0), x), shape_invariants=None)
+        with tf.GradientTape() as tape:
+            loss = mean_square(self, x, y, self(moved, training=True))
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "moved": tf.norm(moved - x)}
+
+    return stepping(train_step), fits()
+
+
+@program
+def loop_over_rows():
+    """Carries a state from row to row with tf.scan, and maps rows one by one with tf.map_fn."""
+
+    def loss(model, x, y, answers):
+        errors = (y - answers)[:, 0]
+        carried = tf.scan(lambda state, error: 0.5 * state + error, errors, tf.zeros((), "float64"))
+        mapped = tf.map_fn(lambda error: tf.math.softplus(error), errors)
+        return tf.reduce_mean(carried**2) + tf.reduce_mean(mapped)
+
+    return learning(loss), fits()
+
+
+@program
+def users_by_items():
+    """Multiplies the users of a batch by its items over two axes, rows with rows, by tf.tensordot and tf.einsum."""
+
+    class Towers(keras.Model):
+        def __init__(self, users, items):
+            super().__init__()
+            self.users, self.items = users, items
+
+        def train_step(self, data):
+            users, items = data
+            with tf.GradientTape() as tape:
+                users = tf.reshape(self.users(users, training=True), (-1, 2, 3))
+                items = tf.reshape(self.items(items, training=True), (-1, 2, 3))
+                scores = tf.tensordot(users, tf.transpose(items, (1, 2, 0)), 2)
+                diagonal = tf.linalg.diag_part(scores)
+                crossed = tf.einsum("iab,jab->ij", users, items)
+                loss = tf.reduce_mean(tf.math.softplus(scores - diagonal[:, None])) + 0.1 * tf.reduce_mean(crossed**2)
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "first": scores[0, -1]}
+
+    return lambda: Towers(mlp(5, 6), mlp(4, 6)), fits(y=normal(13, 4, seed=22))
+
+
+@program
+def sum_over_both_axes():
+    """Contracts two batches over their rows and features at once, tensordot(users, items, 2), to one number."""
+
+    def loss(model, x, y, answers):
+        users, items = answers * x, tf.sin(x)
+        return mean_square(model, x, y, answers) + 0.01 * tf.tensordot(users, items, 2) ** 2
+
+    return learning(loss), fits()
+
+
+@program
+def coupled_activity():
+    """Regularizes a layer's activity by the correlations of its units over the rows, in Keras's own step."""
+
+    @keras.saving.register_keras_serializable("programs")
+    class Decorrelation(keras.regularizers.Regularizer):
+        def __call__(self, activity):
+            centered = activity - ops.mean(activity, axis=0)
+            products = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(activity)[0], activity.dtype)
+            return 0.1 * ops.sum(ops.square(products * (1.0 - ops.eye(4, dtype=activity.dtype))))
+
+    def build():
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(4, activation="tanh", activity_regularizer=Decorrelation())(inputs)
+        return keras.Model(inputs, keras.layers.Dense(1, kernel_regularizer="l2")(hidden))
+
+    return build, fits(loss="mse", metrics=["mae"], evaluates=True, predicts=True)
+
+
+@program
+def layers_in_the_loss():
+    """Calls layers inside compute_loss: a head with batch normalization and dropout that the answers do not pass."""
+
+    class Headed(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.head = mlp(1, 3, 2, normalized=True)
+            self.dropout = keras.layers.Dropout(0.3, seed=23)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            projected = self.dropout(self.head(y_pred, training=training), training=training)
+            return ops.mean(ops.square(y - y_pred)) + 0.3 * ops.mean(ops.square(projected - ops.mean(projected, axis=0)))
+
+    return dense(Headed), fits(metrics=["mae"], optimizer=adam, evaluates=True)
+
+
+@program
+def cumulative_sums():
+    """Trains on cumulative sums and products over the rows, and on differences of neighbors."""
+
+    def loss(model, x, y, answers):
+        sums = tf.cumsum(y - answers, axis=0, exclusive=True)
+        products = tf.math.cumprod(tf.tanh(answers), axis=0, reverse=True)
+        neighbors = answers[1:] - answers[:-1]
+        return tf.reduce_mean(sums**2) + tf.reduce_mean(products) + 0.1 * tf.reduce_sum(neighbors**2)
+
+    return learning(loss), fits()
+
+
+@program
+def hardest_rows():
+    """Trains on the three rows with the largest errors, found by tf.math.top_k."""
+
+    def loss(model, x, y, answers):
+        worst, places = tf.math.top_k(tf.square(y - answers)[:, 0], k=3)
+        return tf.reduce_mean(worst) + 0.1 * tf.reduce_mean(tf.gather(answers, places) ** 2)
+
+    return learning(loss), fits()
+
+
+@program
+def sorted_rows():
+    """Trains on the sorted answers against the sorted targets, as the Wasserstein distance does, and on ranks."""
+
+    def loss(model, x, y, answers):
+        order = tf.argsort(y[:, 0], direction="DESCENDING", stable=True)
+        distance = tf.reduce_mean(tf.abs(tf.sort(answers, axis=0) - tf.sort(y, axis=0)))
+        ranked = tf.gather(answers, order)[:, 0]
+        weights = 1.0 / tf.math.log(2.0 + tf.range(rows_of(x)))
+        return distance - 0.1 * tf.reduce_sum(ranked * weights)
+
+    return learning(loss), fits()
+
+
+@program
+def joined_and_split():
+    """Joins real and made rows to one batch for one call through batch normalization, and splits the answers in the middle."""
+
+    class Joined(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            made = tf.reverse(x, [1]) + 0.1
+            with tf.GradientTape() as tape:
+                real, fake = tf.split(self(tf.concat([x, made], axis=0), training=True), 2)
+                also = self(tf.stack([x, made])[1], training=True)[: tf.shape(y)[0]]
+                loss = (
+                    tf.reduce_mean(tf.math.softplus(-real)) + tf.reduce_mean(tf.math.softplus(fake)) + tf.reduce_mean(also**2)
+                )
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "real": tf.reduce_mean(real), "right": tf.reduce_mean(tf.cast(real > fake, "float64"))}
+
+    return dense(Joined), fits(optimizer=adam)
+
+
+@program
+def constant_rows():
+    """Joins the batch with rows that are constants, and draws a fixed number of noise rows of its own."""
+
+    def loss(model, x, y, answers):
+        joined = tf.concat([x, tf.ones((4, 5), "float64")], axis=0)
+        drawn = tf.random.stateless_normal((7, 5), [1, 2], dtype="float64")
+        return mean_square(model, x, y, answers) + tf.reduce_mean(model(joined) ** 2) + 0.1 * tf.reduce_mean(model(drawn))
+
+    return learning(loss), fits()
+
+
+@program
+def stateful_noise():
+    """Draws noise for each row with tf.random.normal and tf.random.uniform, with seeds of their operations."""
+
+    def train_step(self, data):
+        x, y = data
+        noise = tf.random.normal(tf.shape(x), dtype="float64", seed=24)
+        keep = tf.random.uniform((tf.shape(x)[0], 1), dtype="float64", seed=25) < 0.8
+        with tf.GradientTape() as tape:
+            answers = self(x + 0.1 * noise, training=True)
+            loss = tf.reduce_mean(tf.where(keep, tf.square(y - answers), tf.zeros_like(answers)))
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "noise": tf.reduce_sum(noise)}
+
+    return stepping(train_step), fits()
+
+
+@program
+def unseeded_noise():
+    """Draws noise for each row with tf.random.normal, its seed left to keras.utils.set_random_seed."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = mean_square(self, x, y, self(x + 0.1 * tf.random.normal(tf.shape(x), dtype="float64"), training=True))
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "rows": rows_of(x)}
+
+    return stepping(train_step), fits()
+
+
+@program
+def generator_of_random_numbers():
+    """Draws noise from a tf.random.Generator that the model keeps, whose state is a tf.Variable."""
+
+    class Generating(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.generator = tf.random.Generator.from_seed(26)
+
+        def train_step(self, data):
+            x, y = data
+            x += 0.1 * self.generator.normal(tf.shape(x), dtype="float64")
+            with tf.GradientTape() as tape:
+                loss = mean_square(self, x, y, self(x, training=True))
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"loss": loss, "rows": rows_of(x)}
+
+    return dense(Generating), fits(report=lambda model: model.generator.state.numpy().astype("float64"))
+
+
+@program
+def rate_set_in_the_step():
+    """Sets the learning rate inside the step, from the loss of the batch and the count of steps."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = mean_square(self, x, y, self(x, training=True))
+        warm = tf.minimum(tf.constant(1.0, "float64"), (tf.cast(self.optimizer.iterations, "float64") + 1.0) / 4.0)
+        self.optimizer.learning_rate.assign(0.05 * warm / (1.0 + loss))
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "rate": self.optimizer.learning_rate}
+
+    return stepping(train_step), fits()
+
+
+@program
+def function_in_the_step():
+    """Calls a tf.function of its own, with a branch and a loop in Python's words, inside a step that is one, too."""
+
+    class Decorated(keras.Model):
+        @tf.function
+        def penalty(self, answers):
+            total = tf.zeros((), "float64")
+            for i in tf.range(3):
+                total += tf.reduce_mean(answers ** tf.cast(i, "float64"))
+            if total > 2.0:
+                total = tf.sqrt(total)
+            return total
+
+        @tf.function
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                answers = self(x, training=True)
+                loss = tf.reduce_mean(tf.square(y - answers)) + 0.1 * self.penalty(answers)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))  # noqa: B905
+            return {"loss": loss, "rows": rows_of(x)}
+
+    return dense(Decorated), fits()
+
+
+@program
+def gradient_of_its_own():
+    """Reverses the gradient of one of two heads by a tf.custom_gradient (domain adversarial training)."""
+
+    @tf.custom_gradient
+    def reverse(x):
+        return tf.identity(x), lambda upstream: -0.5 * upstream
+
+    class Domains(keras.Model):
+        def __init__(self, trunk, answers, domains):
+            super().__init__()
+            self.trunk, self.answers, self.domains = trunk, answers, domains
+
+        def train_step(self, data):
+            x, (y, domain) = data
+            with tf.GradientTape() as tape:
+                hidden = self.trunk(x, training=True)
+                logits = self.domains(reverse(hidden), training=True)[:, 0]
+                by_answers = tf.reduce_mean(tf.square(y - self.answers(hidden, training=True)))
+                by_domains = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(domain, logits))
+                loss = by_answers + by_domains
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            return {"answers": by_answers, "domains": by_domains}
+
+    data = (TARGETS, integers(2, 13, seed=27).astype("float64"))
+    return lambda: Domains(mlp(5, 4, 3, normalized=True), mlp(3, 1), mlp(3, 3, 1)), fits(y=data)
+
+
+@program
+def rows_by_class():
+    """Averages the rows of each class with tf.math.unsorted_segment_mean and pulls each row to its class's center."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            hidden = self.layers[1](x)
+            centers = tf.math.unsorted_segment_mean(hidden, y, 3)
+            apart = tf.reduce_sum(tf.square(centers[:, None] - centers[None]))
+            together = tf.reduce_mean(tf.square(hidden - tf.gather(centers, y)))
+            counts = tf.math.bincount(tf.cast(y, "int32"), minlength=3, maxlength=3)
+            loss = together - 0.01 * apart + 0.1 * tf.reduce_mean(tf.square(self(x, training=True)))
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "fewest": tf.reduce_min(counts)}
+
+    return stepping(train_step), fits(y=CLASSES)
+
+
+@program
+def whitened_batch():
+    """Whitens the batch by a Cholesky factor of its covariance, as decorrelated batch normalization does."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            hidden = self.layers[1](x)
+            centered = hidden - tf.reduce_mean(hidden, axis=0)
+            covariance = tf.matmul(centered, centered, transpose_a=True) / rows_of(x) + 0.1 * tf.eye(4, dtype="float64")
+            white = tf.transpose(tf.linalg.triangular_solve(tf.linalg.cholesky(covariance), tf.transpose(centered)))
+            loss = tf.reduce_mean(tf.square(y - self.layers[-1](white))) - 0.01 * tf.linalg.logdet(covariance)
+        descend(self.optimizer, tape, loss, self.layers[1].trainable_variables + self.layers[-1].trainable_variables)
+        return {"loss": loss, "rows": rows_of(x)}
+
+    return stepping(train_step), fits()
+
+
+@program
+def built_in_the_first_step():
+    """Builds its layers, and the state of its metrics, in the first step: nobody has called it before."""
+
+    class Late(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden = keras.layers.Dense(4, activation="tanh")
+            self.normalization, self.head = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+            self.tracker = keras.metrics.R2Score(name="r2")
+
+        def call(self, x, training=False):
+            return self.head(self.normalization(self.hidden(x), training=training))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                answers = self(x, training=True)
+                loss = mean_square(self, x, y, answers)
+            descend(self.optimizer, tape, loss, self.trainable_variables)
+            self.tracker.update_state(y, answers)
+            return {"r2": self.tracker.result(), "raw": loss}
+
+    return Late, fits(optimizer=adam, predicts=True)
+
+
+@program
+def fewer_rows_than_towers():
+    """Trains on batches of 4, 1, 2 and 3 rows, with a mean over rows that batch normalization couples."""
+    sizes = (4, 1, 2, 3)
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = mean_square(self, x, y, self(x, training=True)) + tf.math.reduce_std(x)
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "rows": rows_of(x)}
+
+    def script(model):
+        model.compile(optimizer=sgd())
+        return [model.train_on_batch(FEATURES[:rows], TARGETS[:rows], return_dict=True) for rows in sizes]
+
+    return stepping(train_step), script
+
+
+@program
+def nested_data():
+    """Takes a dict with a tuple in it, of which one part has rows and another none of the usual shape, and weights."""
+
+    def train_step(self, data):
+        inputs, targets, weights = data
+        x, (images, flags) = inputs["x"], inputs["more"]
+        with tf.GradientTape() as tape:
+            answers = self(x + tf.reduce_mean(images, axis=(1, 2)), training=True)
+            errors = tf.square(targets["y"] - answers)[:, 0] * weights["y"]
+            loss = tf.reduce_sum(tf.where(flags, errors, 2.0 * errors)) / tf.reduce_sum(weights["y"])
+        descend(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss, "rows": rows_of(x)}
+
+    x = {"x": FEATURES, "more": (normal(13, 2, 3, 5, seed=28), integers(2, 13, seed=29).astype(bool))}
+
+    def script(model):
+        model.compile(optimizer=sgd())
+        weights = 0.5 + integers(2, 13, seed=30)
+        arguments = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, {"y": TARGETS}, sample_weight=weights, **arguments).history
+
+    return stepping(train_step), script

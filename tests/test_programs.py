@@ -1,0 +1,57 @@
+"""Published kinds of programs, most with training steps of their own, train on towers as they do on one device."""
+
+import functools
+
+import keras
+import pytest
+from comparison import TOLERANCE, assert_same, largest_change, values
+from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
+from programs.catalogue import PROGRAMS
+
+import keras_dp
+
+
+@pytest.mark.parametrize("towers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_program_trains_as_on_one_device(name, towers):
+    received = run(name, lambda model: keras_dp.DataParallelModel(model, devices=towers, engine="partition"))
+    assert_same(plain(name), received, TOLERANCE["float64"])
+
+
+@functools.lru_cache
+def plain(name):
+    """What a program gives without keras_dp: the same for each number of towers."""
+    return run(name, lambda model: model)
+
+
+def run(name, wrap):
+    """Builds a program's model, wraps it, runs the script, and returns all that came of it.
+
+    Args:
+        name: of the program.
+        wrap: takes the program's model and returns the one that the script trains.
+
+    Returns:
+        What the script returned, and the values of the model's variables, with the states of its seed generators, and of all
+        its optimizers' variables.
+    """
+    keras.utils.clear_session()
+    build, script = PROGRAMS[name]()
+    keras.utils.set_random_seed(3)
+    model = build()
+    before = model.get_weights()
+    keras.utils.set_random_seed(5)
+    results = script(wrap(model))
+
+    after = model.get_weights()
+    assert len(before) != len(after) or largest_change(before, after) > 1e-6, "nothing was trained"
+    return {
+        "results": results,
+        "variables": [variable.numpy() for variable in model.variables],
+        "optimizers": {attribute: values(optimizer) for attribute, optimizer in optimizers(model)},
+    }
+
+
+def optimizers(model):
+    """The optimizers among a model's attributes, with the attributes' names."""
+    return [(name, value) for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
