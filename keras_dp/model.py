@@ -10,13 +10,14 @@ import keras
 import tensorflow as tf
 
 from keras_dp import announcement, choices, keras_seams, losses, metrics, placement
-from keras_dp.batches import Slice, row_spec, rows_of_batches, whole_batch
+from keras_dp.batches import Slice, as_tensor, cut, row_spec, rows_of_batches, whole_batch
 from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.partition.step import Partition
-from keras_dp.partitioned_step import run_on_slices
+from keras_dp.partition.explanation import Explanation, explain
+from keras_dp.partition.step import partition_of
+from keras_dp.partitioned_step import arguments_of, run_on_slices
 from keras_dp.plain_training import PlainTraining
 from keras_dp.stamping import stamp_towers
 from keras_dp.sync_batch_norm import batch_norms
@@ -111,7 +112,6 @@ class DataParallelModel(JoinedModel):
         self._loss_scope = loss_scope
         self._gradient_dtype = gradient_dtype
         self._engine = self._chosen_engine(engine)
-        self._partitions: dict[str, Partition] = {}
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
@@ -197,13 +197,38 @@ class DataParallelModel(JoinedModel):
     def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
         with unknown_rows_explained():
-            result, self._partitions[step] = run_on_slices(
-                getattr(self.inner_model, f"{step}_step"), slices, self.devices, self._home()
-            )
-        return result
+            return run_on_slices(getattr(self.inner_model, f"{step}_step"), slices, self.devices, self._home())
+
+    def explain(self, batch: Any, step: choices.Step = "train") -> Explanation:
+        """Says how a step is partitioned: where towers meet, how many bytes that takes, which operations are computed once.
+
+        >>> import keras, keras_dp, numpy as np
+        >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
+        >>> parallel.compile("sgd", "mse")
+        >>> parallel.explain((np.ones((8, 4)), np.ones((8, 1)))).once
+        []
+
+        Args:
+            batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight).
+            step: "train", "test" or "predict".
+        """
+        refuse_unknown("step", step, choices.Step)
+        slices = self._slices_of(batch)
+        of_batch, arguments = arguments_of(getattr(self.inner_model, f"{step}_step"), slices)
+        partition = partition_of(of_batch, arguments, self.devices, self._home())
+        return explain(partition, self.devices, self._home(), int(slices[0].batch_rows))
+
+    def _slices_of(self, batch: Any) -> Sequence[Slice]:
+        """The N slices of an eager batch, with all variables created."""
+        self._follow_inner_model()
+        with tf.device(HOST):
+            batch = keras.tree.map_structure(as_tensor, batch)
+        self._prepare(batch)
+        with tf.device(HOST):
+            return cut(batch, self.num_towers)
 
     def _home(self) -> str:
-        """The device of whatever happens once: where the first variable lives."""
+        """The device of whatever a partitioned step does once: where the first variable lives."""
         weights = self.inner_model.weights
         return placement.home(weights[0]) if weights else self._devices[0]
 

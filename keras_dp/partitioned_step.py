@@ -8,14 +8,12 @@ import keras
 import tensorflow as tf
 
 from keras_dp.batches import Slice, row_spec, whole_batch
-from keras_dp.partition.step import Argument, Partition, RowCounts, run_partitioned
+from keras_dp.partition.step import Argument, RowCounts, run_partitioned
 
 Tensor = Any
 
 
-def run_on_slices(
-    step: Callable[[Any], Any], slices: Sequence[Slice], devices: Sequence[str], home: str
-) -> tuple[Any, Partition]:
+def run_on_slices(step: Callable[[Any], Any], slices: Sequence[Slice], devices: Sequence[str], home: str) -> Any:
     """Runs a step, written for one device and a whole batch, on N slices of one.
 
     Args:
@@ -25,7 +23,23 @@ def run_on_slices(
         home: the device of whatever happens once.
 
     Returns:
-        What the step returns for the whole batch, and how it was partitioned.
+        What the step returns for the whole batch.
+    """
+    of_batch, arguments = arguments_of(step, slices)
+    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home)[0]
+
+
+def rows_of(slices: Sequence[Slice]) -> RowCounts:
+    """Which rows the towers have."""
+    return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
+
+
+def arguments_of(step: Callable[[Any], Any], slices: Sequence[Slice]) -> tuple[Callable[..., Any], list[Argument]]:
+    """A step on a nested batch as one on flat tensors, and these tensors.
+
+    Args:
+        step: takes a batch.
+        slices: of the batch.
     """
     parts = [keras.tree.flatten(part.data) for part in slices]
     arguments: list[Argument] = []
@@ -40,8 +54,7 @@ def run_on_slices(
         leaves = [_filled(leaf, [next(following) for _ in range(count)]) for leaf, count in zip(parts[0], counts, strict=True)]
         return step(keras.tree.pack_sequence_as(slices[0].data, leaves))
 
-    rows = RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
-    return run_partitioned(of_batch, arguments, rows, devices, home)
+    return of_batch, arguments
 
 
 def _arguments(leaves: Sequence[Any], slices: Sequence[Slice]) -> list[Argument]:

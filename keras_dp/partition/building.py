@@ -288,6 +288,8 @@ class Builder:
         if segments > 1:
             split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
             parts = [pieces[segment] for segment in range(segments) for pieces in split]
+        if len(parts) == 1:
+            return parts[0]
         inputs = [*parts, self.constant(axis)]
         return self.add("ConcatV2", inputs, self.home, f"gather/{output[0]}", N=len(parts), T=dtype, Tidx=tf.int32)
 

@@ -47,20 +47,24 @@ class Traced:
         statics: for each output of each node, what TensorFlow knows of it.
         library: the FunctionDefs, by name.
         arguments: names of the placeholders, in the order of the function's inputs.
+        handles: the handle data of those that are variables, None of all others.
         outputs: names of the tensors that are wanted.
         effects: names of the nodes that are to run besides.
         graph: the graph that was traced, which knows the functions.
         inlined: the graph with all calls inlined; functions live as long as the graphs that call them.
+        placeholders: in that graph, for each argument.
     """
 
     nodes: list[Any]
     statics: dict[str, list[Static]]
     library: Mapping[str, Any]
     arguments: list[str]
+    handles: dict[str, Any]
     outputs: list[str]
     effects: list[str]
     graph: tf.Graph
     inlined: tf.Graph
+    placeholders: list[Tensor]
 
 
 def traced_step(concrete: Any) -> Traced:
@@ -207,7 +211,19 @@ def _analyzed(
             for tensors in [[feeds[node.name]] if node.name in feeds else graph.get_operation_by_name(node.name).outputs]
         }
     nodes = list(_in_order(inlined.nodes))
-    return Traced(nodes, statics, library, arguments, inlined.outputs, inlined.effects, traced, graph)
+    handles = {name: specs[name][2] for name in arguments}
+    return Traced(
+        nodes,
+        statics,
+        library,
+        arguments,
+        handles,
+        inlined.outputs,
+        inlined.effects,
+        traced,
+        graph,
+        [feeds[name] for name in arguments],
+    )
 
 
 def _static(node: str, k: int, tensor: Tensor, prefix: str) -> Static:

@@ -1,7 +1,7 @@
 """Run a step, written for one device, on several: trace it as it is, and partition the graph by rows."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from keras_dp.partition.building import Builder, Exchange, Feeds
 from keras_dp.partition.graph import Traced, traced_step
 from keras_dp.partition.placements import Facts, Shard
 from keras_dp.partition.propagation import CannotGatherError, Gathered, Propagation
-from keras_dp.partition.tensorflow_internals import handle_data
 
 Tensor = Any
 
@@ -86,23 +85,30 @@ def run_partitioned(
     Returns:
         What the step returns, of the whole batch, and how it was partitioned.
     """
-    trace = _Trace(step, [argument.spec for argument in arguments])
+    trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
-    placeholders = traced.arguments
-    facts = {name: Facts() for name in placeholders}
-    facts |= {name: Facts(Shard(0)) for name, argument in zip(placeholders, arguments, strict=False) if argument.slices}
-    for name, tensor in zip(placeholders, trace.concrete.graph.inputs, strict=True):
-        facts[name].shape = handle_data(tensor)
-    tensors = _given(trace.concrete, placeholders, arguments, rows)
-    builder, outputs, effects = _build(traced, facts, devices, home, _feeds(placeholders, arguments, len(devices)))
-    results = _import(builder, tensors, outputs, effects, trace.concrete.graph.outputs)
+    builder, outputs, effects = build(traced, arguments, devices, home)
+    results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
+    for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
+        tensor.set_shape(plain.shape)
     partition = Partition(traced, builder.propagation, builder.exchanges)
-    _keep_alive(trace.concrete, partition)
+    keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
 
-class _Trace:
-    """A step traced as one device runs it, with any number of rows."""
+def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], devices: Sequence[str], home: str) -> Partition:
+    """How a step would be partitioned, without running it. The arguments are those of `run_partitioned`."""
+    traced = traced_step(Trace(step, [argument.spec for argument in arguments]).concrete)
+    builder, _, _ = build(traced, arguments, devices, home)
+    return Partition(traced, builder.propagation, builder.exchanges)
+
+
+class Trace:
+    """A step traced as one device runs it, with any number of rows.
+
+    Attributes:
+        concrete: the concrete function, of the tensors of the batch.
+    """
 
     def __init__(self, step: Callable[..., Any], specs: Sequence[tf.TensorSpec]):
         def traced(*tensors: Tensor) -> list[Tensor]:
@@ -126,15 +132,31 @@ def _is_tensor(leaf: Any) -> bool:
     return tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__")
 
 
-def _build(
-    traced: Traced, facts: dict[str, Facts], devices: Sequence[str], home: str, feeds: Feeds
+def build(
+    traced: Traced, arguments: Sequence[Argument], devices: Sequence[str], home: str, more: Collection[str] = ()
 ) -> tuple[Builder, list[str], list[str]]:
-    """Propagates placements and builds the graph, until whatever is needed at home can be had there."""
+    """Propagates placements and builds the graph, until whatever is needed at home can be had there.
+
+    Args:
+        traced: the graph of the step.
+        arguments: the tensors of the batch.
+        devices: of the N towers.
+        home: the device of whatever happens once.
+        more: names of tensors that are wanted besides the outputs.
+
+    Returns:
+        The builder, and how it calls the outputs, with those tensors behind them, and the effects.
+    """
+    facts = {name: Facts() for name in traced.arguments}
+    facts |= {name: Facts(Shard(0)) for name, argument in zip(traced.arguments, arguments, strict=False) if argument.slices}
+    for name in traced.arguments:
+        facts[name].shape = traced.handles[name]
+    feeds = _feeds(traced.arguments, arguments, len(devices))
     at_home: set[str] = set()
     while True:
         try:
             builder = Builder(Propagation(traced, facts, at_home), devices, home, feeds)
-            return builder, *builder.build(traced.outputs, traced.effects)
+            return builder, *builder.build([*traced.outputs, *more], traced.effects)
         except CannotGatherError as error:
             if error.node in at_home:
                 raise
@@ -163,56 +185,48 @@ def _feeds(placeholders: Sequence[str], arguments: Sequence[Argument], count: in
     )
 
 
-def _given(
-    concrete: Any, placeholders: Sequence[str], arguments: Sequence[Argument], rows: RowCounts
-) -> dict[str, Callable[[], Tensor]]:
+def given(concrete: Any, traced: Traced, arguments: Sequence[Argument], rows: RowCounts) -> dict[str, Callable[[], Tensor]]:
     """The tensors that the partitioned graph is given, by name, each made when it is asked for."""
-    graph = tf.compat.v1.get_default_graph()
-    given: dict[str, Callable[[], Tensor]] = {"in/batch_rows": partial(_same, rows.batch_rows)}
+    graph, placeholders = tf.compat.v1.get_default_graph(), traced.arguments
+    tensors: dict[str, Callable[[], Tensor]] = {"in/batch_rows": partial(_same, rows.batch_rows)}
     for tower, (begin, own) in enumerate(zip(rows.begins, rows.own_rows, strict=True)):
-        given[f"in/begin_{tower}"] = partial(_same, begin)
-        given[f"in/own_rows_{tower}"] = partial(_same, own)
-        given[f"in/rows_{tower}"] = partial(tf.maximum, own, 1)
-        given[f"in/is_alive_{tower}"] = partial(tf.greater, own, 0)
+        tensors[f"in/begin_{tower}"] = partial(_same, begin)
+        tensors[f"in/own_rows_{tower}"] = partial(_same, own)
+        tensors[f"in/rows_{tower}"] = partial(tf.maximum, own, 1)
+        tensors[f"in/is_alive_{tower}"] = partial(tf.greater, own, 0)
     for name, argument in zip(placeholders, arguments, strict=False):
-        given[f"in/{name}"] = argument.whole
+        tensors[f"in/{name}"] = argument.whole
         for tower, part in enumerate(argument.slices or ()):
-            given[f"in/{name}/{tower}"] = partial(_same, part)
+            tensors[f"in/{name}/{tower}"] = partial(_same, part)
     for name, tensor in zip(placeholders[len(arguments) :], concrete.captured_inputs, strict=True):
-        given[f"in/{name}"] = partial(graph.capture, tensor)
-    return given
+        tensors[f"in/{name}"] = partial(graph.capture, tensor)
+    return tensors
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _import(
-    builder: Builder,
-    given: dict[str, Callable[[], Tensor]],
-    outputs: Sequence[str],
-    effects: Sequence[str],
-    traced_outputs: Sequence[Tensor],
+def import_partitioned(
+    builder: Builder, tensors: dict[str, Callable[[], Tensor]], outputs: Sequence[str], effects: Sequence[str]
 ) -> list[Tensor]:
     """Puts the partitioned graph into the current one, and gives its outputs."""
     used = {name.lstrip("^").split(":")[0] for node in builder.graph_def.node for name in node.input}
-    feeds = {f"{name}:0": given[name]() for name in given if name in used or name in outputs}
+    graph = tf.compat.v1.get_default_graph()
+    feeds = {f"{name}:0": graph.capture(tensors[name]()) for name in tensors if name in used or name in outputs}
     graph_def = graph_pb2.GraphDef(versions=tf.compat.v1.Graph().graph_def_versions)
     graph_def.node.extend(builder.graph_def.node)
     graph_def.library.function.extend(builder.propagation.traced.library.values())
-    wanted = [name for name in outputs if f"{name}:0" not in feeds]
+    names = [name if ":" in name else f"{name}:0" for name in outputs]
     used_feeds = {name: tensor for name, tensor in feeds.items() if name[:-2] in used}
-    names = [name if ":" in name else f"{name}:0" for name in wanted]
-    imported = iter(tf.graph_util.import_graph_def(graph_def, used_feeds, [*names, *effects], name="partitioned"))
-    results = [feeds[f"{name}:0"] if f"{name}:0" in feeds else next(imported) for name in outputs]
+    wanted = [name for name in names if name not in feeds]
+    imported = iter(tf.graph_util.import_graph_def(graph_def, used_feeds, [*wanted, *effects], name="partitioned"))
+    results = [feeds[name] if name in feeds else next(imported) for name in names]
     with tf.control_dependencies(list(imported)):
-        results = [tf.identity(tensor) for tensor in results]
-    for tensor, traced in zip(results, traced_outputs, strict=True):
-        tensor.set_shape(traced.shape)
-    return results
+        return [tf.identity(tensor) for tensor in results]
 
 
-def _keep_alive(concrete: Any, partition: Partition) -> None:
+def keep_alive(concrete: Any, partition: Partition) -> None:
     """Functions of branches, loops and Python live as long as the graphs that call them."""
     graph = tf.compat.v1.get_default_graph()
     graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete, partition]

@@ -1,0 +1,207 @@
+"""Compare a partitioned step with the plain one, tensor by tensor."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.building import Builder
+from keras_dp.partition.graph import Output, Traced, data_inputs, name_of, output_of, traced_step
+from keras_dp.partition.placements import Partial, Replicate, Shard
+from keras_dp.partition.propagation import CannotGatherError
+from keras_dp.partition.step import Argument, RowCounts, Trace, build, given, import_partitioned
+from keras_dp.partition.user_lines import user_line
+
+Tensor = Any
+_NOT_COMPARED = (tf.resource, tf.variant, tf.string)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """An operation that gives something else on towers, although its inputs are the same.
+
+    Attributes:
+        type: of the operation.
+        name: of the tensor.
+        placement: of its rows.
+        difference: the largest one, relative to the size of the numbers where these are large.
+        line: the user's line that made the operation, if it is known.
+    """
+
+    type: str
+    name: str
+    placement: str
+    difference: float
+    line: str
+
+    def __str__(self) -> str:
+        where = f", made in {self.line}" if self.line else ""
+        return f"{self.type} {self.name!r}, {self.placement}, differs by {self.difference:.1e}{where}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a step gave on one device and on towers, from the same state.
+
+    Attributes:
+        results: the differences of the tensors that the step returned.
+        variables: by name, the differences of the variables' values after it.
+        first: the first operation that differs; None if there is none.
+        compared: how many tensors were compared.
+    """
+
+    results: list[float]
+    variables: dict[str, float]
+    first: Difference | None
+    compared: int
+
+
+def compare(
+    step: Callable[..., Any],
+    arguments: Sequence[Argument],
+    rows: RowCounts,
+    devices: Sequence[str],
+    home: str,
+    tolerance: float,
+) -> Comparison:
+    """Runs a step on one device and on towers, from the same state, and compares every tensor; the state stays as it was.
+
+    Args:
+        step: takes the tensors of a batch, and returns nested tensors.
+        arguments: the tensors, of an eager batch.
+        rows: of the batch and of each slice.
+        devices: of the N towers.
+        home: the device of whatever happens once.
+        tolerance: the largest difference that counts as none.
+    """
+    trace = Trace(step, [argument.spec for argument in arguments])
+    traced = traced_step(trace.concrete)
+    builder, outputs, effects, compared = _with_tensors(traced, arguments, devices, home)
+
+    @tf.function(autograph=False)
+    def on_towers() -> list[Tensor]:
+        return import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
+
+    @tf.function(autograph=False)
+    def on_one_device() -> list[Tensor]:
+        return _import_plain(trace.concrete, traced, arguments, compared)
+
+    variables = list(trace.concrete.variables)
+    before = [variable.numpy() for variable in variables]
+    after = []
+    received = []
+    try:
+        for run in (on_one_device, on_towers):
+            received.append([tensor.numpy() for tensor in run()])
+            after.append([variable.numpy() for variable in variables])
+            _assign(variables, before)
+    finally:
+        _assign(variables, before)
+    count = len(traced.outputs)
+    plain, towers = received
+    differences = {
+        output: difference(one, other) for output, one, other in zip(compared, plain[count:], towers[count:], strict=True)
+    }
+    return Comparison(
+        [difference(one, other) for one, other in zip(plain[:count], towers[:count], strict=True)],
+        {variable.name: difference(one, other) for variable, one, other in zip(variables, *after, strict=True)},
+        _first(trace.concrete.graph, traced, builder, differences, tolerance),
+        len(compared),
+    )
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _with_tensors(
+    traced: Traced, arguments: Sequence[Argument], devices: Sequence[str], home: str
+) -> tuple[Builder, list[str], list[str], list[Output]]:
+    """The partitioned graph with all tensors that can be put together at home."""
+    builder, _, _ = build(traced, arguments, devices, home)
+    excluded: set[str] = set()
+    while True:
+        wanted = [output for output in _comparable(builder) if output[0] not in excluded]
+        try:
+            built, outputs, effects = build(traced, arguments, devices, home, [name_of(*output) for output in wanted])
+        except CannotGatherError as error:
+            excluded.add(error.node)
+            continue
+        is_same = all(
+            (plan.needs is None) == (built.propagation.plans[name].needs is None)
+            for name, plan in builder.propagation.plans.items()
+        )
+        if is_same:
+            return built, outputs, effects, wanted
+        # A tensor that is wanted here alone had its node computed at home: leave it, and compare the step as it is.
+        excluded |= {
+            name
+            for name, plan in builder.propagation.plans.items()
+            if (plan.needs is None) != (built.propagation.plans[name].needs is None)
+        }
+
+
+def _comparable(builder: Builder) -> list[Output]:
+    """The tensors of numbers that have a whole."""
+    propagation = builder.propagation
+    found = []
+    for node in propagation.traced.nodes:
+        for port, static in enumerate(propagation.traced.statics[node.name]):
+            facts = propagation.facts[node.name, port]
+            is_whole = isinstance(facts.placement, Replicate) and propagation.plans[node.name].is_at_home
+            if static.dtype in _NOT_COMPARED or not (isinstance(facts.placement, Shard | Partial) or is_whole):
+                continue
+            if node.op != "Placeholder":
+                found.append((node.name, port))
+    return found
+
+
+def _import_plain(concrete: Any, traced: Traced, arguments: Sequence[Argument], compared: Sequence[Output]) -> list[Tensor]:
+    graph = tf.compat.v1.get_default_graph()
+    tensors = [argument.whole() for argument in arguments]
+    tensors = [graph.capture(tensor) for tensor in [*tensors, *concrete.captured_inputs]]
+    graph_def = traced.inlined.as_graph_def()
+    used = {name.lstrip("^").split(":")[0] for node in graph_def.node for name in node.input}
+    feeds = {placeholder.name: tensor for placeholder, tensor in zip(traced.placeholders, tensors, strict=True)}
+    own = dict(zip(traced.arguments, (placeholder.op.name for placeholder in traced.placeholders), strict=True))
+    outputs = [output_of(name) for name in traced.outputs] + list(compared)
+    names = [f"{own.get(name, name)}:{port}" for name, port in outputs]
+    wanted = [name for name in names if name not in feeds]
+    used_feeds = {name: tensor for name, tensor in feeds.items() if name[:-2] in used}
+    imported = iter(tf.graph_util.import_graph_def(graph_def, used_feeds, [*wanted, *traced.effects], name="plain"))
+    results = [feeds[name] if name in feeds else next(imported) for name in names]
+    with tf.control_dependencies(list(imported)):
+        return [tf.identity(tensor) for tensor in results]
+
+
+def difference(one: Any, other: Any) -> float:
+    """The largest difference of two arrays, relative to the size of the numbers where these are large."""
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape:
+        return float("inf")
+    if one.dtype.kind not in "fciub" or not one.size:
+        return float(not np.array_equal(one, other))
+    kind = complex if one.dtype.kind == "c" else float
+    a, b = one.astype(kind), other.astype(kind)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b) / np.maximum(1.0, np.abs(a))
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    return float(np.where(same, 0.0, apart).max())
+
+
+def _first(
+    graph: tf.Graph, traced: Traced, builder: Builder, differences: dict[Output, float], tolerance: float
+) -> Difference | None:
+    """The first operation that differs although its inputs do not."""
+    for node in traced.nodes:
+        own = {port: differences.get((node.name, port), 0.0) for port in range(len(traced.statics[node.name]))}
+        inputs = [differences.get(output_of(source), 0.0) for source in data_inputs(node)]
+        if own and max(own.values()) > tolerance and all(apart <= tolerance for apart in inputs):
+            port = max(own, key=lambda port: own[port])
+            placement = str(builder.propagation.facts[node.name, port].placement)
+            return Difference(node.op, name_of(node.name, port), placement, own[port], user_line(graph, node.name))
+    return None

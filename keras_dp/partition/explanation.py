@@ -1,0 +1,128 @@
+"""Explain a partition: where towers meet and what that costs, and which operations are computed once, and why."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from keras_dp.partition.graph import Output, name_of
+from keras_dp.partition.placements import Shard
+from keras_dp.partition.rows import Rows
+from keras_dp.partition.step import Partition
+from keras_dp.partition.user_lines import user_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """A tensor that towers exchange.
+
+    Attributes:
+        kind: "sum" or another reduction of parts, "gather" of rows, or "cut" of a whole tensor into slices.
+        name: of the tensor.
+        bytes: of the whole tensor; None if its size is not known before the step runs.
+        line: the user's line that made it, if it is known.
+    """
+
+    kind: str
+    name: str
+    bytes: int | None
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Once:
+    """An operation that is computed once, from rows that are gathered for it.
+
+    Attributes:
+        type: of the operation.
+        name: of its node.
+        reason: why the towers do not compute it.
+        line: the user's line that made it, if it is known.
+    """
+
+    type: str
+    name: str
+    reason: str
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a step is partitioned.
+
+    Attributes:
+        devices: of the N towers.
+        home: the device of whatever happens once.
+        batch_rows: B, for which the bytes are.
+        on_towers: how many operations of the step every tower computes.
+        at_home: how many are computed once.
+        meetings: what towers exchange.
+        once: the operations for which rows are gathered.
+    """
+
+    devices: list[str]
+    home: str
+    batch_rows: int
+    on_towers: int
+    at_home: int
+    meetings: list[Meeting]
+    once: list[Once]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.devices)} towers on {', '.join(self.devices)}; home on {self.home}; batch of {self.batch_rows} rows",
+            f"{self.on_towers} operations on each tower, {self.at_home} once at home",
+            "",
+            f"{'exchange':<10}{'tensors':>9}{'bytes':>14}",
+        ]
+        for kind in sorted({meeting.kind for meeting in self.meetings}):
+            of_kind = [meeting for meeting in self.meetings if meeting.kind == kind]
+            unknown = sum(meeting.bytes is None for meeting in of_kind)
+            size = f"{sum(meeting.bytes or 0 for meeting in of_kind):,}"
+            lines.append(f"{kind:<10}{len(of_kind):>9}{size:>14}" + (f" and {unknown} of unknown size" if unknown else ""))
+        lines += ["", "Computed once, from gathered rows:" if self.once else "No operation is computed from gathered rows."]
+        for known in self.once:
+            lines.append(f"  {known.type} {known.name!r}: {known.reason}" + (f"; {known.line}" if known.line else ""))
+        return "\n".join(lines)
+
+
+def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows: int) -> Explanation:
+    """Explains how a step is partitioned.
+
+    Args:
+        partition: of the step.
+        devices: of the N towers.
+        home: the device of whatever happens once.
+        batch_rows: B, for which bytes are computed.
+    """
+    propagation, graph = partition.propagation, partition.traced.graph
+    plans = [plan for name, plan in propagation.plans.items() if name not in partition.traced.arguments]
+    return Explanation(
+        list(devices),
+        home,
+        batch_rows,
+        sum(not plan.is_at_home for plan in plans),
+        sum(plan.is_at_home for plan in plans),
+        [
+            Meeting(
+                exchange.kind,
+                name_of(*exchange.output),
+                _bytes(partition, exchange.output, batch_rows),
+                user_line(graph, exchange.output[0]),
+            )
+            for exchange in partition.exchanges
+        ],
+        [Once(known.type, known.name, known.reason, user_line(graph, known.name)) for known in partition.gathered],
+    )
+
+
+def _bytes(partition: Partition, output: Output, batch_rows: int) -> int | None:
+    """The bytes of a whole tensor for a batch of so many rows."""
+    static, placement = partition.propagation.static(output), partition.propagation.facts[output].placement
+    sizes = [None] if static.shape is None else list(static.shape)
+    if isinstance(placement, Shard):
+        total = Rows(placement.blocks).total
+        sizes[placement.axis] = total * batch_rows if isinstance(total, int) else None
+    if any(not isinstance(size, int) for size in sizes):
+        return None
+    return int(np.prod(sizes, dtype=np.int64)) * static.dtype.size

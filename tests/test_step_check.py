@@ -1,0 +1,96 @@
+"""`check_step` compares one step on one device and on towers, and finds the operation that is wrong."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, values
+from keras import layers
+
+import keras_dp
+from keras_dp.partition.rules import RULES
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(7, 4)), rng.normal(size=(7, 2))
+
+
+class Own(keras.Model):
+    """A model with a step of its own, in which rows meet rows."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def wrapped(cls=keras.Model, **arguments):
+    inputs = keras.Input((4,))
+    hidden = layers.Dropout(0.3)(layers.BatchNormalization()(layers.Dense(5)(inputs)))
+    parallel = keras_dp.DataParallelModel(cls(inputs, layers.Dense(2)(hidden)), devices=3, **arguments)
+    parallel.compile("adam", "mse", metrics=["mae"] if cls is keras.Model else None)
+    return parallel
+
+
+@pytest.mark.parametrize("step", ["train", "test", "predict"])
+@pytest.mark.parametrize("cls", [keras.Model, Own])
+def test_same(cls, step):
+    """Whether the model has steps of Keras or of its own; and it stays as it was."""
+    parallel = wrapped(cls)
+    parallel.fit(X, Y, batch_size=4, verbose=0)
+    before = parallel.get_weights(), values(parallel.inner_model.optimizer)
+    check = keras_dp.check_step(parallel, (X, Y) if step != "predict" else (X,), step)
+    assert check.is_exact, check
+    assert check.comparison.first is None, check
+    assert check.comparison.compared > {"train": 100, "test": 20, "predict": 8}[step]
+    assert f"{step} step on one device and on towers: the same" in str(check)
+    assert_same(before, (parallel.get_weights(), values(parallel.inner_model.optimizer)), 0.0)
+
+
+def test_wrong_rule_is_found(monkeypatch):
+    """The first operation that is wrong is named, with the user's line, although all behind it are different, too."""
+    right = RULES["Mean"]
+
+    def wrong(node):
+        plan = right(node)
+        if plan and "mul" not in node.name:
+            plan.instance = None
+        return plan
+
+    parallel = wrapped(Own)
+    monkeypatch.setitem(RULES, "Mean", wrong)
+    check = keras_dp.check_step(parallel, (X, Y))
+    assert not check.is_exact
+    first = check.comparison.first
+    assert (first.type, first.placement) == ("Mean", "Partial(reduction='sum')")
+    source, start = inspect.getsourcelines(Own.train_step)
+    line = start + next(i for i, text in enumerate(source) if "loss = " in text)
+    assert f"test_step_check.py, line {line}" in str(check)
+    assert "different" in str(check)
+
+
+def test_explanation():
+    """The bytes of a batch of 7 rows, the operations that are computed once, and the user's lines."""
+
+    class RowsWithRows(Own):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            return logs | {"median": tf.sort(data[0], axis=0)[3, 0], "together": tf.reduce_sum(data[0] @ tf.transpose(data[0]))}
+
+    explanation = wrapped(RowsWithRows).explain((X, Y))
+    gathered = {meeting.name: meeting.bytes for meeting in explanation.meetings if meeting.kind == "gather"}
+    assert set(gathered.values()) == {7 * 4 * 8}
+    sort = next(known for known in explanation.once if known.type == "TopKV2")
+    _, start = inspect.getsourcelines(RowsWithRows.train_step)
+    assert sort.line == f"{__file__}, line {start + 2}"
+    assert sum(meeting.bytes for meeting in explanation.meetings if meeting.kind == "sum") >= 8 * (4 * 5 + 5 * 2)
+    assert "3 towers on" in str(explanation)
+    assert "TopKV2" in str(explanation)
+
+
+def test_unknown_step():
+    with pytest.raises(ValueError, match="Received: step='fit'"):
+        keras_dp.check_step(wrapped(), (X, Y), "fit")
