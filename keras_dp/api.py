@@ -25,7 +25,7 @@ from keras_dp.model import DataParallelModel
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.placement import use_logical_cpus
 from keras_dp.recalibration import recalibrate_batch_norm
-from keras_dp.step_check import StepCheck, check_step
+from keras_dp.step_check import check_step
 from keras_dp.sync_batch_norm import SyncBatchNormalization, convert_batch_norm
 from keras_dp.towers import cross_tower_sum
 from keras_dp.workers import WorkerGroup, WorkerLostError, connect_workers
@@ -33,7 +33,6 @@ from keras_dp.workers import WorkerGroup, WorkerLostError, connect_workers
 __all__ = [
     "DataParallelModel",
     "DataParallelOptimizer",
-    "StepCheck",
     "SyncBatchNormalization",
     "WorkerGroup",
     "WorkerLostError",

@@ -22,6 +22,7 @@ def test_public_names_have_docstrings():
         "WorkerGroup",
         "WorkerLostError",
         "callbacks",
+        "check_step",
         "communication_report",
         "connect_workers",
         "convert_batch_norm",

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -119,7 +120,7 @@ def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows:
 def _bytes(partition: Partition, output: Output, batch_rows: int) -> int | None:
     """The bytes of a whole tensor for a batch of so many rows."""
     static, placement = partition.propagation.static(output), partition.propagation.facts[output].placement
-    sizes = [None] if static.shape is None else list(static.shape)
+    sizes: list[Any] = [None] if static.shape is None else list(static.shape)
     if isinstance(placement, Shard):
         total = Rows(placement.blocks).total
         sizes[placement.axis] = total * batch_rows if isinstance(total, int) else None
