@@ -388,6 +388,11 @@ class DataParallelModel(JoinedModel):
                 "The model and the optimizer have different parameter devices; give it to the model alone. Received: "
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
             )
+        if optimizer is not None and optimizer.accumulate == "rows" and self._engine == "partition":
+            raise ValueError(
+                'accumulate="rows" weights the gradients of towers, and a partitioned step accumulates as one device does. '
+                'Leave it out, or give DataParallelModel engine="towers". Received: accumulate="rows"'
+            )
         self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
         self._use_compiled(optimizer)
 

@@ -82,4 +82,4 @@ def _filled(leaf: Any, tensors: list[Tensor]) -> Any:
         return None
     if isinstance(leaf, tf.Tensor):
         return tensors[0]
-    return tf.nest.pack_sequence_as(leaf, tensors, expand_composites=True)
+    return tf.nest.pack_sequence_as(row_spec(leaf), tensors, expand_composites=True)
