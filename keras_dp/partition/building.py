@@ -348,8 +348,11 @@ class Builder:
         count, rank = len(need.blocks), len(static.shape)
         size = self._size(whole, need.axis, static.dtype)
         blocks: list[str]
-        if is_made_for_rows and all(isinstance(block, int) for block in need.blocks):
+        are_alike = len(set(need.blocks)) == 1
+        if all(isinstance(block, int) for block in need.blocks) and (is_made_for_rows or not are_alike):
             blocks = [self.constant(block) for block in need.blocks]
+        elif not are_alike:
+            raise CannotGatherError(output[0])
         else:
             all_rows = self.binary("Mul", self.feeds.batch_rows, self.constant(count))
             blocks = [self.binary("FloorDiv", size, all_rows)] * count
@@ -484,14 +487,16 @@ class Builder:
 
     # For rules that make instances of their own.
 
-    def count(self, sizes: Sequence[Any], node: Node, axes: Sequence[int]) -> str:
-        """The number of entries along axes of a node's first input, of the whole batch, an int64 scalar at home.
+    def count(self, sizes: Sequence[Any], node: Node, axes: Sequence[int], tower: int | None = None) -> str:
+        """The number of entries along axes of a node's first input, an int64 scalar at home.
 
         Args:
             sizes: what is known of the axes.
             node: the node.
             axes: which.
+            tower: whose entries are counted; None for those of the whole batch.
         """
+        rows = self.feeds.batch_rows if tower is None else self.feeds.rows[tower]
         output = output_of(data_inputs(node.definition)[0])
         last = len(self.devices) - 1
         plain = int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
@@ -502,12 +507,12 @@ class Builder:
                 continue
             blocks = placement.blocks if isinstance(placement, Shard) and axis == placement.axis else None
             if blocks is not None and all(isinstance(block, int) for block in blocks):
-                factors = [self.feeds.batch_rows, self.constant(sum(blocks))]
+                factors = [rows, self.constant(sum(blocks))]
             else:
                 entries = self._size(self.form(output, placement, last), axis, node.dtype(0), self.devices[last])
                 factors = [entries]
                 if blocks is not None:
-                    factors = [self.binary("FloorDiv", entries, self.feeds.rows[last]), self.feeds.batch_rows]
+                    factors = [self.binary("FloorDiv", entries, self.feeds.rows[last]), rows]
             for factor in factors:
                 total = self.binary("Mul", total, self.cast(factor, tf.int32, tf.int64), tf.int64)
         return total

@@ -109,6 +109,11 @@ class Node:
         """An attribute that is a list of integers."""
         return list(self.definition.attr[attribute].list.i) if attribute in self.definition.attr else []
 
+    def fixes_rows(self, attribute: str) -> bool:
+        """Whether an attribute that is a shape says how many rows the first input has, all together."""
+        placement, shape = self.inputs[0].placement, self.definition.attr[attribute].shape
+        return isinstance(placement, Shard) and not shape.unknown_rank and shape.dim[placement.axis].size != -1
+
     def text(self, attribute: str) -> str:
         """An attribute that is text."""
         return self.definition.attr[attribute].s.decode() if attribute in self.definition.attr else ""

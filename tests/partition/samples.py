@@ -66,6 +66,11 @@ def _operation(name, count):
     return function
 
 
+def _ensured(x):
+    """Says how many rows there are, which is so for one of the batches alone."""
+    return tf.cond(tf.shape(x)[0] == 7, lambda: tf.ensure_shape(x, [7, 3]), lambda: x)
+
+
 def _of_complex(name):
     def function(x, y):
         attributes = {} if name == "Conj" else {"Tout": tf.float64}
@@ -107,6 +112,7 @@ def _elementwise():
             # Broadcast, and of other ranks.
             yield Sample((name,), _operation(name, 2), ("BaC", "C"), (dtype,), low=low, high=high)
             yield Sample((name,), _operation(name, 2), ("Bi", "Ba"), (dtype,), low=low, high=high)
+    yield Sample(("EnsureShape",), lambda x: _ensured(x) * 2.0, ("Ba",), meets=True)
     yield Sample(("AddN",), lambda *x: R.AddN(inputs=list(x)), ("Ba",) * 3, partial=(0, 1, 2))
     yield Sample(("Betainc",), _operation("Betainc", 3), ("Ba",) * 3)
     yield Sample(("ClipByValue",), lambda x, a, b: R.ClipByValue(t=x, clip_value_min=a, clip_value_max=b), ("Ba", "Ba", "Ba"))
@@ -129,6 +135,8 @@ def _reductions():
 
             for dtype in ("float64", "float32") if name == "Mean" else ("float64", "int64"):
                 yield Sample((name,), function, ("BaC",), (dtype,), high=5, partial=(0,) if name == "Sum" else ())
+    # A sum that is larger than any number in half precision, of more entries than it can count.
+    yield Sample(("Mean",), lambda x: tf.reduce_mean(1000.0 * x), ("Bm",), ("float16",), sizes=(("m", 70_000),))
     for name in ("All", "Any"):
         for axes in ([0], [1], [0, 1]):
             yield Sample((name,), lambda x, name=name, axes=axes: getattr(R, name)(input=x, axis=axes), ("Ba",), ("bool",))
@@ -253,6 +261,9 @@ def _picking():
     yield Sample(("ConcatV2", "Split"), lambda x, y: tf.split(tf.concat([x, y], 0), 2), ("Ba", "Ba"))
     yield Sample(("SplitV",), lambda x: tf.split(x, [1, 2], 1), ("Ba",), partial=(0,))
     yield Sample(("ConcatV2", "SplitV"), lambda x, y: tf.split(tf.concat([x, y, y], 0), [rows(x), 2 * rows(y)]), ("Ba", "Ba"))
+    # Segments that are not alike, of a tensor that towers have and of one that is whole.
+    joined = lambda x, y: tf.concat([x, tf.reshape(y, [-1, 2])], 0)  # noqa: E731
+    yield Sample(("ConcatV2",), lambda x, y: joined(x, y) + tf.sort(joined(x, y), 0), ("Bd", "Bad"), sizes=(("d", 2),))
     for name in ("Pad", "PadV2", "MirrorPad"):
 
         def padded(x, name=name):

@@ -31,6 +31,8 @@ def elementwise(node: Node) -> Plan | None:
     """The result has rows where the inputs have them; axes are aligned from the right."""
     if any(node.is_list(i) for i in range(len(node.inputs))):
         return _of_lists(node)
+    if node.type == "EnsureShape" and node.is_shard(0) and node.fixes_rows("shape"):
+        return None
     plan = linear(node)
     if plan:
         return plan

@@ -18,7 +18,7 @@ _REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": 
 def reduction(node: Node) -> Plan | None:
     """Over other axes than that of the rows, the result has rows; over the rows, it is in parts.
 
-    The part of a mean is the tower's sum over the entries of the whole batch: right for any slices.
+    The part of a mean is the tower's sum, divided by the number of entries in the whole batch: right for any slices.
     """
     rank, numbers = node.rank(0), node.inputs[1].integers
     if rank is None or numbers is None:
@@ -39,12 +39,20 @@ def reduction(node: Node) -> Plan | None:
 
 
 def _part_of_mean(builder: Any, node: Node, reduced: list[int], tower: int, inputs: list[str]) -> str:
-    device = builder.devices[tower]
-    total = builder.copy(node.definition, f"tower_{tower}", device, inputs, operation="Sum")
+    device, dtype = builder.devices[tower], node.dtype(0)
     sizes = node.sizes(0) or []
-    entries = builder.count([sizes[axis] for axis in reduced], node, reduced)
-    count = builder.cast(entries, tf.int64, node.dtype(0))
-    return builder.add("RealDiv", [total, count], device, f"tower_{tower}/{node.name}/mean", T=node.dtype(0))
+    count = builder.count([sizes[axis] for axis in reduced], node, reduced)
+    name = f"tower_{tower}/{node.name}/mean"
+    if dtype.size >= tf.float32.size:
+        total = builder.copy(node.definition, f"tower_{tower}", device, inputs, operation="Sum")
+        return str(builder.add("RealDiv", [total, builder.cast(count, tf.int64, dtype)], device, name, T=dtype))
+    # Neither sums nor numbers of entries need fit into half precision; means and shares do.
+    mean = builder.copy(node.definition, f"tower_{tower}", device, inputs)
+    own = builder.count([sizes[axis] for axis in reduced], node, reduced, tower)
+    share = builder.binary(
+        "RealDiv", builder.cast(own, tf.int64, tf.float32), builder.cast(count, tf.int64, tf.float32), tf.float32
+    )
+    return str(builder.add("Mul", [mean, builder.cast(share, tf.float32, dtype)], device, name, T=dtype))
 
 
 @rule("Sum")
