@@ -87,7 +87,7 @@ class DataParallelModel(JoinedModel):
             those of a worker's towers are summed in the variable's dtype, those of several workers on the way, in this one.
             None sends them as they are.
         engine: "towers" splits Keras's own steps; "partition" traces any step, of Keras or of your own, as one device runs it,
-            and splits its graph by rows. "auto" takes "partition" for models with a step or a `compile` of their own.
+            and splits its graph by rows. "auto" takes "partition" for models with a step of their own.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or there are no such devices.
@@ -175,8 +175,8 @@ class DataParallelModel(JoinedModel):
         own = has_own_step(self.inner_model)
         if engine == "towers" and own:
             raise ValueError(
-                'engine="towers" splits the steps of Keras, and the model has a train_step(), test_step(), predict_step() or '
-                'compile() of its own. Leave `engine` out, or give "partition". '
+                'engine="towers" splits the steps of Keras, and the model has a train_step(), test_step() or predict_step() of '
+                'its own. Leave `engine` out, or give "partition". '
                 f"Received: {self.inner_model.name!r} of type {type(self.inner_model).__name__}"
             )
         chosen = "partition" if engine == "partition" or own else "towers"
@@ -374,13 +374,13 @@ class DataParallelModel(JoinedModel):
                 over the towers; the default, "auto", compiles none.
         """
         refuse_strategy()
+        self._jit_compile = kwargs.get("jit_compile") is True
         if has_own_compile(self.inner_model):
             self._compile_as_it_is(args, kwargs)
         else:
             self._compile(*args, **kwargs)
 
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        self._jit_compile = kwargs.get("jit_compile") is True
         if optimizer is not None and not isinstance(optimizer, DataParallelOptimizer):
             optimizer = DataParallelOptimizer(optimizer)
         elif optimizer is not None and optimizer.parameter_device not in (None, self.parameter_device):
@@ -403,7 +403,10 @@ class DataParallelModel(JoinedModel):
             return value.inner_optimizer if isinstance(value, DataParallelOptimizer) else value
 
         self.inner_model.compile(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
-        self._use_compiled(self.optimizer)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataParallelOptimizer)]
+        innermost = self.inner_model.optimizer and keras_seams.innermost(self.inner_model.optimizer)
+        taken = (optimizer for optimizer in given if keras_seams.innermost(optimizer) is innermost)
+        self._use_compiled(next(taken, self.optimizer))
 
     def _use_compiled(self, optimizer: DataParallelOptimizer | None) -> None:
         """Takes up how the inner model was compiled."""

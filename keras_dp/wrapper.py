@@ -120,8 +120,8 @@ def _refuse_own_loops(model: keras.Model) -> None:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Whether a model has a training, test or prediction step, or a `compile`, of its own."""
-    return has_own_compile(model) or any(_is_own(model, name) for name in _STEPS)
+    """Whether a model has a training, test or prediction step of its own."""
+    return any(_is_own(model, name) for name in _STEPS)
 
 
 def has_own_compile(model: keras.Model) -> bool:
