@@ -35,8 +35,8 @@ class StepCheck:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no result and no variable differs."""
-        return self.largest_difference <= self.tolerance
+        """Whether no result, no variable and no tensor differs."""
+        return self.largest_difference <= self.tolerance and self.comparison.first is None
 
     def __str__(self) -> str:
         comparison = self.comparison

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_dp.partition.graph import CALLS
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import REPLICATE, Facts, Partial
+from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Partial
 from keras_dp.partition.rules.joining import join, need_of
 
 LOOPS = ("While", "StatelessWhile")
@@ -48,6 +48,8 @@ def _plan(node: Node, propagation: Any) -> Plan | str:
     # Of parts of sums, the whole is taken.
     arguments = [_summed(facts) for facts in node.inputs]
     inside, results = propagation.body(_function(node, "f"), arguments, node.statics, known_shapes=True)
+    # The sizes that have names in the function have others in another call.
+    results = [Facts(facts.placement, None, _plain(facts.shape)) for facts in results]
     return (inside.obstacle and f"in the function, {inside.obstacle}") or Plan(results, [need_of(facts) for facts in arguments])
 
 
@@ -85,6 +87,9 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
         if all(map(_is_same, variables, joined)):
             if inside.obstacle:
                 return f"in the loop, {inside.obstacle}"
+            for variable, result in zip(variables, results, strict=True):
+                if not _is_placed_as(result, variable):
+                    return f"in the loop, a variable is {variable.placement} and then {result.placement}"
             decision, goes_on = propagation.body(condition, variables, node.statics, known_shapes=False)
             if decision.obstacle or goes_on[0].placement != REPLICATE:
                 return f"in the loop's condition, {decision.obstacle or 'rows decide'}"
@@ -93,6 +98,14 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
             return Plan(outputs, [need_of(facts) for facts in variables])
         variables = [facts for facts in joined if facts]
     return "the loop's variables do not come to rest"
+
+
+def _is_placed_as(result: Facts, variable: Facts) -> bool:
+    """Whether a round leaves a variable where the next one takes it."""
+    a, b = result.placement, variable.placement
+    if isinstance(a, ListOf) and isinstance(b, ListOf):
+        return a.element is None or b.element is None or a.element.placement == b.element.placement
+    return a == b
 
 
 def _is_same(one: Facts, other: Facts | None) -> bool:

@@ -210,7 +210,9 @@ class Propagation:
         if self.gathered:
             return f"{where}: {self.gathered[-1].reason}"
         stateless = (*_READS, *control_flow.TYPES, "Placeholder")
-        if is_stateful(definition.op) and definition.op not in stateless:
+        # A function that the rule has not looked into may have effects as well.
+        is_unseen = definition.op in control_flow.TYPES and plan.is_at_home
+        if is_stateful(definition.op) and (is_unseen or definition.op not in stateless):
             return f"{where} has effects"
         sources = [self.facts[output_of(name)] for name in data_inputs(definition)]
         if plan.is_at_home:

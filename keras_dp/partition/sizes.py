@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from keras_dp.partition import rows
 from keras_dp.partition.node import Node
@@ -100,9 +101,14 @@ for _types, _operation in (
     _EVALUATORS.update(dict.fromkeys(_types, _each(_operation)))
 
 
-@_evaluates("Identity", "StopGradient", "Cast", "Snapshot")
+@_evaluates("Identity", "StopGradient", "Snapshot")
 def _same(node: Node, value: Entries) -> Entries:
     return value
+
+
+@_evaluates("Cast")
+def _cast(node: Node, value: Entries) -> Entries | None:
+    return None if node.result_dtype() == tf.bool != node.dtype(0) else value
 
 
 @_evaluates("Neg")

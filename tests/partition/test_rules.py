@@ -54,3 +54,83 @@ def test_operation_without_rule_is_computed_once():
     received, partition = run(lambda x: tf.sort(x, axis=0), [x])
     np.testing.assert_array_equal(received[0].numpy(), np.sort(x, axis=0))
     assert partition.gathered
+
+
+def loop_with_effects(x, counter):
+    """Counts inside a branch inside a loop."""
+
+    def body(i, y):
+        tf.cond(i > 0, lambda: counter.assign_add(1.0), lambda: tf.identity(counter))
+        return i + 1, tf.tanh(y)
+
+    _, y = tf.while_loop(lambda i, _: i < 3, body, [0, x])
+    with tf.control_dependencies([y]):
+        return y, counter.read_value()
+
+
+def test_effects_in_a_branch_in_a_loop_happen_once():
+    counters = [tf.Variable(0.0, dtype=tf.float64) for _ in range(2)]
+    x = np.random.default_rng(0).normal(size=(7, 2))
+    tf.function(loop_with_effects, autograph=False)(tf.constant(x), counters[0])
+    run(lambda x: loop_with_effects(x, counters[1]), [x])
+    assert counters[1].numpy() == counters[0].numpy() == 2.0
+
+
+def list_of_a_number_and_a_sum(x):
+    return tf.TensorArray(x.dtype, 2, element_shape=[]).write(0, 5.0).write(1, tf.reduce_sum(x)).stack()
+
+
+def list_of_whole_and_cut_rows(x):
+    listed = tf.TensorArray(x.dtype, 2, element_shape=[None, 2]).write(0, tf.sort(x, 0)).write(1, x)
+    return tf.reduce_sum(listed.read(0))
+
+
+def loop_that_returns_a_whole_tensor(x):
+    whole = tf.cumsum(x, axis=0)
+    return tf.reduce_sum(tf.while_loop(lambda i, _: i < 3, lambda i, _: (i + 1, whole * tf.cast(i, x.dtype)), [0, x])[1])
+
+
+def length_of_a_list_of_rows(x):
+    return tf.TensorArray(x.dtype, size=tf.shape(x)[0], dynamic_size=True, element_shape=[]).size()
+
+
+def two_calls_of_a_compiled_function(x):
+    compiled = tf.function(tf.tanh, jit_compile=True)
+    wide, narrow = compiled(tf.tile(x, [1, tf.size(x) // tf.size(x) * 2])), compiled(x)
+    return tf.reduce_mean(tf.reshape(wide, [-1, tf.shape(narrow)[1]]), axis=0)
+
+
+def truncated_quotients(x):
+    whole = tf.cast(10.0 * x, tf.int32)
+    parts = [tf.reduce_sum(whole, axis=0), tf.reduce_sum(whole + 3, axis=0)]
+    return tf.raw_ops.AddN(inputs=[tf.raw_ops.Div(x=part, y=4) for part in parts])
+
+
+def contrast_of_an_image_of_rows(x):
+    return tf.image.adjust_contrast(tf.cast(tf.expand_dims(x, -1), tf.float32), 2.0)
+
+
+def gather_with_batch_axes_from_behind(x):
+    return tf.gather(x, tf.argsort(x, axis=1), batch_dims=-1)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        list_of_a_number_and_a_sum,
+        list_of_whole_and_cut_rows,
+        loop_that_returns_a_whole_tensor,
+        length_of_a_list_of_rows,
+        two_calls_of_a_compiled_function,
+        truncated_quotients,
+        contrast_of_an_image_of_rows,
+        gather_with_batch_axes_from_behind,
+    ],
+)
+def test_traps(step):
+    """Programs that rules of one operation alone do not show."""
+    x = np.random.default_rng(1).normal(size=(7, 2))
+    received, _ = run(step, [x])
+    expected = tf.function(step, autograph=False)(tf.constant(x))
+    tolerance = 1e-5 if expected.dtype == tf.float32 else 1e-11
+    np.testing.assert_allclose(received[0], expected, rtol=tolerance, atol=tolerance)

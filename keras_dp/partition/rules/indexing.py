@@ -17,6 +17,7 @@ def gather(node: Node) -> Plan | None:
     if table is None or indices is None or numbers is None:
         return None
     batch, axis = node.integer("batch_dims"), numbers[0] % table
+    batch = batch + indices if batch < 0 else batch
     first = tuple(None if i == axis else f"table{i}" for i in range(table))
     second: Labels = tuple(f"table{i}" if i < batch else f"index{i}" for i in range(indices))
     result = (*first[:axis], *second[batch:], *first[axis + 1 :])

@@ -29,7 +29,8 @@ def join(one: Facts, other: Facts, name: str = "") -> Facts | None:
     if isinstance(a, ListOf) and isinstance(b, ListOf):
         if a.element is None or b.element is None:
             return Facts(ListOf(a.element or b.element))
-        element = join(a.element, b.element, name)
+        # Elements that are there already are not made anew.
+        element = join(a.element, b.element, name) if a.element.placement == b.element.placement else None
         return None if element is None else Facts(ListOf(element))
     if isinstance(a, ListOf | Shard) or isinstance(b, ListOf | Shard):
         if a == b:

@@ -38,6 +38,9 @@ def linear(node: Node) -> Plan | None:
 
 def _is_linear(node: Node, sums: list[bool]) -> bool:
     kind = node.type
+    if kind in _IN_THE_FIRST and not (node.dtype(0).is_floating or node.dtype(0).is_complex) and kind != "Mul":
+        # The quotient of integers is cut off.
+        return False
     if kind in _UNARY | _SUMS:
         return all(sums)
     if kind in _GRADIENTS:

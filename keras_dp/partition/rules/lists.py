@@ -17,7 +17,9 @@ from keras_dp.partition.rules.registry import rule
 
 @rule("EmptyTensorList", "TensorListReserve")
 def new_list(node: Node) -> Plan | None:
-    """A list for each tower, whatever will be in it."""
+    """A list for each tower, whatever will be in it; its length is the same on all."""
+    if node.inputs[1].counts_rows():
+        return None
     return Plan(
         [Facts(ListOf())], [LOCAL_SHAPE if facts.entries is not None else REPLICATE for facts in node.inputs], None, True
     )
@@ -42,7 +44,8 @@ def put(node: Node) -> Plan | None:
     element: Facts | None = Facts(node.inputs[at].placement, node.inputs[at].entries, node.shape(at))
     if listed.element is not None and element is not None:
         element = join(listed.element, element, node.name)
-    if element is None:
+    if element is None or (listed.element is not None and element.placement != listed.element.placement):
+        # The elements that are there stay as they are.
         return None
     return Plan([Facts(ListOf(element))], [listed, *[REPLICATE] * (at - 1), need_of(element)])
 

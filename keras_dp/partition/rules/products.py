@@ -47,12 +47,12 @@ _LAST_AXES |= dict.fromkeys(
     types(
         """
     MatrixBandPart MatrixInverse MatrixDeterminant LogMatrixDeterminant Cholesky CholeskyGrad Svd Qr FFT2D IFFT2D RFFT2D
-    IRFFT2D SelfAdjointEigV2 Lu Eig MatrixSolve MatrixTriangularSolve AdjustContrastv2
+    IRFFT2D SelfAdjointEigV2 Lu Eig MatrixSolve MatrixTriangularSolve
     """
     ),
     2,
 )
-_LAST_AXES |= dict.fromkeys(["FFT3D", "AdjustHue", "AdjustSaturation"], 3)
+_LAST_AXES |= dict.fromkeys(["FFT3D", "AdjustContrastv2", "AdjustHue", "AdjustSaturation"], 3)
 _LAST_AXES |= dict.fromkeys(["RGBToHSV", "HSVToRGB"], 1)
 
 
@@ -66,7 +66,7 @@ def last_axes(node: Node) -> Plan | None:
     inputs: list[Labels | object] = []
     for i in range(len(node.inputs)):
         other = node.rank(i)
-        if other is None:
+        if other is None or other > rank:
             return None
         inputs.append(axes(before) + (None,) * (other - before) if i == 0 or other >= rank else REPLICATE)
     outputs = []
