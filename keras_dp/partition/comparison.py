@@ -16,6 +16,8 @@ from keras_dp.partition.user_lines import user_line
 
 Tensor = Any
 _NOT_COMPARED = (tf.resource, tf.variant, tf.string)
+# The axes to sum a broadcast gradient over: TensorFlow's kernel and its graph optimizer list axes of one entry differently.
+_NOT_UNIQUE = ("BroadcastGradientArgs",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ def _comparable(builder: Builder) -> list[Output]:
             is_whole = isinstance(facts.placement, Replicate) and propagation.plans[node.name].is_at_home
             if static.dtype in _NOT_COMPARED or not (isinstance(facts.placement, Shard | Partial) or is_whole):
                 continue
-            if node.op != "Placeholder":
+            if node.op not in ("Placeholder", *_NOT_UNIQUE):
                 found.append((node.name, port))
     return found
 
