@@ -50,7 +50,7 @@ setup(
         "cuda": ["tensorflow[and-cuda]>=2.21,<2.22"],
         "bench": FIGURES,
         "ecosystem": [
-            *("comet_ml>=3.49", "keras-tuner>=1.4.8", "mlflow>=3.6", "scikeras>=0.13", "scikit-learn>=1.5"),
+            *("comet_ml>=3.49", "keras-hub>=0.32", "keras-tuner>=1.4.8", "mlflow>=3.6", "scikeras>=0.13", "scikit-learn>=1.5"),
             "tf_keras>=2.21,<2.22",
         ],
         "examples": EXAMPLES,

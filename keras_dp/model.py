@@ -3,6 +3,7 @@
 import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class DataParallelModel(JoinedModel):
             those of a worker's towers are summed in the variable's dtype, those of several workers on the way, in this one.
             None sends them as they are.
         engine: "towers" splits Keras's own steps; "partition" traces any step, of Keras or of your own, as one device runs it,
-            and splits its graph by rows. "auto" takes "partition" for models with a step of their own.
+            and splits its graph by rows. "auto" takes "partition" for models with a step or a `fit` of their own.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or there are no such devices.
@@ -118,7 +119,8 @@ class DataParallelModel(JoinedModel):
         self._announced = False
         self._plain_training = PlainTraining(inner_model)
         self._jit_compile = False
-        self._compiled_with: keras.metrics.Metric | None = None
+        # Keras would track a metric as this model's own, and refuses that once a model is quantized.
+        self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, self._workers.collectives)
@@ -179,7 +181,7 @@ class DataParallelModel(JoinedModel):
                 'its own. Leave `engine` out, or give "partition". '
                 f"Received: {self.inner_model.name!r} of type {type(self.inner_model).__name__}"
             )
-        chosen = "partition" if engine == "partition" or own else "towers"
+        chosen = "partition" if engine == "partition" or own or (engine == "auto" and self._own_loops) else "towers"
         asked = {"batch_norm": (self._batch_norm, "sync"), "gradient_dtype": (self._gradient_dtype, None)}
         for name, (value, only) in asked.items() if chosen == "partition" else ():
             if value != only:
@@ -189,8 +191,8 @@ class DataParallelModel(JoinedModel):
                 )
         if chosen == "partition" and self._workers.count > 1:
             raise ValueError(
-                "A model with steps of its own trains on the devices of one worker. Run the script without TF_CONFIG, or use "
-                f"Keras's own steps. Received: {self._workers.count} workers"
+                "A model with steps or a fit() of its own trains on the devices of one worker. Run the script without "
+                f"TF_CONFIG, or use Keras's own. Received: {self._workers.count} workers"
             )
         return chosen
 
@@ -426,7 +428,7 @@ class DataParallelModel(JoinedModel):
     def _follow_inner_model(self) -> None:
         """Compiles the towers, if the inner model was compiled by itself; traces them anew, if its layers were converted."""
         model = self.inner_model
-        if model.compiled and keras_seams.loss_tracker(model) is not self._compiled_with:
+        if model.compiled and keras_seams.loss_tracker(model) is not self._compiled_with():
             self._compile_towers()
         kinds = {layer: (type(layer), layer.quantization_mode) for layer in keras_seams.flatten_layers(model)}
         if any(kinds.get(layer, kind) != kind for layer, kind in self._traced_layers.items()):
@@ -446,7 +448,7 @@ class DataParallelModel(JoinedModel):
             auto_scale_loss=False,
         )
         self._forget_traces()
-        self._compiled_with = keras_seams.loss_tracker(model)
+        self._compiled_with = weakref.ref(keras_seams.loss_tracker(model))
         self._is_synchronized = False
 
     @property

@@ -1,7 +1,6 @@
 """ModelWrapper: a Keras model that shows another one's face, and says which models it cannot show."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,11 +8,13 @@ import tensorflow as tf
 
 from keras_dp import keras_seams
 from keras_dp.face import Face
+from keras_dp.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, view_for_loops
 
-_STEPS = ("train_step", "test_step", "predict_step")
-_LOOPS = (
-    *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
-    *(*_STEPS, "make_train_function", "make_test_function", "make_predict_function"),
+# What Keras's trainer keeps on the model that it trains, and how it feeds it.
+_TRAINER_STATE = (
+    *("train_function", "test_function", "predict_function", "distribute_strategy", "distribute_reduction_method"),
+    *("compiled", "run_eagerly", "steps_per_execution", "unrolled_steps_per_execution", "history"),
+    *("stop_training", "stop_evaluating", "stop_predicting"),
 )
 
 # These write down a model's graph or configuration, or exchange its weights with the optimizer's: they do not steer training.
@@ -24,21 +25,15 @@ class ModelWrapper(Face, keras.Model):
     """A `keras.Model` around an inner one, which remains the model that is saved, shown and inspected.
 
     Args:
-        inner_model: a `keras.Model` with Keras's own `fit`, `evaluate` and `predict`.
+        inner_model: a `keras.Model`. A `fit`, `evaluate` or `predict` of its own is this wrapper's as well, and runs as it is;
+            its `super().fit()` is the one on towers.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if it is none, or cannot be trained on towers.
     """
 
     _inside = "inner_model"
-    # What Keras's trainer keeps on the model that it trains, and how it feeds it.
-    _own = frozenset(
-        {
-            *("train_function", "test_function", "predict_function", "distribute_strategy", "distribute_reduction_method"),
-            *("compiled", "run_eagerly", "steps_per_execution", "unrolled_steps_per_execution", "history"),
-            *("stop_training", "stop_evaluating", "stop_predicting", *_LOOPS),
-        }
-    )
+    _own = frozenset({*_TRAINER_STATE, *CALLS, *FUNCTIONS, *STEPS})
 
     def __init__(self, inner_model: keras.Model):
         refuse_strategy()
@@ -53,10 +48,18 @@ class ModelWrapper(Face, keras.Model):
         if isinstance(inner_model, ModelWrapper):
             raise ValueError(f"The model is a DataParallelModel already; use it as it is. Received: {inner_model.name!r}")
         _refuse_mirrored(inner_model)
-        _refuse_own_loops(inner_model)
         refuse_stateful(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
+        self._calls_on_towers = 0
+        self._own_loops = frozenset(own_loops(inner_model))
         self.inner_model = inner_model
+
+    @functools.cached_property
+    def _view_for_loops(self) -> Any:
+        return view_for_loops(self.inner_model, self, _TRAINER_STATE)
+
+    def _shown_for(self, name: str) -> Any:
+        return self._view_for_loops if name in vars(self).get("_own_loops", ()) else super()._shown_for(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The inner model's outputs, on one device."""
@@ -109,28 +112,14 @@ def _refuse_mirrored(model: keras.Model) -> None:
         )
 
 
-def _refuse_own_loops(model: keras.Model) -> None:
-    for name in set(_LOOPS) - set(_STEPS):
-        if _is_own(model, name):
-            raise ValueError(
-                f"The model has its own {name}(), which keras_dp does not run. Override train_step(), test_step() or "
-                "predict_step() instead, which it runs on towers as they are. "
-                f"Received: {model.name!r} of type {type(model).__name__}"
-            )
-
-
 def has_own_step(model: keras.Model) -> bool:
     """Whether a model has a training, test or prediction step of its own."""
-    return any(_is_own(model, name) for name in _STEPS)
+    return any(is_own(model, name) for name in STEPS)
 
 
 def has_own_compile(model: keras.Model) -> bool:
     """Whether a model has a `compile` of its own."""
-    return _is_own(model, "compile")
-
-
-def _is_own(model: keras.Model, name: str) -> bool:
-    return _function(getattr(model, name)) is not getattr(keras.Model, name)
+    return is_own(model, "compile")
 
 
 def refuse_stateful(model: keras.Model) -> None:
@@ -141,7 +130,3 @@ def refuse_stateful(model: keras.Model) -> None:
                 f"The layer {layer.name!r} is stateful: it keeps a state for each row of a fixed batch, and the towers have "
                 "slices of other sizes. Build it with stateful=False, or train the model on one device."
             )
-
-
-def _function(method: Callable[..., Any]) -> Any:
-    return getattr(method, "__func__", method)

@@ -461,14 +461,6 @@ def test_steps_of_ones_own():
     assert_same_training(build, compiled("adam"), DATA, 3)
 
 
-@pytest.mark.parametrize("loop", ["fit", "train_on_batch", "make_train_function"])
-def test_loops_of_ones_own(loop):
-    """Refused: they call steps in a way that is not known."""
-    own = type("Own", (keras.Sequential,), {loop: lambda self, *args: None})
-    with pytest.raises(ValueError, match=rf"its own {loop}\(\).*Override train_step\(\)"):
-        keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2)
-
-
 def test_engines_that_cannot_run_a_model():
     """Splitting Keras's steps does not do for a step of one's own; a partitioned step is one device's, and nothing else."""
     own = type("Own", (keras.Sequential,), {"train_step": lambda self, data: {}})
