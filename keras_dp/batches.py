@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_dp.whole_tensors import WholeTensors
+
 Tensor = Any
 
 BATCH_SIZE = 32  # of `keras.Model.fit`, unless it is told another
@@ -28,39 +30,48 @@ class Slice(NamedTuple):
     batch_rows: Tensor
 
 
-def cut(batch: Any, num_slices: int, wanted: range | None = None) -> tuple[Slice, ...]:
+_ALL_CUT = WholeTensors()
+
+
+def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTensors = _ALL_CUT) -> tuple[Slice, ...]:
     """Cuts a batch of B rows into N slices: slice i gets rows B*i//N to B*(i+1)//N.
 
     Args:
         batch: nested tensors (dense, ragged or sparse) with B rows each; None and `tf.experimental.Optional` pass through.
         num_slices: N.
         wanted: which of the slices to make; None for all.
+        whole: says which tensors have other rows, or none, and are in every slice as they are.
 
     Raises:
         ValueError: if a tensor has no rows, or the row counts are known to disagree.
         tf.errors.InvalidArgumentError: if they turn out to disagree when the batch is cut.
     """
     batch = keras.tree.map_structure(as_tensor, batch)
-    batch_rows = count_rows(batch)
+    batch_rows = count_rows(batch, whole=whole)
+    is_whole = keras.tree.pack_sequence_as(batch, whole.of(batch))
     slices = []
     for i in range(num_slices) if wanted is None else wanted:
         begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
         last = tf.maximum(end, begin + 1)
-        data = keras.tree.map_structure(lambda leaf, begin=begin, last=last: slice_rows(leaf, begin, last), batch)
+
+        def rows_of(leaf: Any, stays: bool, begin: Tensor = begin, last: Tensor = last) -> Any:
+            return leaf if stays else slice_rows(leaf, begin, last)
+
+        data = keras.tree.map_structure(rows_of, batch, is_whole)
         slices.append(Slice(data, begin, end - begin, batch_rows))
     return tuple(slices)
 
 
-def count_rows(batch: Any, at_least: int = 1) -> Tensor:
-    """B, the number of rows that all tensors of the batch agree on, as an int32 scalar."""
-    leaves = [leaf for leaf in keras.tree.flatten(batch) if tf.is_tensor(leaf)]
+def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) -> Tensor:
+    """B, the number of rows that all tensors of the batch agree on, but those that stay whole, as an int32 scalar."""
+    leaves = [leaf for leaf in whole.cut_leaves(batch).values() if tf.is_tensor(leaf)]
     if not leaves:
         raise ValueError(f"A batch needs at least one tensor to cut into slices. Received: batch={batch}")
-    refuse_other_rows([leaf.shape for leaf in leaves])
+    refuse_other_rows(batch, whole)
     rows = [_rows(leaf) for leaf in leaves]
     agree = [
         tf.debugging.assert_equal(
-            other, rows[0], message="All tensors of a batch must have the same number of rows (the first axis)."
+            other, rows[0], message=f"{_SAME_ROWS} Received the tensors {', '.join(whole.cut_leaves(batch))}."
         )
         for other in rows[1:]
     ]
@@ -70,9 +81,18 @@ def count_rows(batch: Any, at_least: int = 1) -> Tensor:
         return tf.identity(rows[0])
 
 
-def refuse_other_rows(shapes: Sequence[tf.TensorShape]) -> None:
-    """Raises a ValueError if the tensors of a batch are known to have no rows, or different numbers of them."""
-    received = f"Received tensors of shapes {', '.join(map(str, shapes))}."
+_SAME_ROWS = (
+    "All tensors of a batch must have the same number of rows (the first axis), but for tensors that are not cut: name them in "
+    "DataParallelModel(..., whole=[...])."
+)
+
+
+def refuse_other_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> None:
+    """Raises a ValueError if the tensors of a batch, or their types, are known to have no rows, or different numbers."""
+    by_path = {path: leaf.shape for path, leaf in whole.cut_leaves(batch).items() if leaf.shape.rank is not None}
+    shapes = by_path.values()
+    named = [f"{shape} ({path})" if path else str(shape) for path, shape in by_path.items()]
+    received = f"Received tensors of shapes {', '.join(named)}."
     if all(shape.rank == 0 or shape[:1].is_fully_defined() for shape in shapes):
         received += " If these are single rows, make batches of them: dataset.batch(32)."
     if any(shape.rank == 0 for shape in shapes):
@@ -80,7 +100,7 @@ def refuse_other_rows(shapes: Sequence[tf.TensorShape]) -> None:
             f"Every tensor of a batch needs a first axis of rows, so that the batch can be cut into slices. {received}"
         )
     if len({shape[0] for shape in shapes if shape.rank} - {None}) > 1:
-        raise ValueError(f"All tensors of a batch must have the same number of rows (the first axis). {received}")
+        raise ValueError(f"{_SAME_ROWS} {received}")
 
 
 def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
@@ -118,7 +138,7 @@ def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
     return own if isinstance(own, int) else None
 
 
-def whole_batch(parts: Sequence[Any], slices: Sequence[Slice]) -> Any:
+def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTensors = _ALL_CUT) -> Any:
     """What the towers computed for their slices, put together to what it is for the global batch, without borrowed rows.
 
     A scalar, as one of a model's outputs may be, becomes the mean over the rows.
@@ -126,11 +146,12 @@ def whole_batch(parts: Sequence[Any], slices: Sequence[Slice]) -> Any:
     Args:
         parts: N nested tensors of the same structure.
         slices: the N slices that they were computed for.
+        whole: says which tensors are the same in all parts.
     """
 
-    def put_together(*leaves: Any) -> Any:
-        if leaves[0] is None:
-            return None
+    def put_together(stays: bool, *leaves: Any) -> Any:
+        if leaves[0] is None or stays:
+            return leaves[0]
         if leaves[0].shape.rank == 0:
             return _mean_scalar(leaves, slices)
         own = [
@@ -142,7 +163,7 @@ def whole_batch(parts: Sequence[Any], slices: Sequence[Slice]) -> Any:
         with tf.control_dependencies(_agree_beside_rows(own)):
             return tf.concat(own, axis=0)
 
-    return keras.tree.map_structure(put_together, *parts)
+    return keras.tree.map_structure(put_together, keras.tree.pack_sequence_as(parts[0], whole.of(parts[0])), *parts)
 
 
 def _agree_beside_rows(leaves: Sequence[Any]) -> list[Any]:

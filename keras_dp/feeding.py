@@ -5,13 +5,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_dp.batches import Slice, cut, refuse_other_rows, whole_batch
 from keras_dp.collectives import Collectives
 from keras_dp.same_batches import CheckedSlice, DifferentBatches, digest
 from keras_dp.shards import ShardSlice, as_slices, cut_shards
+from keras_dp.whole_tensors import WholeTensors
 
 HOST = "CPU:0"
 
@@ -56,6 +56,7 @@ class SliceFeed:
         is_eager: says whether steps run eagerly, in which case batches stay whole.
         prepare: called with the type of a dataset's batches, before any step is traced.
         collectives: of the workers, each of which takes its shard of every batch, and cuts that.
+        whole: says which tensors of a batch are not cut.
 
     Attributes:
         takes_shards: whether the datasets to come hold the batches of this worker alone.
@@ -71,11 +72,13 @@ class SliceFeed:
         is_eager: Callable[[], bool],
         prepare: Callable[[Any], None],
         collectives: Collectives | None = None,
+        whole: WholeTensors | None = None,
     ):
         self.devices = tuple(devices)
         self.is_eager = is_eager
         self.prepare = prepare
         self.collectives = collectives or Collectives()
+        self.whole = whole or WholeTensors()
         self.takes_shards = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
@@ -98,7 +101,7 @@ class SliceFeed:
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
         """This worker's N slices of a global batch."""
-        return _cut_shard(batch, self.num_towers, self.collectives.index, self.collectives.count)
+        return _cut_shard(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
 
     def measure_wait(self, wanted: bool) -> bool:
         """Has steps measure how long they wait for input, or not; whether that is new, so that they need to be traced anew."""
@@ -121,20 +124,22 @@ class SliceFeed:
             )
         if self.is_eager():
             return dataset
-        shapes = [spec.shape for spec in keras.tree.flatten(dataset.element_spec) if hasattr(spec, "shape")]
+        shapes = [spec.shape for spec in self.whole.cut_leaves(dataset.element_spec).values()]
         self._shapes = [shape for shape in shapes if shape.rank is not None]
-        refuse_other_rows(self._shapes)
+        refuse_other_rows(dataset.element_spec, self.whole)
         with _single_rows_explained(self._shapes):
             self.prepare(dataset.element_spec)
         # tf.data hands over a batch that is a tuple as so many arguments.
         is_tuple = type(dataset.element_spec) is tuple
         # TensorFlow may keep the function: it must not keep the model alive, which this object refers to.
-        num_towers, index, count = self.num_towers, self.collectives.index, self.collectives.count
+        num_towers, index, count, whole = self.num_towers, self.collectives.index, self.collectives.count, self.whole
         has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
         if self.takes_shards and count > 1:
             dataset = cut_shards(dataset, num_towers)
         else:
-            dataset = dataset.map(lambda *batch: _cut_and_digest(batch if is_tuple else batch[0], num_towers, index, count))
+            dataset = dataset.map(
+                lambda *batch: _cut_and_digest(batch if is_tuple else batch[0], num_towers, index, count, whole)
+            )
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
@@ -158,7 +163,7 @@ class SliceFeed:
             with tf.device(HOST):
                 batch = batch if _is_cut(batch) else self.cut(batch)
         elif _is_cut(batch):
-            batch = whole_batch([part.data for part in batch], batch)
+            batch = whole_batch([part.data for part in batch], batch, self.whole)
         if _is_cut(batch) and self.different_batches is not None:
             with tf.device(HOST):
                 if isinstance(batch[0], ShardSlice):
@@ -196,12 +201,14 @@ def _is_cut(batch: Any) -> bool:
     return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], _KINDS)
 
 
-def _cut_shard(batch: Any, num_towers: int, index: int, count: int) -> tuple[Slice, ...]:
-    return cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)))
+def _cut_shard(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:
+    return cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)), whole)
 
 
-def _cut_and_digest(batch: Any, num_towers: int, index: int, count: int) -> tuple[Slice | CheckedSlice, ...]:
-    slices = _cut_shard(batch, num_towers, index, count)
+def _cut_and_digest(
+    batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors
+) -> tuple[Slice | CheckedSlice, ...]:
+    slices = _cut_shard(batch, num_towers, index, count, whole)
     if count == 1:
         return slices
     of_batch = digest(batch)

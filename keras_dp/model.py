@@ -1,5 +1,6 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
+import dataclasses
 import functools
 import logging
 import warnings
@@ -24,6 +25,7 @@ from keras_dp.stamping import stamp_towers
 from keras_dp.sync_batch_norm import batch_norms
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
 from keras_dp.tower_step import TowerStep, unknown_rows_explained
+from keras_dp.whole_tensors import WholeTensors
 from keras_dp.wrapper import has_own_compile, has_own_step, refuse_strategy
 
 Tensor = Any
@@ -88,7 +90,11 @@ class DataParallelModel(JoinedModel):
             those of a worker's towers are summed in the variable's dtype, those of several workers on the way, in this one.
             None sends them as they are.
         engine: "towers" splits Keras's own steps; "partition" traces any step, of Keras or of your own, as one device runs it,
-            and splits its graph by rows. "auto" takes "partition" for models with a step or a `fit` of their own.
+            and splits its graph by rows. "auto" takes "partition" for models with a step or a `fit` of their own, and for
+            batches with `whole` tensors.
+        whole: names of tensors of a batch that are not cut into slices, since they have other rows than the batch, such as the
+            edges of graphs beside their nodes, or are the same for all rows: keys of dictionaries and indices of tuples, or
+            several of those that follow each other, such as "edges" or "0/edges".
 
     Raises:
         ValueError: if the model cannot be trained on towers, or there are no such devices.
@@ -103,6 +109,7 @@ class DataParallelModel(JoinedModel):
         loss_scope: choices.LossScope = "auto",
         gradient_dtype: choices.GradientType = None,
         engine: choices.Engine = "auto",
+        whole: Sequence[str] = (),
     ):
         refuse_unknown("engine", engine, choices.Engine)
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
@@ -112,7 +119,9 @@ class DataParallelModel(JoinedModel):
         self._batch_norm = batch_norm
         self._loss_scope = loss_scope
         self._gradient_dtype = gradient_dtype
+        self._whole = self._chosen_whole(whole)
         self._engine = self._chosen_engine(engine)
+        self._whole = dataclasses.replace(self._whole, scalars=self._engine == "partition")
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
@@ -123,7 +132,7 @@ class DataParallelModel(JoinedModel):
         self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
-        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, self._workers.collectives)
+        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, self._workers.collectives, self._whole)
         self._remember(
             devices=self.devices,
             parameter_device=parameter_device,
@@ -131,6 +140,7 @@ class DataParallelModel(JoinedModel):
             loss_scope=loss_scope,
             gradient_dtype=gradient_dtype,
             engine=engine,
+            whole=whole,
         )
         self._place_variables()
         self._follow_inner_model()
@@ -173,6 +183,11 @@ class DataParallelModel(JoinedModel):
             outputs = [tower.y_pred for tower in towers]
             return whole_batch(outputs, data) if self._predicts_shard else self._of_all_workers(outputs, data)
 
+    def _chosen_whole(self, names: Sequence[str]) -> WholeTensors:
+        if isinstance(names, str) or not all(isinstance(name, str) and name.strip("/") for name in names):
+            raise ValueError(f'`whole` lists names of tensors of a batch, such as whole=["edges"]. Received: whole={names!r}')
+        return WholeTensors(tuple(names))
+
     def _chosen_engine(self, engine: choices.Engine) -> str:
         own = has_own_step(self.inner_model)
         if engine == "towers" and own:
@@ -181,7 +196,13 @@ class DataParallelModel(JoinedModel):
                 'its own. Leave `engine` out, or give "partition". '
                 f"Received: {self.inner_model.name!r} of type {type(self.inner_model).__name__}"
             )
-        chosen = "partition" if engine == "partition" or own or (engine == "auto" and self._own_loops) else "towers"
+        if engine == "towers" and self._whole.names:
+            raise ValueError(
+                'engine="towers" cuts all tensors of a batch into slices; leave `engine` out for tensors that stay whole. '
+                f"Received: whole={list(self._whole.names)}"
+            )
+        is_refused = own or self._own_loops or self._whole.names
+        chosen = "partition" if engine == "partition" or (engine == "auto" and is_refused) else "towers"
         asked = {"batch_norm": (self._batch_norm, "sync"), "gradient_dtype": (self._gradient_dtype, None)}
         for name, (value, only) in asked.items() if chosen == "partition" else ():
             if value != only:
@@ -199,7 +220,7 @@ class DataParallelModel(JoinedModel):
     def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
         with unknown_rows_explained():
-            return run_on_slices(getattr(self.inner_model, f"{step}_step"), slices, self.devices, self._home())
+            return run_on_slices(getattr(self.inner_model, f"{step}_step"), slices, self._whole, self.devices, self._home())
 
     def explain(self, batch: Any, step: choices.Step = "train") -> Explanation:
         """Says how a step is partitioned: where towers meet, how many bytes that takes, which operations are computed once.
@@ -216,7 +237,7 @@ class DataParallelModel(JoinedModel):
         """
         refuse_unknown("step", step, choices.Step)
         slices = self._slices_of(batch)
-        of_batch, arguments = arguments_of(getattr(self.inner_model, f"{step}_step"), slices)
+        of_batch, arguments = arguments_of(getattr(self.inner_model, f"{step}_step"), slices, self._whole)
         partition = partition_of(of_batch, arguments, self.devices, self._home())
         return explain(partition, self.devices, self._home(), int(slices[0].batch_rows))
 
@@ -227,7 +248,7 @@ class DataParallelModel(JoinedModel):
             batch = keras.tree.map_structure(as_tensor, batch)
         self._prepare(batch)
         with tf.device(HOST):
-            return cut(batch, self.num_towers)
+            return cut(batch, self.num_towers, whole=self._whole)
 
     def _home(self) -> str:
         """The device of whatever a partitioned step does once: where the first variable lives."""

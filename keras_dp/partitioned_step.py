@@ -9,23 +9,27 @@ import tensorflow as tf
 
 from keras_dp.batches import Slice, row_spec, whole_batch
 from keras_dp.partition.step import Argument, RowCounts, run_partitioned
+from keras_dp.whole_tensors import WholeTensors
 
 Tensor = Any
 
 
-def run_on_slices(step: Callable[[Any], Any], slices: Sequence[Slice], devices: Sequence[str], home: str) -> Any:
+def run_on_slices(
+    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors, devices: Sequence[str], home: str
+) -> Any:
     """Runs a step, written for one device and a whole batch, on N slices of one.
 
     Args:
         step: takes a batch and returns nested tensors, as `keras.Model.train_step`.
         slices: of the batch.
+        whole: says which tensors were not cut.
         devices: of the N towers.
         home: the device of whatever happens once.
 
     Returns:
         What the step returns for the whole batch.
     """
-    of_batch, arguments = arguments_of(step, slices)
+    of_batch, arguments = arguments_of(step, slices, whole)
     return run_partitioned(of_batch, arguments, rows_of(slices), devices, home)[0]
 
 
@@ -34,18 +38,21 @@ def rows_of(slices: Sequence[Slice]) -> RowCounts:
     return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
 
 
-def arguments_of(step: Callable[[Any], Any], slices: Sequence[Slice]) -> tuple[Callable[..., Any], list[Argument]]:
+def arguments_of(
+    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors
+) -> tuple[Callable[..., Any], list[Argument]]:
     """A step on a nested batch as one on flat tensors, and these tensors.
 
     Args:
         step: takes a batch.
         slices: of the batch.
+        whole: says which tensors were not cut.
     """
     parts = [keras.tree.flatten(part.data) for part in slices]
     arguments: list[Argument] = []
     counts = []
-    for leaves in zip(*parts, strict=True):
-        made = _arguments(leaves, slices)
+    for stays, *leaves in zip(whole.of(slices[0].data), *parts, strict=True):
+        made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, slices)
         arguments += made
         counts.append(len(made))
 
@@ -55,6 +62,14 @@ def arguments_of(step: Callable[[Any], Any], slices: Sequence[Slice]) -> tuple[C
         return step(keras.tree.pack_sequence_as(slices[0].data, leaves))
 
     return of_batch, arguments
+
+
+def _whole_arguments(leaf: Any) -> list[Argument]:
+    """The tensors of which a leaf consists that has other rows than the batch, or none."""
+    tensors = tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
+    return [
+        Argument(tf.TensorSpec(tensor.shape, tensor.dtype), functools.partial(tf.identity, tensor), None) for tensor in tensors
+    ]
 
 
 def _arguments(leaves: Sequence[Any], slices: Sequence[Slice]) -> list[Argument]:

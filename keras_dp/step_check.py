@@ -76,7 +76,7 @@ def check_step(
     refuse_unknown("step", step, choices.Step)
     slices = parallel._slices_of(batch)
     run = getattr(parallel.inner_model, f"{step}_step")
-    of_batch, arguments = arguments_of(run, slices)
+    of_batch, arguments = arguments_of(run, slices, parallel._whole)
     tolerance = tolerance or _TOLERANCES.get(keras.config.floatx(), 1e-2)
     comparison = compare(of_batch, arguments, rows_of(slices), parallel.devices, parallel._home(), tolerance)
     return StepCheck(step, comparison, tolerance)
