@@ -12,12 +12,13 @@ import keras
 import tensorflow as tf
 
 from keras_dp import announcement, choices, keras_seams, losses, metrics, placement
-from keras_dp.batches import Slice, as_tensor, cut, row_spec, rows_of_batches, whole_batch
+from keras_dp.batches import BATCH_SIZE, Slice, as_tensor, cut, row_spec, rows_of_batches, whole_batch
 from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
+from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import partition_of
 from keras_dp.partitioned_step import arguments_of, run_on_slices
 from keras_dp.plain_training import PlainTraining
@@ -126,6 +127,8 @@ class DataParallelModel(JoinedModel):
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
         self._announced = False
+        self._told_gathered = False
+        self._batch_rows: int | None = None
         self._plain_training = PlainTraining(inner_model)
         self._jit_compile = False
         # Keras would track a metric as this model's own, and refuses that once a model is quantized.
@@ -219,8 +222,22 @@ class DataParallelModel(JoinedModel):
 
     def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
+        run = getattr(self.inner_model, f"{step}_step")
         with unknown_rows_explained():
-            return run_on_slices(getattr(self.inner_model, f"{step}_step"), slices, self._whole, self.devices, self._home())
+            result, partition = run_on_slices(run, slices, self._whole, self.devices, self._home())
+        if step == "train" and not self._told_gathered:
+            self._tell_gathered(explain(partition, self.devices, self._home(), self._batch_rows or BATCH_SIZE))
+        return result
+
+    def _tell_gathered(self, explanation: Explanation) -> None:
+        """Warns, once, of operations for which many rows are gathered."""
+        for once in explanation.notable():
+            self._told_gathered = True
+            logger.warning(
+                "%s gathers %s of rows in each step, and is computed once: %s%s. An operation on each row by itself, or a sum "
+                "over rows, would stay on the towers; print(parallel.explain(batch)) lists all that is gathered.",
+                *(once.type, bytes_in_words(once.bytes or 0), once.reason, f" ({once.line})" if once.line else ""),
+            )
 
     def explain(self, batch: Any, step: choices.Step = "train") -> Explanation:
         """Says how a step is partitioned: where towers meet, how many bytes that takes, which operations are computed once.
@@ -320,10 +337,11 @@ class DataParallelModel(JoinedModel):
         return keras.tree.map_structure(put_together, whole_batch(parts, slices))
 
     def _announce(self, arguments: dict[str, Any]) -> None:
+        rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
+        self._batch_rows = rows
         if self._announced or arguments.get("verbose") == 0 or self._is_eager() or not self._workers.is_chief:
             return
         self._announced = True
-        rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
         batch_norm = self._batch_norm if batch_norms(self.inner_model) else None
         logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm))
 

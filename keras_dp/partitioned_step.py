@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp.batches import Slice, row_spec, whole_batch
-from keras_dp.partition.step import Argument, RowCounts, run_partitioned
+from keras_dp.partition.step import Argument, Partition, RowCounts, run_partitioned
 from keras_dp.whole_tensors import WholeTensors
 
 Tensor = Any
@@ -16,7 +16,7 @@ Tensor = Any
 
 def run_on_slices(
     step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors, devices: Sequence[str], home: str
-) -> Any:
+) -> tuple[Any, Partition]:
     """Runs a step, written for one device and a whole batch, on N slices of one.
 
     Args:
@@ -27,10 +27,10 @@ def run_on_slices(
         home: the device of whatever happens once.
 
     Returns:
-        What the step returns for the whole batch.
+        What the step returns for the whole batch, and how it was partitioned.
     """
     of_batch, arguments = arguments_of(step, slices, whole)
-    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home)[0]
+    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home)
 
 
 def rows_of(slices: Sequence[Slice]) -> RowCounts:

@@ -702,7 +702,7 @@ def test_refuses_tensors_without_rows_or_with_other_numbers_of_rows():
     parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS))
     with pytest.raises(ValueError, match=r"(?s)first axis of rows.*\(None, 4\), \(None, 2\), \(\)"):
         fit(parallel, dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))))
-    with pytest.raises(ValueError, match=r"same number of rows.*\(23, 4\), \(5, 2\)"):
+    with pytest.raises(ValueError, match=r"same number of rows.*\(23, 4\) \(0\), \(5, 2\) \(1\)"):
         parallel.train_on_batch(X, Y[:5])
     with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
         fit(parallel, ((x, y[:1]) for x, y in generator(X, Y)))

@@ -264,14 +264,6 @@ def test_a_class_of_ones_own():
     assert {"double", "total", "factor", "devices"} <= set(dir(parallel))
 
 
-def test_refuses_a_loop_of_ones_own():
-    """It would be passed over."""
-    for method in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
-        own = type("Own", (keras.Sequential,), {method: lambda self, *args, **kwargs: {}})
-        with pytest.raises(ValueError, match=rf"its own {method}\(\).*of type Own"):
-            keras_dp.DataParallelModel(own([layers.Dense(1)]))
-
-
 @pytest.mark.filterwarnings(r"ignore:Layer 'averages' \(of type Functional\) was passed an input with a mask")
 def test_calling_the_model():
     """With all arguments of `call`, masks, several inputs, inside a `tf.function`, and on symbolic inputs."""

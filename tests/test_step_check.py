@@ -1,6 +1,7 @@
 """`check_step` compares one step on one device and on towers, and finds the operation that is wrong."""
 
 import inspect
+from xml.etree import ElementTree
 
 import keras
 import numpy as np
@@ -89,6 +90,41 @@ def test_explanation():
     assert sum(meeting.bytes for meeting in explanation.meetings if meeting.kind == "sum") >= 8 * (4 * 5 + 5 * 2)
     assert "3 towers on" in str(explanation)
     assert "TopKV2" in str(explanation)
+
+
+def test_picture_of_an_explanation():
+    """Valid XML, with a column for each tower, and a line for whatever meets."""
+    explanation = wrapped(Own).explain((X, Y))
+    root = ElementTree.fromstring(explanation.svg())
+    texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [f"tower {i}" for i in range(3)] == [text for text in texts if text.startswith("tower ")]
+    assert any(text.startswith("sum ") and "BiasAddGrad" in text for text in texts)
+    assert explanation._repr_svg_() == explanation.svg()
+
+
+def test_fit_warns_once_of_many_gathered_rows(caplog):
+    """Of those whose bytes count, with the user's line; small ones are left to `explain`."""
+
+    class Sorting(keras.Sequential):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(data[0])) + tf.reduce_mean(tf.sort(data[0], axis=0)[0])
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    def warnings_of(width):
+        caplog.clear()
+        parallel = keras_dp.DataParallelModel(Sorting([keras.Input((width,)), keras.layers.Dense(1)]), devices=2)
+        parallel.compile("sgd")
+        x = np.ones((16, width))
+        for batch_size in (16, 8):
+            parallel.fit(x, x[:, :1], batch_size=batch_size, verbose=0)
+        return [record.getMessage() for record in caplog.records if record.name == "keras_dp" and "gathers" in record.message]
+
+    (message,) = warnings_of(2**14)
+    assert "TopKV2 gathers 2.1 MB of rows in each step" in message
+    assert "test_step_check.py, line" in message
+    assert warnings_of(4) == []
 
 
 def test_unknown_step():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -348,35 +349,51 @@ class Builder:
         count, rank = len(need.blocks), len(static.shape)
         size = self._size(whole, need.axis, static.dtype)
         blocks: list[str]
-        are_alike = len(set(need.blocks)) == 1
-        if all(isinstance(block, int) for block in need.blocks) and (is_made_for_rows or not are_alike):
+        if all(isinstance(block, int) for block in need.blocks):
             blocks = [self.constant(block) for block in need.blocks]
-        elif not are_alike:
-            raise CannotGatherError(output[0])
-        else:
+        elif len(set(need.blocks)) == 1:
             all_rows = self.binary("Mul", self.feeds.batch_rows, self.constant(count))
             blocks = [self.binary("FloorDiv", size, all_rows)] * count
+        else:
+            raise CannotGatherError(output[0])
+        ends = [self.binary("Mul", self.feeds.batch_rows, block) for block in blocks]
+        firsts = [self.constant(0), *itertools.accumulate(ends, lambda a, b: self.binary("AddV2", a, b))]
+        if not is_made_for_rows:
+            size = self._one_or(firsts[-1], size, output[0])
         slices = []
         for tower in range(len(self.devices)):
             pieces = []
-            first: str | None = None
-            for block in blocks:
+            for i, block in enumerate(blocks):
                 begin = self.binary("Mul", self.feeds.begins[tower], block)
+                begin = begin if i == 0 else self.binary("AddV2", firsts[i], begin)
                 length = self.binary("Mul", self.feeds.rows[tower], block)
-                if first is not None:
-                    begin = self.binary("AddV2", first, begin)
-                if not is_made_for_rows and count == 1:
-                    is_short = self.binary("Equal", block, self.constant(0))
-                    begin = self.add("SelectV2", [is_short, self.constant(0), begin], self.home, "begin", T=tf.int32)
-                    length = self.add("SelectV2", [is_short, size, length], self.home, "length", T=tf.int32)
+                if not is_made_for_rows:
+                    is_one = self.binary("Equal", size, self.constant(1))
+                    begin = self._select(is_one, self.constant(0), begin)
+                    length = self._select(is_one, self.constant(int(i == 0)), length)
                 pieces.append(self._range(whole, need.axis, rank, begin, length, static.dtype))
-                end = self.binary("Mul", self.feeds.batch_rows, block)
-                first = end if first is None else self.binary("AddV2", first, end)
             if count > 1:
                 inputs = [*pieces, self.constant(need.axis)]
                 pieces = [self.add("ConcatV2", inputs, self.home, "cut", N=count, T=static.dtype, Tidx=tf.int32)]
             slices += pieces
         return slices
+
+    def _select(self, condition: str, yes: str, no: str) -> str:
+        return self.add("SelectV2", [condition, yes, no], self.home, "select", T=tf.int32)
+
+    def _one_or(self, rows: str, size: str, name: str) -> str:
+        """A size that is not known while tracing: it must be 1, or that of the tensors with rows that it meets."""
+        is_one = self.binary("Equal", size, self.constant(1))
+        is_rows = self.binary("Equal", size, rows)
+        either = self.add("LogicalOr", [is_one, is_rows], self.home, "one_or_rows")
+        message = tf.make_tensor_proto(
+            f"keras_dp: the tensor {name!r} meets rows of the batch, and must have as many, or one. How many is not known "
+            "while tracing; give it a fixed shape. Received, in this order, the entries that it has, and those of the rows:"
+        )
+        said = self.add("Const", [], "CPU:0", "message", dtype=tf.string, value=message)
+        types = [tf.string, tf.int32, tf.int32]
+        check = self.add("Assert", [either, said, size, rows], "CPU:0", "check", T=types)
+        return self.add("Identity", [size, f"^{check}"], self.home, "size", T=tf.int32)
 
     def _range(self, whole: str, axis: int, rank: int, begin: str, length: str, dtype: tf.DType) -> str:
         begins = [begin if i == axis else self.constant(0) for i in range(rank)]
@@ -561,6 +578,8 @@ class Builder:
                 node.attr[attribute].b = value
             elif isinstance(value, int):
                 node.attr[attribute].i = value
+            elif isinstance(value, list):
+                node.attr[attribute].list.type.extend(dtype.as_datatype_enum for dtype in value)
             else:
                 node.attr[attribute].tensor.CopyFrom(value)
         return name

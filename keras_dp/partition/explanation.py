@@ -1,12 +1,14 @@
 """Explain a partition: where towers meet and what that costs, and which operations are computed once, and why."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_dp.partition.graph import Output, name_of
+from keras_dp.partition.graph import Output, data_inputs, name_of, output_of
+from keras_dp.partition.picture import Line, draw
 from keras_dp.partition.placements import Shard
 from keras_dp.partition.rows import Rows
 from keras_dp.partition.step import Partition
@@ -38,12 +40,14 @@ class Once:
         type: of the operation.
         name: of its node.
         reason: why the towers do not compute it.
+        bytes: of the rows that are gathered for it; None if their size is not known before the step runs.
         line: the user's line that made it, if it is known.
     """
 
     type: str
     name: str
     reason: str
+    bytes: int | None
     line: str
 
 
@@ -57,7 +61,7 @@ class Explanation:
         batch_rows: B, for which the bytes are.
         on_towers: how many operations of the step every tower computes.
         at_home: how many are computed once.
-        meetings: what towers exchange.
+        meetings: what towers exchange, in the order of the step.
         once: the operations for which rows are gathered.
     """
 
@@ -86,6 +90,26 @@ class Explanation:
             lines.append(f"  {known.type} {known.name!r}: {known.reason}" + (f"; {known.line}" if known.line else ""))
         return "\n".join(lines)
 
+    def svg(self) -> str:
+        """The same as a picture: towers as columns, a line for each meeting, as wide as its bytes."""
+        lines = []
+        for (kind, scope), following in itertools.groupby(self.meetings, lambda meeting: (meeting.kind, _scope(meeting.name))):
+            group = list(following)
+            sizes = [meeting.bytes for meeting in group]
+            size = None if None in sizes else sum(size or 0 for size in sizes)
+            lines.append(Line(kind, scope if len(group) > 1 else group[0].name, len(group), size))
+        once = f"; {len(self.once)} operations computed once, from gathered rows" if self.once else ""
+        return draw(f"Batch of {self.batch_rows} rows{once}", self.devices, self.home, lines)
+
+    def _repr_svg_(self) -> str:
+        """For notebooks."""
+        return self.svg()
+
+    def notable(self) -> list[Once]:
+        """The operations computed once whose gathered rows are at least 1 MB, and a tenth of all bytes that are exchanged."""
+        total = sum(meeting.bytes or 0 for meeting in self.meetings)
+        return [once for once in self.once if (once.bytes or 0) >= max(2**20, total / 10)]
+
 
 def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows: int) -> Explanation:
     """Explains how a step is partitioned.
@@ -98,23 +122,42 @@ def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows:
     """
     propagation, graph = partition.propagation, partition.traced.graph
     plans = [plan for name, plan in propagation.plans.items() if name not in partition.traced.arguments]
-    return Explanation(
-        list(devices),
-        home,
-        batch_rows,
-        sum(not plan.is_at_home for plan in plans),
-        sum(plan.is_at_home for plan in plans),
-        [
-            Meeting(
-                exchange.kind,
-                name_of(*exchange.output),
-                _bytes(partition, exchange.output, batch_rows),
-                user_line(graph, exchange.output[0]),
-            )
-            for exchange in partition.exchanges
-        ],
-        [Once(known.type, known.name, known.reason, user_line(graph, known.name)) for known in partition.gathered],
-    )
+    order = {node.name: i for i, node in enumerate(partition.traced.nodes)}
+    meetings = [
+        Meeting(
+            exchange.kind,
+            name_of(*exchange.output),
+            _bytes(partition, exchange.output, batch_rows),
+            user_line(graph, exchange.output[0]),
+        )
+        for exchange in sorted(partition.exchanges, key=lambda exchange: order.get(exchange.output[0], -1))
+    ]
+    once = [
+        Once(
+            known.type,
+            known.name,
+            known.reason,
+            _gathered_bytes(partition, known.name, batch_rows),
+            user_line(graph, known.name),
+        )
+        for known in partition.gathered
+    ]
+    at_home = sum(plan.is_at_home for plan in plans)
+    return Explanation(list(devices), home, batch_rows, len(plans) - at_home, at_home, meetings, once)
+
+
+def _scope(name: str) -> str:
+    return name.rpartition("/")[0] or name
+
+
+def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | None:
+    """The bytes of the rows that an operation takes."""
+    propagation = partition.propagation
+    inputs = [output_of(source) for source in data_inputs(propagation.nodes[name])]
+    sizes = [
+        _bytes(partition, output, batch_rows) for output in inputs if isinstance(propagation.facts[output].placement, Shard)
+    ]
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _bytes(partition: Partition, output: Output, batch_rows: int) -> int | None:

@@ -128,7 +128,7 @@ def prove(sample: Sample, case: Case) -> set[str]:
                 shape = [None if of else size for of, size in zip(of_rows, shape, strict=True)]
             specs.append(tf.TensorSpec(shape, tf.constant(given[i]).dtype))
         if partitioned is None:
-            partitioned, partition = _partitioned(step, specs, has_rows)
+            partitioned, partition = partitioned_step(step, specs, has_rows)
         expected = tf.nest.flatten(sample.function(*map(tf.constant, arrays)))
         for one, other in zip(expected, tf.nest.flatten(partitioned(*map(tf.constant, given))), strict=True):
             _compare(one.numpy(), other.numpy())
@@ -167,11 +167,11 @@ def _is_spread(plan: object) -> bool:
 def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
     """Runs a step, partitioned, on arrays whose first axis are the rows; its result, and how it was partitioned."""
     specs = [tf.TensorSpec([None, *array.shape[1:]], tf.constant(array).dtype) for array in arrays]
-    partitioned, partition = _partitioned(step, specs, [True] * len(arrays))
+    partitioned, partition = partitioned_step(step, specs, [True] * len(arrays))
     return tf.nest.flatten(partitioned(*map(tf.constant, arrays))), partition
 
 
-def _partitioned(step: Callable[..., object], specs: Sequence[tf.TensorSpec], has_rows: Sequence[bool]) -> tuple:
+def partitioned_step(step: Callable[..., object], specs: Sequence[tf.TensorSpec], has_rows: Sequence[bool]) -> tuple:
     """A step as a function of whole tensors, partitioned, and how it was partitioned."""
     found = []
     count = len(DEVICES)

@@ -488,6 +488,18 @@ def _drawing():
         if not name.startswith("Stateless"):
             continue
         yield Sample((name,), lambda x, name=name: drawn[name](tf.stack([tf.shape(x)[0], 4])), ("Ba",))
+    # Rows that end within one of Philox's blocks, wide ones, several to an entry of the batch, and other types.
+    uniform, normal = tf.random.stateless_uniform, tf.random.stateless_normal
+    for dtype in ("float64", "float32", "float16", "bfloat16"):
+        for name, draw in (("Uniform", uniform), ("Normal", normal)):
+            for row in ([], [3], [5, 1], [1001]):
+                one = ("StatelessRandom" + name + "V2",)
+                yield Sample(one, lambda x, d=draw, r=row, t=dtype: d(tf.stack([tf.shape(x)[0], *r]), [3, 4], dtype=t), ("Ba",))
+    yield Sample(("StatelessRandomNormalV2",), lambda x: normal([3 * tf.shape(x)[0], 3], [3, 4]), ("Ba",))
+    yield Sample(("StatelessRandomUniformV2",), lambda x: uniform(tf.shape(x), [3, 4]), ("Bac",))
+    for dtype in ("int32", "int64", "uint32", "uint64"):
+        bits = lambda x, t=dtype: tf.cast(uniform([tf.shape(x)[0], 3], [3, 4], None, None, t), tf.int64)  # noqa: E731
+        yield Sample(("StatelessRandomUniformFullIntV2",), bits, ("Ba",))
     yield Sample(("Range",), lambda x: tf.range(tf.shape(x)[0]), ("Ba",))
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
-from partition.proofs import cases_of, prove, run
+from partition.proofs import cases_of, partitioned_step, prove, run
 from partition.samples import samples
 
 SAMPLES = samples()
@@ -134,3 +134,38 @@ def test_traps(step):
     expected = tf.function(step, autograph=False)(tf.constant(x))
     tolerance = 1e-5 if expected.dtype == tf.float32 else 1e-11
     np.testing.assert_allclose(received[0], expected, rtol=tolerance, atol=tolerance)
+
+
+def meeting(step, x, table):
+    """A step on rows and a table of which not even the number of entries is known; its results, partitioned and whole."""
+    types = [tf.TensorSpec([None, 2], tf.float64), tf.TensorSpec([None, None], tf.float64)]
+    partitioned, _ = partitioned_step(step, types, [True, False])
+    received = partitioned(tf.constant(x), tf.constant(table))
+    return received, tf.function(step, autograph=False)(tf.constant(x), tf.constant(table))
+
+
+@pytest.mark.parametrize("entries", [1, 7])
+@pytest.mark.parametrize("doubled", [False, True])
+def test_tables_of_unknown_size_that_meet_rows(entries, doubled):
+    """One entry goes with all rows, concatenated ones, too; and there may be one for each."""
+
+    def step(x, table):
+        table = tf.concat([table, table], axis=0) if doubled and entries > 1 else table
+        x = tf.concat([x, 2 * x], axis=0) if doubled else x
+        return tf.reduce_mean(tf.square(x - table), axis=0)
+
+    rng = np.random.default_rng(0)
+    received, expected = meeting(step, rng.normal(size=(7, 2)), rng.normal(size=(entries, 2)))
+    np.testing.assert_allclose(received, expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_table_of_unknown_size_is_not_taken_for_rows(rows):
+    """A batch of one row goes with any table, and its mean is over the table's entries: refused, and not silently wrong."""
+
+    def step(x, table):
+        return tf.reduce_mean(tf.square(x - table))
+
+    x, table = np.ones((rows, 2)), np.zeros((4, 2))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"meets rows of the batch, and must have as many, or one"):
+        meeting(step, x, table)

@@ -1,7 +1,12 @@
-"""Random numbers and row numbers: made once for the whole batch, as on one device, and cut into slices."""
+"""Random numbers and row numbers: those of the whole batch, as on one device."""
+
+import math
+from typing import Any
+
+import tensorflow as tf
 
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import REPLICATE, Facts, Shard
+from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Shard
 from keras_dp.partition.rows import Rows, depends_on_rows
 from keras_dp.partition.rules.registry import rule, types
 
@@ -16,16 +21,98 @@ DRAWS = types(
 )
 
 
+# Those that take one number of a block of Philox's after the other, given a key, a counter and the algorithm.
+SKIPPING = types(
+    """
+    StatelessRandomNormalV2 StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2 StatelessRandomUniformV2
+    """
+)
+_BLOCK_BITS = 128
+
+
 @rule(*DRAWS)
 def draw(node: Node) -> Plan | None:
-    """Random numbers of a shape that counts rows are drawn at home: the numbers are one device's."""
+    """Random numbers of a shape that counts rows are one device's: each tower skips those of the rows before its own.
+
+    Where that is not possible, as for numbers that may be rejected, they are drawn at home and cut into slices.
+    """
     shape = node.inputs[0].numbers
     if shape is None or any(facts.placement != REPLICATE for facts in node.inputs):
         return None
     rows = [i for i, number in enumerate(shape) if depends_on_rows([number])]
     if len(rows) != 1 or not isinstance(shape[rows[0]], Rows):
         return None
-    return Plan([Facts(Shard(rows[0], shape[rows[0]].blocks))])
+    blocks = shape[rows[0]].blocks
+    facts = Facts(Shard(rows[0], blocks))
+    if node.type not in SKIPPING or rows != [0] or len(blocks) != 1 or node.in_loop:
+        return Plan([facts])
+    entries = [*blocks, *shape[1:]]
+    in_row = math.prod(entries) if all(isinstance(number, int) for number in entries) else None
+
+    def instance(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
+        return _draw_rows(builder, node, in_row, tower, inputs)
+
+    return Plan([facts], [LOCAL_SHAPE, *[REPLICATE] * (len(node.inputs) - 1)], instance, also_at_home=True)
+
+
+def _draw_rows(builder: Any, node: Node, in_row: int | None, tower: int, inputs: list[str]) -> str:
+    """The numbers of a tower's rows.
+
+    Philox (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) makes a block of 128 bits from a key and a counter;
+    the next block is that of the next counter.
+
+    Args:
+        builder: of the graph.
+        node: the draw.
+        in_row: how many numbers belong to a row, if that is known.
+        tower: its number.
+        inputs: the tower's shape, the key, the counter, the algorithm, and more.
+    """
+    shape, key, counter, *more = inputs
+    shape_dtype, device, host = node.dtype(0), builder.devices[tower], "CPU:0"
+    in_block = _BLOCK_BITS // 8 // max(node.result_dtype().size, tf.float32.size)
+
+    def on_host(operation: str, a: str, b: str, dtype: tf.DType = tf.int64) -> str:
+        return str(builder.add(operation, [a, b], host, f"tower_{tower}/{node.name}/{operation}", T=dtype))
+
+    def number(value: Any, dtype: tf.DType = tf.int64) -> str:
+        return str(builder.constant(value, dtype, host))
+
+    def cast(tensor: str, source: tf.DType, target: tf.DType) -> str:
+        name = f"tower_{tower}/{node.name}/cast"
+        return str(builder.add("Cast", [tensor], host, name, SrcT=source, DstT=target, Truncate=False))
+
+    axes = number([0], tf.int32)
+    sizes = cast(shape, shape_dtype, tf.int64)
+    count = builder.add("Prod", [sizes, axes], host, f"{node.name}/count", T=tf.int64, Tidx=tf.int32, keep_dims=False)
+    each = on_host("FloorDiv", count, cast(builder.feeds.rows[tower], tf.int32, tf.int64))
+    before = on_host("Mul", cast(builder.feeds.begins[tower], tf.int32, tf.int64), each)
+    blocks = cast(on_host("FloorDiv", before, number(in_block)), tf.int64, tf.uint64)
+    skipped = _add_to_counter(builder, counter, blocks, on_host, number)
+    if in_row is not None and in_row % in_block == 0:
+        return str(builder.copy(node.definition, f"tower_{tower}", device, [shape, key, skipped, *more]))
+    extra = on_host("FloorMod", before, number(in_block))
+    length = cast(on_host("AddV2", count, extra), tf.int64, shape_dtype)
+    flat = builder.add("Pack", [length], host, f"{node.name}/flat", N=1, T=shape_dtype, axis=0)
+    drawn = builder.copy(node.definition, f"tower_{tower}/flat", device, [flat, key, skipped, *more])
+    begin, size = (builder.add("Pack", [part], host, f"{node.name}/part", N=1, T=tf.int64, axis=0) for part in (extra, count))
+    dtype = node.result_dtype()
+    own = builder.add("Slice", [drawn, begin, size], device, f"{node.name}/own", T=dtype, Index=tf.int64)
+    return str(builder.add("Reshape", [own, shape], device, f"tower_{tower}/{node.name}", T=dtype, Tshape=shape_dtype))
+
+
+def _add_to_counter(builder: Any, counter: str, blocks: str, on_host: Any, number: Any) -> str:
+    """A counter of two words of 64 bits, the lower one first, that many blocks later."""
+    types_of_words = {"batch_dims": 0, "Tparams": tf.uint64, "Tindices": tf.int32, "Taxis": tf.int32}
+    low, high = (
+        builder.add("GatherV2", [counter, number(i, tf.int32), number(0, tf.int32)], "CPU:0", "counter", **types_of_words)
+        for i in range(2)
+    )
+    total = on_host("AddV2", low, blocks, tf.uint64)
+    overflows = on_host("Less", total, low, tf.uint64)
+    carry = builder.add("Cast", [overflows], "CPU:0", "carry", SrcT=tf.bool, DstT=tf.uint64, Truncate=False)
+    words = [total, on_host("AddV2", high, carry, tf.uint64)]
+    return str(builder.add("Pack", words, "CPU:0", "counter", N=2, T=tf.uint64, axis=0))
 
 
 @rule("Range")
