@@ -87,5 +87,5 @@ def test_both_accuracies_are_shown_and_are_the_same(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_every_example_is_in_the_list(path):
-    helpers = {"command_line", "large_batch_comparison", "throughput"}
+    helpers = {"command_line", "image_grid", "large_batch_comparison", "throughput"}
     assert path.stem in helpers or f"[{path.name}]({path.name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
