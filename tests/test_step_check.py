@@ -127,6 +127,16 @@ def test_fit_warns_once_of_many_gathered_rows(caplog):
     assert warnings_of(4) == []
 
 
+def test_a_step_that_takes_the_whole_batch():
+    """Of which the towers have slices: it is put together for both of the steps that are compared."""
+
+    class Median(Own):
+        def train_step(self, data):
+            return super().train_step(data) | {"median": tf.sort(data[0], axis=0)[3, 0]}
+
+    assert keras_dp.check_step(wrapped(Median), (X, Y)).is_exact
+
+
 def test_unknown_step():
     with pytest.raises(ValueError, match="Received: step='fit'"):
         keras_dp.check_step(wrapped(), (X, Y), "fit")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,8 @@ def compare(
         home: the device of whatever happens once.
         tolerance: the largest difference that counts as none.
     """
+    # Both functions take the whole batch; what one of them makes of the slices, the other has not.
+    arguments = [dataclasses.replace(argument, whole=partial(tf.identity, argument.whole())) for argument in arguments]
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
     builder, outputs, effects, compared = _with_tensors(traced, arguments, devices, home)

@@ -84,7 +84,7 @@ def traced_step(concrete: Any) -> Traced:
     specs = {
         name: (tensor.dtype, tensor.shape, handle_data(tensor)) for name, tensor in zip(placeholders, graph.inputs, strict=True)
     }
-    return _analyzed(inlined, specs, placeholders, library, "", graph)
+    return _analyzed(inlined, specs, placeholders, library, "", graph, shapes_of=graph)
 
 
 def traced_function(caller: Traced, name: str, shapes: Sequence[Any], handles: Sequence[Any]) -> Traced:
@@ -191,14 +191,19 @@ def _analyzed(
     library: Mapping[str, Any],
     prefix: str,
     traced: tf.Graph,
+    shapes_of: tf.Graph | None = None,
 ) -> Traced:
-    """The graph with what TensorFlow infers of each tensor once all is inlined."""
+    """The graph with what TensorFlow infers of each tensor once all is inlined, and what is said of it in another graph."""
     graph_def = graph_pb2.GraphDef(versions=tf.compat.v1.Graph().graph_def_versions)
     for node in inlined.nodes:
         # Colocation names an operation that may have been inlined.
         node.attr.pop("_class", None)
     graph_def.node.extend(node for node in inlined.nodes if node.name not in specs)
     graph_def.library.function.extend(library.values())
+    # Python code has said of some tensors what TensorFlow would not infer, with `set_shape`.
+    operations = shapes_of.get_operations() if shapes_of else []
+    said = {tensor.name: tensor.shape for operation in operations for tensor in operation.outputs}
+    unknown = tf.TensorShape(None)
     with tf.Graph().as_default() as graph:
         feeds = {name: placeholder(*spec) for name, spec in specs.items()}
         used = {source.lstrip("^").split(":")[0] for node in graph_def.node for source in node.input}
@@ -206,7 +211,10 @@ def _analyzed(
             graph_def, {f"{name}:0": tensor for name, tensor in feeds.items() if name in used}, name=""
         )
         statics = {
-            node.name: [_static(node.name, k, tensor, prefix) for k, tensor in enumerate(tensors)]
+            node.name: [
+                _static(prefix + name, tensor, said.get(name, unknown))
+                for name, tensor in ((f"{node.name}:{k}", tensor) for k, tensor in enumerate(tensors))
+            ]
             for node in inlined.nodes
             for tensors in [[feeds[node.name]] if node.name in feeds else graph.get_operation_by_name(node.name).outputs]
         }
@@ -226,11 +234,11 @@ def _analyzed(
     )
 
 
-def _static(node: str, k: int, tensor: Tensor, prefix: str) -> Static:
-    if tensor.shape.rank is None:
+def _static(name: str, tensor: Tensor, said: tf.TensorShape) -> Static:
+    shape = tensor.shape.merge_with(said) if tensor.shape.is_compatible_with(said) else tensor.shape
+    if shape.rank is None:
         return Static(tensor.dtype, None)
-    sizes = [Size.named(f"{prefix}{node}:{k}[{axis}]") if size is None else size for axis, size in enumerate(tensor.shape)]
-    return Static(tensor.dtype, sizes)
+    return Static(tensor.dtype, [Size.named(f"{name}[{axis}]") if size is None else size for axis, size in enumerate(shape)])
 
 
 def _in_order(nodes: Sequence[Any]) -> Iterable[Any]:

@@ -102,6 +102,8 @@ class Propagation:
         """The dtype and shape of an output, as far as TensorFlow or the rules know it."""
         static = self.traced.statics[output[0]][output[1]]
         facts = self.facts.get(output)
+        if facts is not None and facts.entries is not None and not axes_of_a_gradient(facts):
+            return Static(static.dtype, list(facts.entries.shape))
         if facts is None or not isinstance(facts.shape, list) or static.dtype in (tf.resource, tf.variant):
             return static
         if static.shape is None:
@@ -257,7 +259,8 @@ def _is_small(node: Node) -> bool:
     for result in node.results:
         if result.dtype not in _INTEGERS:
             return False
-        if node.type in ("BroadcastGradientArgs", "Range", *_SHAPES):
+        is_known = node.inputs and all(facts.entries is not None for facts in node.inputs)
+        if node.type in ("BroadcastGradientArgs", "Range", *_SHAPES) or is_known:
             continue
         if result.shape is None or len(result.shape) > 2 or any(not isinstance(size, int) for size in result.shape):
             return False
@@ -272,6 +275,11 @@ def _constant(definition: Any) -> np.ndarray | None:
         return None
     value = tf.make_ndarray(definition.attr["value"].tensor)
     return array_of([int(number) for number in value.flat]).reshape(value.shape) if value.size <= LARGEST else None
+
+
+def axes_of_a_gradient(facts: Facts) -> bool:
+    """Whether a tensor holds the axes to sum a gradient over, of which it is not known how many there are."""
+    return bool(facts.numbers) and isinstance(facts.numbers[0], BroadcastAxes)  # type: ignore[index]
 
 
 def axes_to_sum(facts: Facts) -> list[int] | None:

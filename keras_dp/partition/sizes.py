@@ -145,6 +145,19 @@ def _unpack(node: Node, value: Entries) -> list[Entries]:
     return [_array(part) for part in np.moveaxis(value, node.integer("axis"), 0)]
 
 
+@_evaluates("Split")
+def _split(node: Node, axis: Entries, value: Entries) -> list[Entries]:
+    return np.split(value, len(node.results), _plain(axis)[0])
+
+
+@_evaluates("SplitV")
+def _split_by_sizes(node: Node, value: Entries, sizes: Entries, axis: Entries) -> list[Entries]:
+    lengths = _plain(sizes)
+    if -1 in lengths:
+        lengths[lengths.index(-1)] = value.shape[_plain(axis)[0]] - sum(lengths) - 1
+    return np.split(value, np.cumsum(lengths)[:-1], _plain(axis)[0])
+
+
 @_evaluates("ConcatV2")
 def _concat(node: Node, *values: Entries) -> Entries:
     return np.concatenate(values[:-1], _plain(values[-1])[0])

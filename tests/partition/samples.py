@@ -51,6 +51,11 @@ _ATTRIBUTES = {
     "LeakyReluGrad": {"alpha": 0.3},
     "Complex": {"Tout": tf.complex128},
     "StringToNumber": {"out_type": tf.float64},
+    "StaticRegexFullMatch": {"pattern": "1.*"},
+    "StaticRegexReplace": {"pattern": "1", "rewrite": "one"},
+    "StringToHashBucket": {"num_buckets": 5},
+    "StringToHashBucketFast": {"num_buckets": 5},
+    "StringToHashBucketStrong": {"num_buckets": 5, "key": [1, 2]},
 }
 
 
@@ -89,7 +94,7 @@ def _elementwise():
             dtype, low, high = "int32", 1, 9
         elif name in _LOGICAL:
             dtype = "bool"
-        elif name in ("StringLower", "StringToNumber"):
+        elif name.startswith(("String", "StaticRegex")):
             dtype = "string"
         elif name in ("Acosh",):
             low, high = 1.2, 3.0
@@ -458,6 +463,19 @@ def _indexing():
             return getattr(R, f"UnsortedSegment{name}")(data=x, segment_ids=i, num_segments=4)
 
         yield Sample((f"UnsortedSegment{name}",), by_segment, ("BaC", "Ba"), ("float64", "int32"), **few)
+    for axes in ("Ba", "B"):
+
+        def counted(i, binary=axes == "Ba"):
+            return R.DenseBincount(input=i, size=3, weights=tf.zeros([0], "float64"), binary_output=binary)
+
+        yield Sample(("DenseBincount",), counted, (axes,), ("int32",), **few)
+        yield Sample(
+            ("DenseBincount",),
+            lambda i, x: R.DenseBincount(input=i, size=3, weights=x),
+            (axes, axes),
+            ("int32", "float64"),
+            **few,
+        )
     for axis in (-1, 0, 1):
         yield Sample(("OneHot",), lambda i, axis=axis: tf.one_hot(i, 3, axis=axis), ("Ba",), ("int32",), **few)
 

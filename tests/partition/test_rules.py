@@ -56,6 +56,19 @@ def test_operation_without_rule_is_computed_once():
     assert partition.gathered
 
 
+def test_shapes_that_are_stated():
+    """Of what `tensordot` gives, TensorFlow knows the shape only because it is stated; a window goes over it all the same."""
+
+    def step(x):
+        windows = tf.nn.conv1d(tf.tensordot(x, tf.ones([4, 3], x.dtype), 1), tf.ones([2, 3, 5], x.dtype), 1, "VALID")
+        return tf.reshape(windows, [tf.shape(windows)[0], 25])
+
+    x = np.random.default_rng(0).normal(size=(7, 6, 4))
+    received, partition = run(step, [x])
+    np.testing.assert_allclose(received[0], step(tf.constant(x)), rtol=1e-11)
+    assert not partition.gathered
+
+
 def loop_with_effects(x, counter):
     """Counts inside a branch inside a loop."""
 

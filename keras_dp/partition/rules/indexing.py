@@ -88,7 +88,26 @@ def segments(node: Node) -> Plan | None:
         return None
     labels = axes(rank)
     result: Labels = (None, *labels[ids:])
-    return by_labels(node, [labels, labels[:ids], REPLICATE], [result], reduction=_SEGMENTS[node.type], broadcasts=False)
+    plan = by_labels(node, [labels, labels[:ids], REPLICATE], [result], reduction=_SEGMENTS[node.type], broadcasts=False)
+    if plan and plan.outputs[0].shape and node.inputs[2].integers:
+        plan.outputs[0].shape[:1] = node.inputs[2].integers
+    return plan
+
+
+@rule("DenseBincount")
+def count(node: Node) -> Plan | None:
+    """How often each number occurs, of each row by itself or of all together."""
+    rank, weights = node.rank(0), node.shape(2)
+    if rank is None or weights is None or node.inputs[1].counts_rows() or (rank == 1 and node.flag("binary_output")):
+        return None
+    labels = axes(rank)
+    kept: Labels = (*labels[:-1], None)
+    numbers = kept if rank == 2 else labels
+    # Without weights, there is an empty tensor of them.
+    plan = by_labels(node, [numbers, REPLICATE, REPLICATE if weights == [0] else numbers], [kept], "sum", broadcasts=False)
+    if plan and plan.outputs[0].shape and node.inputs[1].integers:
+        plan.outputs[0].shape[-1:] = node.inputs[1].integers
+    return plan
 
 
 @rule("OneHot")

@@ -27,7 +27,11 @@ def concat(node: Node) -> Plan | None:
         blocks = tuple(block for placement in placements for block in placement.blocks)  # type: ignore[union-attr]
         return Plan([Facts(Shard(axis, blocks))], [*placements, REPLICATE])
     labels = tuple(None if i == axis else label for i, label in enumerate(axes(rank)))
-    return by_labels(node, [*[labels] * len(placements), REPLICATE], [labels], broadcasts=False)
+    plan = by_labels(node, [*[labels] * len(placements), REPLICATE], [labels], broadcasts=False)
+    sizes = [(node.shape(i) or [None] * rank)[axis] for i in range(len(placements))]
+    if plan and plan.outputs[0].shape and all(isinstance(size, int) for size in sizes):
+        plan.outputs[0].shape[axis] = sum(sizes)
+    return plan
 
 
 @rule("Split", "SplitV")
@@ -45,7 +49,10 @@ def split(node: Node) -> Plan | None:
         return None
     axis = numbers[0] % rank
     if placement.axis != axis:
-        return Plan([Facts(placement) for _ in node.results], needs) if not node.inputs[1].counts_rows() else None
+        if node.inputs[1].counts_rows():
+            return None
+        shape = [None if i == axis else size for i, size in enumerate(node.shape(value) or [])]
+        return Plan([Facts(placement, shape=_without_rows(shape, placement)) for _ in node.results], needs)
     if node.type == "SplitV":
         needs[1] = LOCAL_SHAPE
     ends = _ends(node, placement)
@@ -80,7 +87,12 @@ def pad(node: Node) -> Plan | None:
         return linear(node) if node.type == "Pad" else None
     if paddings is None or depends_on_rows(paddings.flat) or any(number != 0 for number in paddings[placement.axis]):
         return None
-    return Plan([Facts(placement)], [placement, *[REPLICATE] * (len(node.inputs) - 1)])
+    sign = -1 if node.type == "MirrorPadGrad" else 1
+    shape = [
+        size + sign * sum(more) if all(isinstance(number, int) for number in (size, *more)) else None
+        for size, more in zip(node.shape(0) or [], paddings, strict=False)
+    ]
+    return Plan([Facts(placement, shape=_without_rows(shape, placement))], [placement, *[REPLICATE] * (len(node.inputs) - 1)])
 
 
 @rule("Roll")
@@ -110,7 +122,14 @@ def slice_by_size(node: Node) -> Plan | None:
     stop = len(placement.blocks) if length == -1 else segments_between(placement.blocks, start, length)
     if stop is None or stop == start:
         return None
-    return Plan([Facts(Shard(placement.axis, placement.blocks[start:stop]))], [placement, LOCAL_SHAPE, LOCAL_SHAPE])
+    shape = [number if isinstance(number, int) and number >= 0 else None for number in lengths]
+    taken = Facts(Shard(placement.axis, placement.blocks[start:stop]), shape=_without_rows(shape, placement))
+    return Plan([taken], [placement, LOCAL_SHAPE, LOCAL_SHAPE])
+
+
+def _without_rows(shape: list[Any], placement: Shard) -> list[Any] | None:
+    """A shape without the number of rows, which is another one on each tower; None if it is not known at all."""
+    return [None if axis == placement.axis else size for axis, size in enumerate(shape)] if shape else None
 
 
 @dataclasses.dataclass
@@ -193,7 +212,20 @@ def strided_slice(node: Node) -> Plan | None:
     segments = _segments(placement.blocks, taken)
     if segments is None or taken.result_axis is None or _others_count_rows(ranges, taken):
         return None
-    return Plan([Facts(Shard(taken.result_axis, placement.blocks[segments]))], [placement, *[LOCAL_SHAPE] * 3])
+    sizes = node.shape(0) or []
+    shape = [None if known is taken else _length(known, sizes) for known in ranges if known.result_axis is not None]
+    return Plan([Facts(Shard(taken.result_axis, placement.blocks[segments]), shape=shape)], [placement, *[LOCAL_SHAPE] * 3])
+
+
+def _length(taken: _Range, sizes: list[Any]) -> Any:
+    """How many entries a slice takes of an axis; None if that is not known."""
+    if taken.axis is None:
+        return 1
+    size = sizes[taken.axis]
+    numbers = [number for number in (size, taken.begin, taken.end, taken.stride) if number is not None]
+    if taken.takes_all or not all(isinstance(number, int) for number in numbers):
+        return size if taken.takes_all else None
+    return len(range(*slice(taken.begin, taken.end, taken.stride).indices(size)))
 
 
 @rule("StridedSliceGrad")

@@ -53,7 +53,18 @@ def rows_first(node: Node) -> Plan | None:
     outputs = [("rows", *[None] * ((4 if rank is None else rank) - 1)) for rank in ranks]
     if None in ranks and "3D" in node.type:
         return None
-    return by_labels(node, inputs, outputs)
+    plan = by_labels(node, inputs, outputs)
+    # The gradient along an input has the shape of this input, the first of the node's or the one that a shape is of.
+    first = node.inputs[0].numbers if shapes else node.shape(0) if "Grad" in node.type and len(with_rows) == 3 else None
+    if plan and first is not None and len(first) == len(outputs[0]):
+        plan.outputs[0].shape = [None, *first[1:]]
+    size = node.inputs[2].integers if node.type.startswith("ImageProjectiveTransform") else None
+    if plan and size:
+        plan.outputs[0].shape = [None, *size, (node.shape(0) or [None])[-1]]
+    if plan and node.type.endswith("CrossEntropyWithLogits"):
+        # The second output is the gradient along the logits.
+        plan.outputs[1].shape = [None, *(node.shape(0) or [])[1:]]
+    return plan
 
 
 @rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
