@@ -47,8 +47,8 @@ def compiled(**arguments):
     return lambda: {"optimizer": "sgd", "loss": "mse", **{k: v() if callable(v) else v for k, v in arguments.items()}}
 
 
-def make(name):
-    return getattr(metrics, name)(**ARGUMENTS.get(name, {}), name="metric")
+def make(name, given="metric"):
+    return getattr(metrics, name)(**ARGUMENTS.get(name, {}), name=given)
 
 
 @pytest.mark.parametrize("name", ALL)
