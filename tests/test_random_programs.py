@@ -231,7 +231,7 @@ def programs(draw):
     }
 
 
-@settings(whole_trainings, max_examples=6, derandomize=True)
+@settings(whole_trainings, max_examples=10, derandomize=True)
 @given(program=programs())
 def test_random_programs(program):
     assert_one_devices_result(program)
