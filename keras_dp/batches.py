@@ -130,7 +130,8 @@ def row_spec(leaf: Any) -> Any:
 def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
     """B, if it is known from the arguments of `fit`: how many rows the batches have that are made of arrays, or given."""
     if isinstance(data, tf.data.Dataset):
-        rows = {spec.shape[0] if getattr(spec, "shape", None) else None for spec in tf.nest.flatten(data.element_spec)}
+        shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in tf.nest.flatten(data.element_spec)]
+        rows = {shape[0] if shape.rank else None for shape in shapes}
         return rows.pop() if len(rows) == 1 else None
     if all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(data)):
         return batch_size or BATCH_SIZE

@@ -700,16 +700,20 @@ def test_refuses_batches_without_rows():
 def test_refuses_tensors_without_rows_or_with_other_numbers_of_rows():
     """Plain Keras spreads a single weight over the rows; here it is to be given for each row, as in all other places."""
     parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS))
-    with pytest.raises(ValueError, match=r"(?s)first axis of rows.*\(None, 4\), \(None, 2\), \(\)"):
+    with pytest.raises(ValueError, match=r"(?s)first axis of rows.*\(None, 4\) \(0\), \(None, 2\) \(1\), \(\) \(2\)"):
         fit(parallel, dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))))
     with pytest.raises(ValueError, match=r"same number of rows.*\(23, 4\) \(0\), \(5, 2\) \(1\)"):
         parallel.train_on_batch(X, Y[:5])
     with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
         fit(parallel, ((x, y[:1]) for x, y in generator(X, Y)))
     single_rows = tf.data.Dataset.from_tensor_slices((X, Y))
-    with pytest.raises(ValueError, match=r"\(4,\), \(2,\). If these are single rows, make batches of them: dataset.batch\("):
+    with pytest.raises(
+        ValueError, match=r"\(4,\) \(0\), \(2,\) \(1\). If these are single rows, make batches of them: dataset.batch\("
+    ):
         fit(parallel, single_rows)
-    with pytest.raises(ValueError, match=r"\(4,\), \(\). If these are single rows, make batches of them: dataset.batch\(32\)"):
+    with pytest.raises(
+        ValueError, match=r"\(4,\) \(0\), \(\) \(1\). If these are single rows, make batches of them: dataset.batch\(32\)"
+    ):
         fit(parallel, single_rows.map(lambda x, y: (x, y[0])))
     for method in (parallel.predict, keras_dp.DataParallelModel(keras.Sequential([layers.Dense(2)]), devices=TOWERS).predict):
         with pytest.raises(ValueError, match="shape|ndim") as error:
