@@ -22,7 +22,7 @@ def attention(x):
 
 
 def looked_up(x):
-    """Embeds what each number is, roughly."""
+    """Embeds what each number is, roughly: layers in front have gradients of zero."""
     tokens = layers.Discretization([-0.5, 0.0, 0.5])(x)
     return layers.Reshape((4, 9))(layers.Embedding(4, 3)(tokens))
 
@@ -63,8 +63,10 @@ def contrastive(y_true, y_pred):
 
 
 def correlation(y_true, y_pred):
+    """With the size of the covariance, whose gradient grows no faster than the answers: what diverges shows rounding."""
     centered = y_pred - ops.mean(y_pred, axis=0)
-    return ops.mean((y_true - y_pred) ** 2) + 0.1 * ops.sum(ops.matmul(ops.transpose(centered), centered) ** 2)
+    covariance = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(y_pred)[0], "float64")
+    return ops.mean((y_true - y_pred) ** 2) + 0.1 * ops.sqrt(ops.sum(covariance**2) + 1e-3)
 
 
 def hardest(y_true, y_pred):
@@ -137,7 +139,7 @@ class Program(keras.Model):
     def _plain(self, x, y):
         with tf.GradientTape() as tape:
             loss = self._error(y, self(x, training=True))
-        return loss, tape.gradient(loss, self.trainable_variables)
+        return loss, tape.gradient(loss, self.trainable_variables, unconnected_gradients="zero")
 
     def _penalized(self, x, y):
         """With the gradient along the inputs kept near one."""
@@ -148,7 +150,7 @@ class Program(keras.Model):
             slopes = inner.gradient(answers, x)
             norms = tf.sqrt(tf.reduce_sum(slopes**2, axis=[1, 2]) + 1e-3)
             loss = self._error(y, answers) + 0.1 * tf.reduce_mean((norms - 1.0) ** 2)
-        return loss, tape.gradient(loss, self.trainable_variables)
+        return loss, tape.gradient(loss, self.trainable_variables, unconnected_gradients="zero")
 
     def _in_micro_batches(self, x, y):
         """Three parts of the batch, one after the other."""
