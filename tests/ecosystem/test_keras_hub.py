@@ -4,11 +4,11 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+from classification import TOWERS
 from comparison import TOLERANCE, assert_same, assert_same_script
 
 import keras_dp
 
-TOWERS = 3
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "brown", "fox", "jumped", "."]
 TEXTS = np.array(
     ["the quick brown fox.", "the fox jumped.", "quick quick fox", "the brown", "fox fox.", "jumped the fox", "the."]
