@@ -114,12 +114,12 @@ def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
     return leaf[begin:end]
 
 
-def row_spec(leaf: Any) -> Any:
-    """The type of a tensor, or its type spec, with any number of rows; None for what is not a tensor."""
+def row_spec(leaf: Any, rows: int | None = None) -> Any:
+    """The type of a tensor, or its type spec, with a number of rows, None for any; None for what is not a tensor."""
     spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
     if not isinstance(spec, tf.TypeSpec) or not hasattr(spec, "shape"):
         return None
-    shape = [None, *spec.shape[1:]] if spec.shape.rank else spec.shape
+    shape = [rows, *spec.shape[1:]] if spec.shape.rank else spec.shape
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensorSpec(shape, spec.dtype)
     if isinstance(spec, tf.RaggedTensorSpec):
@@ -127,12 +127,17 @@ def row_spec(leaf: Any) -> Any:
     return tf.TensorSpec(shape, spec.dtype)
 
 
+def known_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> int | None:
+    """The number of rows of a batch, of tensors or their types, if all that are cut are known to have it."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in whole.cut_leaves(batch).values()]
+    rows = {shape[0] if shape.rank else None for shape in shapes}
+    return rows.pop() if len(rows) == 1 else None
+
+
 def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
     """B, if it is known from the arguments of `fit`: how many rows the batches have that are made of arrays, or given."""
     if isinstance(data, tf.data.Dataset):
-        shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in tf.nest.flatten(data.element_spec)]
-        rows = {shape[0] if shape.rank else None for shape in shapes}
-        return rows.pop() if len(rows) == 1 else None
+        return known_rows(data.element_spec)
     if all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(data)):
         return batch_size or BATCH_SIZE
     own = getattr(data, "batch_size", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.batches import Slice, cut, refuse_other_rows, whole_batch
+from keras_dp.batches import Slice, cut, known_rows, refuse_other_rows, whole_batch
 from keras_dp.collectives import Collectives
 from keras_dp.same_batches import CheckedSlice, DifferentBatches, digest
 from keras_dp.shards import ShardSlice, as_slices, cut_shards
@@ -62,8 +62,10 @@ class SliceFeed:
         takes_shards: whether the datasets to come hold the batches of this worker alone.
         different_batches: counts those that are not the same on all workers; None for a worker alone.
         prefetches: whether each tower's next slice is sent to its device while the towers work on the last one: if all are
-            GPUs, since CPUs share the host's memory. Tensors that only a host can hold, such as strings, stay there.
+            GPUs, since CPUs share the host's memory, and the dataset may be read ahead. Tensors that only a host can hold,
+            such as strings, stay there.
         seconds_waited: how long steps have waited for their input; None if that is not measured.
+        known_rows: how many rows each batch has that comes now, if that is known before there is one.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class SliceFeed:
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
+        self.known_rows: int | None = None
         self._shapes: list[tf.TensorShape] = []  # of what the last dataset gives
         self._default_strategy = tf.distribute.get_strategy()
 
@@ -114,6 +117,8 @@ class SliceFeed:
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset | tf.distribute.DistributedDataset:
         """The dataset of batches as a dataset of N `Slice`s each.
 
+        The next batch is read and cut while the towers work on the last one, unless TensorFlow itself would not read it.
+
         Raises:
             ValueError: if the dataset is known to be empty.
         """
@@ -126,6 +131,7 @@ class SliceFeed:
             return dataset
         shapes = [spec.shape for spec in self.whole.cut_leaves(dataset.element_spec).values()]
         self._shapes = [shape for shape in shapes if shape.rank is not None]
+        self.known_rows = known_rows(dataset.element_spec, self.whole)
         refuse_other_rows(dataset.element_spec, self.whole)
         with _single_rows_explained(self._shapes):
             self.prepare(dataset.element_spec)
@@ -135,17 +141,23 @@ class SliceFeed:
         num_towers, index, count, whole = self.num_towers, self.collectives.index, self.collectives.count, self.whole
         has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
         if self.takes_shards and count > 1:
-            dataset = cut_shards(dataset, num_towers)
+            sliced = cut_shards(dataset, num_towers)
         else:
-            dataset = dataset.map(
-                lambda *batch: _cut_and_digest(batch if is_tuple else batch[0], num_towers, index, count, whole)
+            sliced = dataset.map(
+                # To convert it would take a second, and the function has nothing to convert.
+                tf.autograph.experimental.do_not_convert(
+                    lambda *batch: _cut_and_digest(batch if is_tuple else batch[0], num_towers, index, count, whole)
+                )
             )
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
             options.autotune.enabled = False
-        dataset = dataset.with_options(options).prefetch(1)
-        return _prefetch_to(self.devices, dataset) if has_devices else dataset
+        sliced = sliced.with_options(options)
+        if not _reads_ahead(dataset):
+            return sliced
+        sliced = sliced.prefetch(1)
+        return _prefetch_to(self.devices, sliced) if has_devices else sliced
 
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
@@ -157,6 +169,8 @@ class SliceFeed:
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
                 self.seconds_waited.assign_add(tf.timestamp() - begin)
         if not self.is_eager():
+            if not _is_cut(batch):
+                self.known_rows = known_rows(batch, self.whole)
             # Whatever has become of the model since its data were distributed: a callback may have compiled it again.
             with tf.init_scope():
                 self.prepare(batch[0].data if _is_cut(batch) else batch)
@@ -172,6 +186,14 @@ class SliceFeed:
                     batch = self.different_batches.check(batch)
         with _single_rows_explained(self._shapes):
             return step(batch)
+
+
+def _reads_ahead(dataset: tf.data.Dataset) -> bool:
+    """Whether TensorFlow reads a batch while the last one is worked on: unless its options say that it should not."""
+    options = dataset.options()
+    optimizations = options.experimental_optimization
+    said = (options.autotune.enabled, optimizations.inject_prefetch, optimizations.apply_default_optimizations)
+    return False not in said or isinstance(dataset, type(dataset.prefetch(1)))
 
 
 def _fits_on_devices(spec: Any) -> bool:

@@ -6,13 +6,13 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from keras_dp import announcement, choices, keras_seams, losses, metrics, placement
-from keras_dp.batches import BATCH_SIZE, Slice, as_tensor, cut, row_spec, rows_of_batches, whole_batch
+from keras_dp.batches import BATCH_SIZE, Slice, as_tensor, cut, known_rows, row_spec, rows_of_batches, whole_batch
 from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
@@ -20,17 +20,19 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import partition_of
+from keras_dp.partition.user_lines import user_line_of_error
 from keras_dp.partitioned_step import arguments_of, run_on_slices
 from keras_dp.plain_training import PlainTraining
 from keras_dp.stamping import stamp_towers
 from keras_dp.sync_batch_norm import batch_norms
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
-from keras_dp.tower_step import TowerStep, unknown_rows_explained
+from keras_dp.tower_step import TowerStep, asks_for_rows, unknown_rows_explained
 from keras_dp.whole_tensors import WholeTensors
 from keras_dp.wrapper import has_own_compile, has_own_step, refuse_strategy
 
 Tensor = Any
 Logs = dict[str, Any]
+Result = TypeVar("Result")
 
 logger = logging.getLogger("keras_dp")
 
@@ -128,6 +130,7 @@ class DataParallelModel(JoinedModel):
         self._told_eager = False
         self._announced = False
         self._told_gathered = False
+        self._told_known_rows = False
         self._batch_rows: int | None = None
         self._plain_training = PlainTraining(inner_model)
         self._jit_compile = False
@@ -223,10 +226,30 @@ class DataParallelModel(JoinedModel):
     def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
         run = getattr(self.inner_model, f"{step}_step")
-        with unknown_rows_explained():
-            result, partition = run_on_slices(run, slices, self._whole, self.devices, self._home())
+        result, partition = self._with_known_rows(
+            lambda rows: run_on_slices(run, slices, self._whole, rows, self.devices, self._home()), self._feed.known_rows
+        )
         if step == "train" and not self._told_gathered:
             self._tell_gathered(explain(partition, self.devices, self._home(), self._batch_rows or BATCH_SIZE))
+        return result
+
+    def _with_known_rows(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
+        """Tries a step with any number of rows, and, if it asks for the number while it is traced, with the data's own."""
+        try:
+            with unknown_rows_explained():
+                return attempt(None)
+        except (TypeError, ValueError) as error:
+            if rows is None or not asks_for_rows(error):
+                raise
+            line = user_line_of_error(error)
+        result = attempt(rows)
+        if not self._told_known_rows:
+            self._told_known_rows = True
+            logger.warning(
+                "The model runs on one device: a step asks for the number of rows while it is traced%s, and towers have "
+                "different ones. keras.ops.shape(x)[0] in place of x.shape[0] leaves it on the towers.",
+                f" ({line})" if line else "",
+            )
         return result
 
     def _tell_gathered(self, explanation: Explanation) -> None:
@@ -254,9 +277,11 @@ class DataParallelModel(JoinedModel):
         """
         refuse_unknown("step", step, choices.Step)
         slices = self._slices_of(batch)
-        of_batch, arguments = arguments_of(getattr(self.inner_model, f"{step}_step"), slices, self._whole)
-        partition = partition_of(of_batch, arguments, self.devices, self._home())
-        return explain(partition, self.devices, self._home(), int(slices[0].batch_rows))
+        run, batch_rows = getattr(self.inner_model, f"{step}_step"), int(slices[0].batch_rows)
+        partition = self._with_known_rows(
+            lambda rows: partition_of(*arguments_of(run, slices, self._whole, rows), self.devices, self._home()), batch_rows
+        )
+        return explain(partition, self.devices, self._home(), batch_rows)
 
     def _slices_of(self, batch: Any) -> Sequence[Slice]:
         """The N slices of an eager batch, with all variables created."""
@@ -364,15 +389,20 @@ class DataParallelModel(JoinedModel):
         if has_own_step(model):
             self._place_variables()
             return
-        specs = keras.tree.map_structure(row_spec, batch)
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
-        with unknown_rows_explained():
-            keras_seams.build(model, x)
-            self._place_variables()
-            if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
-                keras_seams.symbolic_build(model, specs)
+        rows = known_rows(batch, self._whole) if self._engine == "partition" else None
+        self._with_known_rows(functools.partial(self._build_for, batch), rows)
         keras_seams.seed_states(model)
         self._synchronize_workers()
+
+    def _build_for(self, batch: Any, rows: int | None) -> None:
+        """Builds the inner model, its metrics and its optimizer for batches of a number of rows, or, if that is None, any."""
+        model, stays = self.inner_model, iter(self._whole.of(batch))
+        specs = keras.tree.map_structure(lambda leaf: row_spec(leaf, None if next(stays) else rows), batch)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
+        keras_seams.build(model, x)
+        self._place_variables()
+        if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
+            keras_seams.symbolic_build(model, specs)
 
     def _place_variables(self) -> None:
         """Moves the variables of a built model to where they should live."""

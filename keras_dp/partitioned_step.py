@@ -15,7 +15,12 @@ Tensor = Any
 
 
 def run_on_slices(
-    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors, devices: Sequence[str], home: str
+    step: Callable[[Any], Any],
+    slices: Sequence[Slice],
+    whole: WholeTensors,
+    known_rows: int | None,
+    devices: Sequence[str],
+    home: str,
 ) -> tuple[Any, Partition]:
     """Runs a step, written for one device and a whole batch, on N slices of one.
 
@@ -23,13 +28,14 @@ def run_on_slices(
         step: takes a batch and returns nested tensors, as `keras.Model.train_step`.
         slices: of the batch.
         whole: says which tensors were not cut.
+        known_rows: the number of rows of each batch, as in `arguments_of`.
         devices: of the N towers.
         home: the device of whatever happens once.
 
     Returns:
         What the step returns for the whole batch, and how it was partitioned.
     """
-    of_batch, arguments = arguments_of(step, slices, whole)
+    of_batch, arguments = arguments_of(step, slices, whole, known_rows)
     return run_partitioned(of_batch, arguments, rows_of(slices), devices, home)
 
 
@@ -39,7 +45,7 @@ def rows_of(slices: Sequence[Slice]) -> RowCounts:
 
 
 def arguments_of(
-    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors
+    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors, known_rows: int | None
 ) -> tuple[Callable[..., Any], list[Argument]]:
     """A step on a nested batch as one on flat tensors, and these tensors.
 
@@ -47,12 +53,16 @@ def arguments_of(
         step: takes a batch.
         slices: of the batch.
         whole: says which tensors were not cut.
+        known_rows: the number of rows of each batch, for a step that asks for it while it is traced: such a step takes whole
+            batches. None for a step that takes any number, and can be partitioned.
     """
     parts = [keras.tree.flatten(part.data) for part in slices]
     arguments: list[Argument] = []
     counts = []
     for stays, *leaves in zip(whole.of(slices[0].data), *parts, strict=True):
         made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, slices)
+        if known_rows is not None:
+            made = [_of_known_rows(argument, known_rows) if argument.slices else argument for argument in made]
         arguments += made
         counts.append(len(made))
 
@@ -90,6 +100,26 @@ def _arguments(leaves: Sequence[Any], slices: Sequence[Slice]) -> list[Argument]
         return tf.nest.flatten(whole(), expand_composites=True)[i]
 
     return [Argument(spec, functools.partial(component, i), None) for i, spec in enumerate(specs)]
+
+
+def _of_known_rows(argument: Argument, rows: int) -> Argument:
+    """The whole of a tensor, which is traced, and checked, to have so many rows."""
+    spec = tf.TensorSpec([rows, *argument.spec.shape[1:]], argument.spec.dtype)
+
+    def whole() -> Tensor:
+        tensor = argument.whole()
+        is_as_traced = tf.debugging.assert_equal(
+            tf.shape(tensor)[0],
+            rows,
+            f"The step asks for the number of rows while it is traced, and was traced for batches of {rows} rows. Let it ask "
+            "for keras.ops.shape(x)[0], or compile the model again before it takes batches of another size.",
+        )
+        with tf.control_dependencies([] if is_as_traced is None else [is_as_traced]):
+            checked = tf.identity(tensor)
+        checked.set_shape(spec.shape)
+        return checked
+
+    return Argument(spec, whole, None)
 
 
 def _filled(leaf: Any, tensors: list[Tensor]) -> Any:

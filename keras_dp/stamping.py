@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +9,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.batches import Slice, row_spec
 from keras_dp.collectives import Collectives, next_place
+from keras_dp.partition.user_lines import user_line
 from keras_dp.simplification import needed_nodes, simplify
 from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Common, Tower, enter_tower
 
@@ -289,14 +289,8 @@ def _all_nodes(graph_def: graph_pb2.GraphDef) -> Iterable[node_def_pb2.NodeDef]:
 
 def _where(graph: tf.Graph, name: str) -> str:
     """The user's line that made an operation, if it is known."""
-    try:
-        frames = graph.get_operation_by_name(name).traceback
-    except KeyError:
-        return ""
-    for frame in reversed(list(frames)):
-        if not any(package in Path(frame.filename).parts for package in ("tensorflow", "keras", "keras_dp")):
-            return f", made in {frame.filename}, line {frame.lineno}"
-    return ""
+    line = user_line(graph, name)
+    return f", made in {line}" if line else ""
 
 
 def _keep_alive(graph: tf.Graph, concrete: Any) -> None:

@@ -76,7 +76,10 @@ def check_step(
     refuse_unknown("step", step, choices.Step)
     slices = parallel._slices_of(batch)
     run = getattr(parallel.inner_model, f"{step}_step")
-    of_batch, arguments = arguments_of(run, slices, parallel._whole)
-    tolerance = tolerance or _TOLERANCES.get(keras.config.floatx(), 1e-2)
-    comparison = compare(of_batch, arguments, rows_of(slices), parallel.devices, parallel._home(), tolerance)
-    return StepCheck(step, comparison, tolerance)
+    within = tolerance or _TOLERANCES.get(keras.config.floatx(), 1e-2)
+
+    def compared(known_rows: int | None) -> Comparison:
+        of_batch, arguments = arguments_of(run, slices, parallel._whole, known_rows)
+        return compare(of_batch, arguments, rows_of(slices), parallel.devices, parallel._home(), within)
+
+    return StepCheck(step, parallel._with_known_rows(compared, int(slices[0].batch_rows)), within)

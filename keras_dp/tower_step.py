@@ -27,12 +27,17 @@ def unknown_rows_explained() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        if any(words in str(error) for words in _WORDS_OF_UNKNOWN_ROWS):
+        if asks_for_rows(error):
             error.add_note(
                 "keras_dp: how many rows a tower has is not known while it is traced, also if all batches have the same size. "
                 "If the model or the loss asks for x.shape[0], which is None, let it ask for keras.ops.shape(x)[0]."
             )
         raise
+
+
+def asks_for_rows(error: Exception) -> bool:
+    """Whether an error is about a None, as the number of rows is while a step is traced."""
+    return any(words in str(error) for words in _WORDS_OF_UNKNOWN_ROWS)
 
 
 class TowerStep:

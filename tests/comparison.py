@@ -1,9 +1,13 @@
 """Runs the same script on a plain Keras model and on a DataParallelModel around its twin, and compares all that comes out."""
 
+import contextlib
+from unittest import mock
+
 import keras
 import numpy as np
 
 import keras_dp
+from keras_dp.feeding import SliceFeed
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
@@ -81,13 +85,36 @@ def assert_same_script(build, script, num_towers, wrapper_arguments=None):
     received = script(parallel)
 
     tolerance = TOLERANCE[keras.config.floatx()]
-    assert_same(expected, received, tolerance)
-    assert_same(one.get_weights(), inner.get_weights(), tolerance, "weights")
-    for optimizer in (inner.optimizer, parallel.optimizer):
-        assert_same(values(one.optimizer), values(optimizer), tolerance, "optimizer")
+    with explained_by_check_step(parallel, script):
+        assert_same(expected, received, tolerance)
+        assert_same(one.get_weights(), inner.get_weights(), tolerance, "weights")
+        for optimizer in (inner.optimizer, parallel.optimizer):
+            assert_same(values(one.optimizer), values(optimizer), tolerance, "optimizer")
     if len(before) == len(one.get_weights()) > 0:
         assert largest_change(before, one.get_weights()) > 1e-6, "nothing was trained"
     return one, parallel
+
+
+@contextlib.contextmanager
+def explained_by_check_step(parallel, script):
+    """Adds to a failed assertion what `check_step` finds in the first batch that a script feeds its model."""
+    try:
+        yield
+    except AssertionError as error:
+        batches = []
+        distribute = SliceFeed.experimental_distribute_dataset
+
+        def remembering(feed, dataset):
+            batches.append(next(iter(dataset)))
+            return distribute(feed, dataset)
+
+        try:
+            with mock.patch.object(SliceFeed, "experimental_distribute_dataset", remembering):
+                script(parallel)
+            error.add_note(str(keras_dp.check_step(parallel, batches[0])))
+        except Exception as reason:
+            error.add_note(f"check_step does not run: {reason!r}")
+        raise
 
 
 def assert_same_training(build, compile_arguments, datasets, num_towers, wrapper_arguments=None, **fit_arguments):

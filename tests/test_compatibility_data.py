@@ -1,5 +1,6 @@
 """Whatever plain Keras takes as data, in whatever form, gives the towers one device's result."""
 
+import inspect
 import random
 
 import keras
@@ -256,6 +257,56 @@ def test_datasets():
         return histories, evaluate(model, datasets[-1]), [predict(model, data) for data in datasets]
 
     assert_same_script(dense, script, TOWERS)
+
+
+@runs_dry
+@pytest.mark.parametrize("engine", ["auto", "partition"])
+def test_datasets_that_depend_on_what_was_trained(engine):
+    """As the memory of an agent: whoever wants each batch read when the last one has been learned, turns reading ahead off."""
+
+    def script(model):
+        compiled(model)
+        seen = []
+
+        def replay():
+            for i in range(12):
+                yield X[:BATCH], Y[:BATCH] + len(seen) + i
+
+        shapes = tf.TensorSpec((None, 4), "float64"), tf.TensorSpec((None, 2), "float64")
+        learned = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(float(logs["loss"])))
+        data = tf.data.Dataset.from_generator(replay, output_signature=shapes)
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        data = data.with_options(options)
+        histories = [fit(model, data, steps_per_epoch=4, epochs=2, callbacks=[learned]), fit(model, data, callbacks=[learned])]
+        return histories, seen
+
+    assert_same_script(dense, script, TOWERS, {"engine": engine})
+
+
+@runs_dry
+def test_batches_that_are_padded_to_different_widths():
+    """A step of one's own is traced as often as on one device, and not for each width."""
+    traces = []
+
+    class Traced(keras.Model):
+        def train_step(self, data):
+            traces.append(data[0].shape)
+            return super().train_step(data)
+
+    def build():
+        tokens = keras.Input((None,), dtype="int64")
+        return Traced(tokens, layers.Dense(2)(layers.LSTM(3)(layers.Embedding(9, 4, mask_zero=True)(tokens))))
+
+    def script(model):
+        del traces[:]
+        compiled(model)
+        sentences = [(np.arange(4 * width).reshape(4, width) % 8 + 1, Y[:4]) for width in (3, 5, 4, 9, 6)]
+        types = tf.TensorSpec((None, None), "int64"), tf.TensorSpec((None, 2), "float64")
+        results = fit(model, tf.data.Dataset.from_generator(lambda: sentences, output_signature=types), epochs=2)
+        return results, [model.train_on_batch(*batch) for batch in sentences], len(traces)
+
+    assert_same_script(build, script, TOWERS)
 
 
 def test_datasets_of_dictionaries():
@@ -643,6 +694,73 @@ def test_refuses_losses_and_layers_that_ask_for_the_static_batch_size():
     parallel = compiled(keras_dp.DataParallelModel(model, devices=TOWERS))
     with pytest.raises(Exception, match=r"ops\.shape"):
         fit(parallel, dataset(X, Y, drop_remainder=True))
+
+
+class NoiseForEachRow(keras.Model):
+    """Draws as many rows of noise as a batch has, counted in Python."""
+
+    def train_step(self, data):
+        x, y, *_ = data
+        noise = tf.random.stateless_normal((x.shape[0], 4), [1, x.shape[0]], dtype=x.dtype)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x + noise, training=True) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"squares": loss * x.shape[0]}
+
+    def test_step(self, data):
+        return {"rows": tf.constant(data[0].shape[0])}
+
+
+def noisy():
+    inputs = keras.Input((4,))
+    return NoiseForEachRow(inputs, layers.Dense(2)(inputs))
+
+
+def test_steps_of_ones_own_that_ask_for_the_static_batch_size(caplog):
+    """One device knows it if all batches have the same size: then they run on one, and say so, with the user's line."""
+
+    def script(model):
+        model.compile("adam")
+        rows = dataset(X, Y, drop_remainder=True)
+        return fit(model, rows, epochs=2), evaluate(model, rows), model.train_on_batch(X[:BATCH], Y[:BATCH])
+
+    _, parallel = assert_same_script(noisy, script, TOWERS)
+    (record,) = [record for record in caplog.records if "number of rows" in record.getMessage()]
+    lines, start = inspect.getsourcelines(NoiseForEachRow.train_step)
+    assert (
+        f"test_compatibility_data.py, line {start + next(i for i, line in enumerate(lines) if 'noise =' in line)}"
+        in record.getMessage()
+    )
+    assert keras_dp.check_step(parallel, (X[:BATCH], Y[:BATCH])).is_exact
+    assert parallel.explain((X[:BATCH], Y[:BATCH])).meetings == []
+
+
+def test_layers_that_ask_for_the_static_batch_size_in_a_partitioned_step():
+    def build():
+        return keras.Sequential([keras.Input(batch_shape=(BATCH, 4)), CountsStatically(), layers.Flatten(), layers.Dense(2)])
+
+    def script(model):
+        rows = dataset(X, Y, drop_remainder=True)
+        first = compiled(model).train_on_batch(X[:BATCH], Y[:BATCH])
+        return first, fit(model, rows), evaluate(model, rows), predict(model, rows)
+
+    assert_same_script(build, script, TOWERS, {"engine": "partition"})
+
+
+def test_refuses_batches_of_a_size_that_a_step_was_not_traced_for():
+    """As one device does: a function that TensorFlow has traced for two sizes is traced for any."""
+    parallel = keras_dp.DataParallelModel(noisy(), devices=TOWERS)
+    parallel.compile("adam")
+    sevens, fives, sixes = (tf.data.Dataset.from_tensor_slices((X, Y)).batch(n, drop_remainder=True) for n in (7, 5, 6))
+    fit(parallel, sevens)
+    fit(parallel, fives)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=r"batches of 5 rows.*ops\.shape"):
+        fit(parallel, sixes)
+    parallel.compile("adam")
+    fit(parallel, sixes)
+    parallel.compile("adam")
+    with pytest.raises((TypeError, ValueError), match=r"ops\.shape|None"):
+        fit(parallel, X[:9], Y[:9], batch_size=5)
 
 
 def test_refuses_outputs_that_each_slice_pads_to_a_length_of_its_own():

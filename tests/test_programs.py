@@ -4,7 +4,7 @@ import functools
 
 import keras
 import pytest
-from comparison import TOLERANCE, assert_same, largest_change, values
+from comparison import TOLERANCE, assert_same, explained_by_check_step, largest_change, values
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
 from programs.catalogue import PROGRAMS
 
@@ -14,8 +14,15 @@ import keras_dp
 @pytest.mark.parametrize("towers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_program_trains_as_on_one_device(name, towers):
-    received = run(name, lambda model: keras_dp.DataParallelModel(model, devices=towers, engine="partition"))
-    assert_same(plain(name), received, TOLERANCE["float64"])
+    wrapped = []
+
+    def wrap(model):
+        wrapped.append(keras_dp.DataParallelModel(model, devices=towers, engine="partition"))
+        return wrapped[0]
+
+    received = run(name, wrap)
+    with explained_by_check_step(wrapped[0], PROGRAMS[name]()[1]):
+        assert_same(plain(name), received, TOLERANCE["float64"])
 
 
 @functools.lru_cache

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, values
+from comparison import assert_same, assert_same_training, values
 from keras import layers
 
 import keras_dp
@@ -51,8 +51,9 @@ def test_same(cls, step):
     assert_same(before, (parallel.get_weights(), values(parallel.inner_model.optimizer)), 0.0)
 
 
-def test_wrong_rule_is_found(monkeypatch):
-    """The first operation that is wrong is named, with the user's line, although all behind it are different, too."""
+@pytest.fixture
+def wrong_mean(monkeypatch):
+    """The mean of the towers' means is taken for that of all rows."""
     right = RULES["Mean"]
 
     def wrong(node):
@@ -61,8 +62,24 @@ def test_wrong_rule_is_found(monkeypatch):
             plan.instance = None
         return plan
 
-    parallel = wrapped(Own)
     monkeypatch.setitem(RULES, "Mean", wrong)
+
+
+def test_comparison_of_programs_that_fails_names_the_operation(wrong_mean):
+    """As all tests of exactness do when they fail."""
+
+    def build():
+        inputs = keras.Input((4,))
+        return Own(inputs, layers.Dense(2)(layers.BatchNormalization()(inputs)))
+
+    with pytest.raises(AssertionError) as failed:
+        assert_same_training(build, lambda: {"optimizer": "sgd"}, [((X, Y), 4)], 3)
+    assert any("first operation that differs" in note and "Mean" in note for note in failed.value.__notes__)
+
+
+def test_wrong_rule_is_found(wrong_mean):
+    """The first operation that is wrong is named, with the user's line, although all behind it are different, too."""
+    parallel = wrapped(Own)
     check = keras_dp.check_step(parallel, (X, Y))
     assert not check.is_exact
     first = check.comparison.first

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,6 +21,11 @@ from keras_dp.cli.runs import Measurement, Run
 
 PROFILED_STEPS = 10
 SEED = 0
+WRAPPERS: dict[str, Callable[..., keras.Model]] = {
+    "keras_dp": keras_dp.DataParallelModel,
+    "partition": functools.partial(keras_dp.DataParallelModel, engine="partition"),
+    "ceiling": IndependentTowers,
+}
 
 
 class StepTimes(keras.callbacks.Callback):
@@ -96,9 +103,8 @@ def _devices(count: int) -> list[str]:
 
 def _on_engine(run: Run, model: keras.Model, devices: list[str]) -> keras.Model:
     """The model that an engine trains: `model` itself, or a wrapper."""
-    if run.engine in ("keras_dp", "ceiling"):
-        wrapper = keras_dp.DataParallelModel if run.engine == "keras_dp" else IndependentTowers
-        return wrapper(
+    if run.engine in WRAPPERS:
+        return WRAPPERS[run.engine](
             model,
             devices=devices,
             parameter_device=run.parameter_device,

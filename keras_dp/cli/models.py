@@ -138,6 +138,15 @@ class PositionEmbedding(keras.layers.Layer):
         return x + self.vectors
 
 
+def lstm() -> keras.Model:
+    """A language model with two LSTMs of 128 units; logits of the next token, of shape (batch, 64, 5000)."""
+    tokens = keras.Input((SEQUENCE_LENGTH,), dtype="int32")
+    x = keras.layers.Embedding(VOCABULARY, 128)(tokens)
+    for _ in range(2):
+        x = keras.layers.LSTM(128, return_sequences=True)(x)
+    return keras.Model(tokens, keras.layers.Dense(VOCABULARY)(x))
+
+
 def unet() -> keras.Model:
     """A U-Net on images of 64 x 64 pixels, with 16, 32 and 64 channels; logits of shape (batch, 64, 64, 4)."""
 
@@ -162,5 +171,6 @@ BUILT_IN = {
     "resnet20": Workload(resnet20, 64, classification),
     "resnet50": Workload(resnet50, 16, classification),
     "transformer": Workload(transformer, 64, classification),
+    "lstm": Workload(lstm, 64, classification),
     "unet": Workload(unet, 16, classification),
 }

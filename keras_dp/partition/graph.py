@@ -7,9 +7,10 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
+from keras_dp.partition.hoisting import hoisted
 from keras_dp.partition.node import Static
 from keras_dp.partition.rows import Size
-from keras_dp.partition.tensorflow_internals import body_of, handle_data, is_stateful, placeholder
+from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 
 Tensor = Any
 Output = tuple[str, int]  # a node's name, and which of its outputs
@@ -80,6 +81,7 @@ def traced_step(concrete: Any) -> Traced:
     with graph.as_default():
         while any(map(_is_inlined, inlined.nodes)):
             inlined = _inline(inlined, library)
+    inlined.nodes = [node for call in inlined.nodes for node in _hoisted(call, library, graph)]
     placeholders = [tensor.op.name for tensor in graph.inputs]
     specs = {
         name: (tensor.dtype, tensor.shape, handle_data(tensor)) for name, tensor in zip(placeholders, graph.inputs, strict=True)
@@ -125,6 +127,18 @@ class _Inlined:
 def _is_inlined(node: Any) -> bool:
     """XLA compiles some functions as they are: these stay calls."""
     return node.op in CALLS and not node.attr["_XlaMustCompile"].b
+
+
+def _hoisted(node: Any, library: dict[str, Any], graph: tf.Graph) -> list[Any]:
+    """A node, and before a call that stays one, the reads of its variables."""
+    if node.op not in CALLS:
+        return [node]
+    nodes, function = hoisted(node, library)
+    name = function.signature.name
+    if name not in library:
+        library[name] = function
+        add_function(function, graph)
+    return nodes
 
 
 def _inline(graph: _Inlined, library: Mapping[str, Any]) -> _Inlined:
@@ -198,6 +212,10 @@ def _analyzed(
     for node in inlined.nodes:
         # Colocation names an operation that may have been inlined.
         node.attr.pop("_class", None)
+        # Nothing needs to wait for an argument.
+        inputs = [name for name in node.input if name[1:] not in specs or not name.startswith("^")]
+        del node.input[:]
+        node.input.extend(inputs)
     graph_def.node.extend(node for node in inlined.nodes if node.name not in specs)
     graph_def.library.function.extend(library.values())
     # Python code has said of some tensors what TensorFlow would not infer, with `set_shape`.

@@ -36,6 +36,10 @@ class Size:
         return "*".join([*([str(self.coefficient)] if self.coefficient != 1 else []), *self.factors])
 
 
+# The number of rows of the whole batch, along an axis of which every tower has all entries.
+ALL_ROWS = Size.named("all rows")
+
+
 class _Global:
     """A number that depends on the number of rows, and is no multiple of it."""
 
@@ -168,6 +172,13 @@ def derived(operation: str, *numbers: Number) -> Number:
 def depends_on_rows(numbers: Iterable[Number]) -> bool:
     """Whether any number depends on the number of rows."""
     return any(isinstance(number, Rows) or number is GLOBAL for number in numbers)
+
+
+def gathered(size: Number) -> Number | None:
+    """The size of an axis once its rows are gathered, None if it is not known."""
+    if isinstance(size, Rows):
+        return multiply(size.total, ALL_ROWS)
+    return None if size is GLOBAL else size
 
 
 def segments_between(blocks: Sequence[Number], start: int, rows: Number) -> int | None:

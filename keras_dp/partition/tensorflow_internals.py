@@ -1,10 +1,12 @@
 """The private names of TensorFlow that the partition needs; tests/partition/test_tensorflow_internals.py guards each one."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
+from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, op_def_registry
 from tensorflow.python.ops import handle_data_util
 
@@ -21,6 +23,13 @@ def is_stateful(operation_type: str) -> bool:
     """Whether an operation may give something else with the same inputs, or has effects; those that are not known, may."""
     definition = op_def_registry.get(operation_type)
     return definition is None or definition.is_stateful
+
+
+def add_function(function: Any, graph: tf.Graph) -> None:
+    """Makes a FunctionDef known to TensorFlow, for as long as there is a graph; those that import its calls keep that alive."""
+    context.context().add_function_def(function)
+    name = function.signature.name
+    weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
 
 
 def handle_data(tensor: Tensor) -> Any:

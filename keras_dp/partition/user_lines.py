@@ -1,10 +1,20 @@
-"""The user's line that made an operation."""
+"""The user's line that made an operation, or an error."""
 
+import importlib.util
+import os
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
-_LIBRARIES = ("tensorflow", "keras", "keras_dp")
+# Where they are installed: a user's project may have a directory of the same name.
+_LIBRARIES = tuple(
+    f"{Path(spec.origin).parent}{os.sep}"
+    for spec in map(importlib.util.find_spec, ("tensorflow", "keras", "keras_dp"))
+    if spec is not None and spec.origin is not None
+)
 
 
 def user_line(graph: tf.Graph, name: str) -> str:
@@ -15,8 +25,17 @@ def user_line(graph: tf.Graph, name: str) -> str:
         except KeyError:
             name = name.rpartition("/")[0]
             continue
-        for frame in reversed(list(frames)):
-            if not any(library in Path(frame.filename).parts for library in _LIBRARIES):
-                return f"{frame.filename}, line {frame.lineno}"
-        return ""
+        return _last_of_the_user(frames)
+    return ""
+
+
+def user_line_of_error(error: BaseException) -> str:
+    """Where the user's code raised an error, or called what raised it: a file and a line; "" if unknown."""
+    return _last_of_the_user(traceback.extract_tb(error.__traceback__))
+
+
+def _last_of_the_user(frames: Iterable[Any]) -> str:
+    for frame in reversed(list(frames)):
+        if not frame.filename.startswith((*_LIBRARIES, "<")):
+            return f"{frame.filename}, line {frame.lineno}"
     return ""

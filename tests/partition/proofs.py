@@ -1,5 +1,6 @@
 """Proves a rule: runs an operation whole and partitioned, for every placement of its inputs, and compares."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ class Sample:
         high: the largest.
         partial: which inputs may be given as parts of a sum.
         meets: whether rows meet rows wherever they are, so that no tower computes it by itself.
+        missing: the `Case`s, as text, in which towers alone would be right, and which are computed once all the same.
     """
 
     types: tuple[str, ...]
@@ -44,6 +46,7 @@ class Sample:
     high: float = 0.8
     partial: tuple[int, ...] = ()
     meets: bool = False
+    missing: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +136,52 @@ def prove(sample: Sample, case: Case) -> set[str]:
         for one, other in zip(expected, tf.nest.flatten(partitioned(*map(tf.constant, given))), strict=True):
             _compare(one.numpy(), other.numpy())
     return _spread(partition.propagation) & set(sample.types)
+
+
+def is_right_on_towers(sample: Sample, case: Case) -> bool:
+    """Whether towers that run an operation on what they have alone, have slices or parts of what it gives."""
+    having = [i for i, axes in enumerate(sample.axes) if case.rows and case.rows in axes]
+    # A whole tensor of as many rows may be cut, or not.
+    return any(_is_right(sample, case, cut) for cut in (case.sharded, having))
+
+
+def _is_right(sample: Sample, case: Case, cut: Sequence[int]) -> bool:
+    for seed, rows in enumerate((7, 6, 8, 7)):
+        arrays = arrays_of(sample, case, rows, seed)
+        parts = {i: _parts(arrays[i], len(DEVICES), seed) for i in case.partial}
+        results = []
+        for tower, (begin, end) in enumerate(((0, 3), (3, 5), (5, rows))):
+            own = [parts[i][tower] if i in parts else array for i, array in enumerate(arrays)]
+            for i in cut:
+                own[i] = own[i].take(range(begin, end), axis=sample.axes[i].index(case.rows))
+            try:
+                results.append(tf.nest.flatten(sample.function(*map(tf.constant, own))))
+            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, ValueError):
+                return False
+        whole = tf.nest.flatten(sample.function(*map(tf.constant, arrays)))
+        pairs = [(one.numpy(), [part.numpy() for part in own]) for one, *own in zip(whole, *results, strict=True)]
+        if not all(_makes(one, own, not parts) for one, own in pairs):
+            return False
+    return True
+
+
+def _makes(whole: np.ndarray, parts: Sequence[np.ndarray], has_extremes: bool) -> bool:
+    """Whether a tensor is what parts are together: rows behind each other, a sum, the largest, the least, or each of them."""
+    combined = []
+    with contextlib.suppress(ValueError):
+        combined += [np.concatenate(parts, axis) for axis in range(whole.ndim)]
+    if all(part.shape == whole.shape for part in parts):
+        # Parts of a sum may have the largest of it by chance.
+        combined += [np.max(parts, 0), np.min(parts, 0)] if whole.dtype.kind in "fiub" and has_extremes else []
+        combined += [np.sum(parts, 0)] if whole.dtype.kind in "fiuc" else []
+    return all(_is_close(whole, part) for part in parts) or any(_is_close(whole, one) for one in combined)
+
+
+def _is_close(one: np.ndarray, other: np.ndarray) -> bool:
+    with contextlib.suppress(AssertionError):
+        _compare(one, other.astype(one.dtype))
+        return True
+    return False
 
 
 def _spread(propagation: Propagation) -> set[str]:

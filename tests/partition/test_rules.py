@@ -7,7 +7,7 @@ import tensorflow as tf
 import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
-from partition.proofs import cases_of, partitioned_step, prove, run
+from partition.proofs import cases_of, is_right_on_towers, partitioned_step, prove, run
 from partition.samples import samples
 
 SAMPLES = samples()
@@ -20,10 +20,14 @@ STATEFUL_DRAWS = {name for name in DRAWS if not name.startswith("Stateless")}
 def test_partitioned_is_whole(k):
     """For all placements of the inputs, and for batches in which a tower has one row, or none."""
     sample = SAMPLES[k]
-    spread = set()
+    spread, missing = set(), []
     for case in cases_of(sample):
-        spread |= prove(sample, case)
+        on_towers = prove(sample, case)
+        spread |= on_towers
+        if on_towers != set(sample.types) and is_right_on_towers(sample, case):
+            missing.append(str(case))
     assert spread == (set() if sample.meets else set(sample.types))
+    assert missing == list(sample.missing)
 
 
 def test_each_rule_has_a_sample():
@@ -69,6 +73,62 @@ def test_shapes_that_are_stated():
     assert not partition.gathered
 
 
+def gradient_of(loss, *sources):
+    """A step: the loss, and its gradients with respect to rows or variables."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = loss(x)
+        return value, *tape.gradient(value, [x, *sources])
+
+    return step
+
+
+def test_compiled_call_reads_a_variable_before_it():
+    """On each tower, as of a grouped convolution, which Keras has XLA compile."""
+    kernel = tf.Variable(np.random.default_rng(1).normal(size=(2, 3)))
+    product = tf.function(lambda x: tf.tanh(x @ kernel), jit_compile=True, autograph=False)
+    step = gradient_of(lambda x: tf.reduce_mean(product(x) ** 2), kernel)
+    x = np.random.default_rng(0).normal(size=(7, 2))
+    received, partition = run(step, [x])
+    for one, other in zip(received, tf.function(step, autograph=False)(tf.constant(x)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11)
+    assert not partition.gathered
+
+
+def test_compiled_call_that_assigns_happens_once():
+    counters = [tf.Variable(1.0, dtype=tf.float64) for _ in range(2)]
+
+    def counting(counter):
+        @tf.function(jit_compile=True, autograph=False)
+        def counted(x):
+            counter.assign_add(1.0)
+            return x * counter
+
+        return lambda x: tf.reduce_mean(counted(x), axis=0)
+
+    x = np.random.default_rng(0).normal(size=(7, 2))
+    received, _ = run(counting(counters[0]), [x])
+    np.testing.assert_allclose(received[0], counting(counters[1])(tf.constant(x)), rtol=1e-11)
+    assert counters[0].numpy() == counters[1].numpy() == 2.0
+
+
+def test_gradient_of_rows_by_rows_gathers_operands_alone():
+    """The second axis of a matrix of similarities has all rows, and is known to have as many as its gradient."""
+
+    def loss(x):
+        similarity = tf.matmul(x, x, transpose_b=True)
+        apart = similarity - tf.reduce_mean(similarity, axis=1, keepdims=True)
+        return tf.reduce_mean(tf.reduce_logsumexp(apart, axis=1))
+
+    x = np.random.default_rng(0).normal(size=(7, 2))
+    received, partition = run(gradient_of(loss), [x])
+    for one, other in zip(received, gradient_of(loss)(tf.constant(x)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11)
+    assert {gathered.type for gathered in partition.gathered} == {"MatMul"}
+
+
 def loop_with_effects(x, counter):
     """Counts inside a branch inside a loop."""
 
@@ -89,6 +149,27 @@ def test_effects_in_a_branch_in_a_loop_happen_once():
     assert counters[1].numpy() == counters[0].numpy() == 2.0
 
 
+def test_update_after_a_function_of_the_user():
+    """For its gradient, the function returns its argument as well: what waits for the call waits for nothing else."""
+    kernels = [tf.Variable(np.random.default_rng(1).normal(size=(2, 3))) for _ in range(2)]
+
+    def learning(kernel):
+        product = tf.function(lambda x: x @ kernel, autograph=False)
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(product(x) ** 2)
+            kernel.assign_sub(tape.gradient(loss, kernel))
+            return loss
+
+        return step
+
+    x = np.random.default_rng(0).normal(size=(7, 2))
+    received, _ = run(learning(kernels[0]), [x])
+    np.testing.assert_allclose(received[0], learning(kernels[1])(tf.constant(x)), rtol=1e-11)
+    np.testing.assert_allclose(*kernels, rtol=1e-11)
+
+
 def list_of_a_number_and_a_sum(x):
     return tf.TensorArray(x.dtype, 2, element_shape=[]).write(0, 5.0).write(1, tf.reduce_sum(x)).stack()
 
@@ -101,6 +182,11 @@ def list_of_whole_and_cut_rows(x):
 def loop_that_returns_a_whole_tensor(x):
     whole = tf.cumsum(x, axis=0)
     return tf.reduce_sum(tf.while_loop(lambda i, _: i < 3, lambda i, _: (i + 1, whole * tf.cast(i, x.dtype)), [0, x])[1])
+
+
+def loop_of_maxima_without_a_round(x):
+    start = tf.constant([-9.0, -9.0], x.dtype)
+    return tf.while_loop(lambda i, _: i < tf.size(x) * 0, lambda i, _: (i + 1, tf.reduce_max(x, axis=0)), [0, start])[1]
 
 
 def length_of_a_list_of_rows(x):
@@ -133,6 +219,7 @@ def gather_with_batch_axes_from_behind(x):
         list_of_a_number_and_a_sum,
         list_of_whole_and_cut_rows,
         loop_that_returns_a_whole_tensor,
+        loop_of_maxima_without_a_round,
         length_of_a_list_of_rows,
         two_calls_of_a_compiled_function,
         truncated_quotients,

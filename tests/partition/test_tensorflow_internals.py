@@ -1,6 +1,9 @@
 """The private names of TensorFlow that the partition touches are there, and mean what they meant."""
 
+import gc
+
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from keras_dp.partition import tensorflow_internals
 from keras_dp.partition.graph import traced_step
@@ -20,6 +23,23 @@ def test_handle_data_gives_placeholders_the_shape_of_a_variable():
         handle = tensorflow_internals.placeholder(tf.resource, None, data)
         assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).shape == (2, 3)
     assert tensorflow_internals.handle_data(tf.zeros(())) is None
+
+
+def test_functions_are_known_as_long_as_a_graph_is_there():
+    """Also if two graphs know one; TensorFlow counts them."""
+    concrete = tf.function(lambda x: x + 1.0).get_concrete_function(tf.TensorSpec([]))
+    function = concrete.function_def
+    function.signature.name = "added_by_a_test"
+    graphs = [tf.Graph(), tf.Graph()]
+    for graph in graphs:
+        tensorflow_internals.add_function(function, graph)
+    del graph
+    known = []
+    for _ in range(2):
+        graphs.pop()
+        gc.collect()
+        known.append(context.context().has_function("added_by_a_test"))
+    assert known == [True, False]
 
 
 def test_body_of_a_function():

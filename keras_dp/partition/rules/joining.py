@@ -41,7 +41,8 @@ def join(one: Facts, other: Facts, name: str = "") -> Facts | None:
             return None
         return Facts(a if isinstance(a, Shard) else b, None, shape)
     if a != b:
-        return Facts(a if isinstance(a, Partial) else b, None, shape) if Replicate() in (a, b) else None
+        # One tower has all of a sum that is the same everywhere; of a maximum, the others would have something, too.
+        return Facts(Partial(), None, shape) if {a, b} == {Replicate(), Partial()} else None
     return _join_entries(one, other, name, shape)
 
 

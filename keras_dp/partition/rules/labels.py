@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, Need, Partial, Shard
-from keras_dp.partition.rows import depends_on_rows
+from keras_dp.partition.rows import gathered
 
 Labels = tuple[str | None, ...]
 
@@ -98,7 +98,7 @@ def _sizes(node: Node, inputs: Sequence[Labels | Need]) -> dict[str, Any]:
             continue
         for label, size in zip(labels, shape, strict=True):
             if label is not None:
-                sizes[label] = _broadcast(sizes.get(label, 1), None if depends_on_rows([size]) else size)
+                sizes[label] = _broadcast(sizes.get(label, 1), gathered(size))
     return sizes
 
 

@@ -4,7 +4,7 @@ from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, Partial
 from keras_dp.partition.rules.registry import types
 
-_UNARY = frozenset(types("Identity IdentityN Neg StopGradient Snapshot PreventGradient Real Imag Conj EnsureShape"))
+_UNARY = frozenset(types("Identity IdentityN Neg StopGradient Snapshot PreventGradient Real Imag Conj EnsureShape BiasAddGrad"))
 _SUMS = frozenset(["Add", "AddV2", "AddN", "Sub"])
 _IN_THE_FIRST = frozenset(["Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"])
 # A gradient is linear in the gradient that comes in, the input of this number.

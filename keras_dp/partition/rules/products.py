@@ -5,6 +5,7 @@ from string import ascii_uppercase
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE
 from keras_dp.partition.rules.labels import Labels, axes, by_labels, from_the_right
+from keras_dp.partition.rules.linearity import linear
 from keras_dp.partition.rules.registry import rule, types
 
 
@@ -75,7 +76,7 @@ def last_axes(node: Node) -> Plan | None:
         if other is None:
             return None
         outputs.append(axes(before) + (None,) * (other - before))
-    return by_labels(node, inputs, outputs)  # type: ignore[arg-type]
+    return linear(node) or by_labels(node, inputs, outputs)  # type: ignore[arg-type]
 
 
 @rule("MatrixDiagPartV3", "MatrixDiagV3")

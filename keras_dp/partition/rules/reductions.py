@@ -110,7 +110,8 @@ def bias(node: Node) -> Plan | None:
     if rank is None:
         return None
     channel = 1 if node.text("data_format") == "NCHW" else rank - 1
-    labels = tuple(None if i == channel else f"{i}" for i in range(rank))
     if node.type == "BiasAddGrad":
-        return linear(node) or by_labels(node, [labels], [(None,)], reduction="sum")
+        labels = axes(rank)
+        return linear(node) or by_labels(node, [labels], [(labels[channel],)], reduction="sum")
+    labels = tuple(None if i == channel else label for i, label in enumerate(axes(rank)))
     return by_labels(node, [labels, REPLICATE], [labels])

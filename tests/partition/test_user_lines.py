@@ -1,0 +1,30 @@
+"""The user's line is found wherever the user's files are."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import keras_dp  # noqa: F401  The devices are made ready first.
+from keras_dp.partition.user_lines import user_line, user_line_of_error
+
+
+@pytest.mark.parametrize("directory", ["project", "keras", "keras_dp/examples"])
+def test_line_of_an_operation(tmp_path, directory):
+    """Also in a clone of this repository, or a project of that name."""
+    file = f"{tmp_path}/{directory}/train.py"
+    names = {"keras": keras}
+    exec(compile("def step(x):\n    return keras.ops.relu(x)", file, "exec"), names)
+    graph = tf.function(names["step"], autograph=False).get_concrete_function(tf.TensorSpec([2])).graph
+    (relu,) = [operation.name for operation in graph.get_operations() if operation.type == "Relu"]
+    assert user_line(graph, relu) == f"{file}, line 2"
+    assert user_line(graph, f"{relu}/inside") == f"{file}, line 2"
+    assert user_line(graph, "nowhere") == ""
+
+
+def test_line_of_an_error(tmp_path):
+    file = f"{tmp_path}/keras/train.py"
+    names = {"keras": keras}
+    exec(compile("def step(x):\n\n    return keras.ops.reshape(x, (x.shape[0] * 2,))", file, "exec"), names)
+    with pytest.raises(TypeError) as failed:
+        tf.function(names["step"], autograph=False).get_concrete_function(tf.TensorSpec([None]))
+    assert user_line_of_error(failed.value) == f"{file}, line 3"
