@@ -7,10 +7,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import pytest
+from tensorflow.python.framework import ops
 
 import keras_dp
 
 keras_dp.use_logical_cpus(4)
+# Whatever is imported stays: it need not be gone through after each test.
+gc.freeze()
 
 collect_ignore = ["worker_scripts"]
 
@@ -18,9 +21,11 @@ collect_ignore = ["worker_scripts"]
 @pytest.fixture(autouse=True)
 def fresh_session():
     """Every test starts in float64, with fresh names and the same seeds."""
+    # TensorFlow keeps these for good, and with each a graph: gigabytes, by the last test.
+    registered = ops.gradient_registry._registry
+    for name in [name for name in registered if name.startswith("CustomGradient-")]:
+        del registered[name]
     keras.utils.clear_session()
-    # TensorFlow and Keras keep some graphs for good: they would be gone through after each of the tests that follow.
-    gc.freeze()
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(7)
     yield

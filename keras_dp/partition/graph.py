@@ -54,6 +54,7 @@ class Traced:
         graph: the graph that was traced, which knows the functions.
         inlined: the graph with all calls inlined; functions live as long as the graphs that call them.
         placeholders: in that graph, for each argument.
+        places: the devices of variables, by argument, as far as they are known.
     """
 
     nodes: list[Any]
@@ -66,6 +67,7 @@ class Traced:
     graph: tf.Graph
     inlined: tf.Graph
     placeholders: list[Tensor]
+    places: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def traced_step(concrete: Any) -> Traced:
@@ -86,7 +88,10 @@ def traced_step(concrete: Any) -> Traced:
     specs = {
         name: (tensor.dtype, tensor.shape, handle_data(tensor)) for name, tensor in zip(placeholders, graph.inputs, strict=True)
     }
-    return _analyzed(inlined, specs, placeholders, library, "", graph, shapes_of=graph)
+    traced = _analyzed(inlined, specs, placeholders, library, "", graph, shapes_of=graph)
+    captured = concrete.captured_inputs
+    given = dict(zip(placeholders[len(placeholders) - len(captured) :], captured, strict=True))
+    return dataclasses.replace(traced, places=_places(given))
 
 
 def traced_function(caller: Traced, name: str, shapes: Sequence[Any], handles: Sequence[Any]) -> Traced:
@@ -250,6 +255,16 @@ def _analyzed(
         graph,
         [feeds[name] for name in arguments],
     )
+
+
+def _places(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The devices of those of some tensors that refer to variables, by name."""
+    places = {}
+    for name, tensor in tensors.items():
+        device = tf.DeviceSpec.from_string(tensor.device or "")
+        if tensor.dtype == tf.resource and device.device_type:
+            places[name] = f"{device.device_type}:{device.device_index or 0}"
+    return places
 
 
 def _static(name: str, tensor: Tensor, said: tf.TensorShape) -> Static:

@@ -8,10 +8,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from keras_dp.partition.building import Builder, Exchange, Feeds
+from keras_dp.partition.building import Builder
+from keras_dp.partition.forms import Exchange, Feeds
 from keras_dp.partition.graph import Traced, traced_step
 from keras_dp.partition.placements import Facts, Shard
 from keras_dp.partition.propagation import CannotGatherError, Gathered, Propagation
+from keras_dp.partition.tensorflow_internals import forget_custom_gradients
 
 Tensor = Any
 
@@ -91,7 +93,7 @@ def run_partitioned(
     results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition(traced, builder.propagation, builder.exchanges)
+    partition = Partition(traced, builder.propagation, builder.forms.exchanges)
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
@@ -100,7 +102,7 @@ def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], device
     """How a step would be partitioned, without running it. The arguments are those of `run_partitioned`."""
     traced = traced_step(Trace(step, [argument.spec for argument in arguments]).concrete)
     builder, _, _ = build(traced, arguments, devices, home)
-    return Partition(traced, builder.propagation, builder.exchanges)
+    return Partition(traced, builder.propagation, builder.forms.exchanges)
 
 
 class Trace:
@@ -117,6 +119,7 @@ class Trace:
 
         with tf.device(None):
             self.concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
+        forget_custom_gradients(self.concrete.graph)
 
     def _leaves(self) -> list[Any]:
         return tf.nest.flatten(self._result, expand_composites=True)
@@ -211,11 +214,11 @@ def import_partitioned(
     builder: Builder, tensors: dict[str, Callable[[], Tensor]], outputs: Sequence[str], effects: Sequence[str]
 ) -> list[Tensor]:
     """Puts the partitioned graph into the current one, and gives its outputs."""
-    used = {name.lstrip("^").split(":")[0] for node in builder.graph_def.node for name in node.input}
+    used = {name.lstrip("^").split(":")[0] for node in builder.graph.graph_def.node for name in node.input}
     graph = tf.compat.v1.get_default_graph()
     feeds = {f"{name}:0": graph.capture(tensors[name]()) for name in tensors if name in used or name in outputs}
     graph_def = graph_pb2.GraphDef(versions=tf.compat.v1.Graph().graph_def_versions)
-    graph_def.node.extend(builder.graph_def.node)
+    graph_def.node.extend(builder.graph.graph_def.node)
     graph_def.library.function.extend(builder.propagation.traced.library.values())
     names = [name if ":" in name else f"{name}:0" for name in outputs]
     used_feeds = {name: tensor for name, tensor in feeds.items() if name[:-2] in used}

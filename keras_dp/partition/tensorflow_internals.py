@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import function_def_to_graph, op_def_registry
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
 
 Tensor = Any
@@ -30,6 +30,16 @@ def add_function(function: Any, graph: tf.Graph) -> None:
     context.context().add_function_def(function)
     name = function.signature.name
     weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
+
+
+def forget_custom_gradients(graph: tf.Graph) -> None:
+    """Has TensorFlow let go of the custom gradients of a graph, which can then no longer be differentiated.
+
+    TensorFlow registers each `tf.custom_gradient` in a graph for good, and by that keeps the graph.
+    """
+    for operation in graph.get_operations():
+        if operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr:
+            ops.gradient_registry._registry.pop(operation.get_attr("_gradient_op_type").decode(), None)
 
 
 def handle_data(tensor: Tensor) -> Any:

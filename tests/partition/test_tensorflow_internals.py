@@ -1,6 +1,7 @@
 """The private names of TensorFlow that the partition touches are there, and mean what they meant."""
 
 import gc
+import weakref
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -23,6 +24,22 @@ def test_handle_data_gives_placeholders_the_shape_of_a_variable():
         handle = tensorflow_internals.placeholder(tf.resource, None, data)
         assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).shape == (2, 3)
     assert tensorflow_internals.handle_data(tf.zeros(())) is None
+
+
+def test_a_graph_whose_custom_gradients_are_forgotten_can_go():
+    @tf.custom_gradient
+    def doubled(x):
+        return 2.0 * x, lambda upstream: 2.0 * upstream
+
+    def traced():
+        return tf.function(lambda x: tf.gradients(doubled(x), x)).get_concrete_function(tf.TensorSpec([])).graph
+
+    kept = weakref.ref(traced())
+    gc.collect()
+    assert kept() is not None, "TensorFlow keeps no graphs any more: nothing needs to be forgotten"
+    tensorflow_internals.forget_custom_gradients(kept())
+    gc.collect()
+    assert kept() is None
 
 
 def test_functions_are_known_as_long_as_a_graph_is_there():

@@ -73,18 +73,18 @@ def _draw_rows(builder: Any, node: Node, in_row: int | None, tower: int, inputs:
     in_block = _BLOCK_BITS // 8 // max(node.result_dtype().size, tf.float32.size)
 
     def on_host(operation: str, a: str, b: str, dtype: tf.DType = tf.int64) -> str:
-        return str(builder.add(operation, [a, b], host, f"tower_{tower}/{node.name}/{operation}", T=dtype))
+        return str(builder.graph.add(operation, [a, b], host, f"tower_{tower}/{node.name}/{operation}", T=dtype))
 
     def number(value: Any, dtype: tf.DType = tf.int64) -> str:
-        return str(builder.constant(value, dtype, host))
+        return str(builder.graph.constant(value, dtype, host))
 
     def cast(tensor: str, source: tf.DType, target: tf.DType) -> str:
         name = f"tower_{tower}/{node.name}/cast"
-        return str(builder.add("Cast", [tensor], host, name, SrcT=source, DstT=target, Truncate=False))
+        return str(builder.graph.add("Cast", [tensor], host, name, SrcT=source, DstT=target, Truncate=False))
 
     axes = number([0], tf.int32)
     sizes = cast(shape, shape_dtype, tf.int64)
-    count = builder.add("Prod", [sizes, axes], host, f"{node.name}/count", T=tf.int64, Tidx=tf.int32, keep_dims=False)
+    count = builder.graph.add("Prod", [sizes, axes], host, f"{node.name}/count", T=tf.int64, Tidx=tf.int32, keep_dims=False)
     each = on_host("FloorDiv", count, cast(builder.feeds.rows[tower], tf.int32, tf.int64))
     before = on_host("Mul", cast(builder.feeds.begins[tower], tf.int32, tf.int64), each)
     blocks = cast(on_host("FloorDiv", before, number(in_block)), tf.int64, tf.uint64)
@@ -93,26 +93,28 @@ def _draw_rows(builder: Any, node: Node, in_row: int | None, tower: int, inputs:
         return str(builder.copy(node.definition, f"tower_{tower}", device, [shape, key, skipped, *more]))
     extra = on_host("FloorMod", before, number(in_block))
     length = cast(on_host("AddV2", count, extra), tf.int64, shape_dtype)
-    flat = builder.add("Pack", [length], host, f"{node.name}/flat", N=1, T=shape_dtype, axis=0)
+    flat = builder.graph.add("Pack", [length], host, f"{node.name}/flat", N=1, T=shape_dtype, axis=0)
     drawn = builder.copy(node.definition, f"tower_{tower}/flat", device, [flat, key, skipped, *more])
-    begin, size = (builder.add("Pack", [part], host, f"{node.name}/part", N=1, T=tf.int64, axis=0) for part in (extra, count))
+    begin, size = (
+        builder.graph.add("Pack", [part], host, f"{node.name}/part", N=1, T=tf.int64, axis=0) for part in (extra, count)
+    )
     dtype = node.result_dtype()
-    own = builder.add("Slice", [drawn, begin, size], device, f"{node.name}/own", T=dtype, Index=tf.int64)
-    return str(builder.add("Reshape", [own, shape], device, f"tower_{tower}/{node.name}", T=dtype, Tshape=shape_dtype))
+    own = builder.graph.add("Slice", [drawn, begin, size], device, f"{node.name}/own", T=dtype, Index=tf.int64)
+    return str(builder.graph.add("Reshape", [own, shape], device, f"tower_{tower}/{node.name}", T=dtype, Tshape=shape_dtype))
 
 
 def _add_to_counter(builder: Any, counter: str, blocks: str, on_host: Any, number: Any) -> str:
     """A counter of two words of 64 bits, the lower one first, that many blocks later."""
     types_of_words = {"batch_dims": 0, "Tparams": tf.uint64, "Tindices": tf.int32, "Taxis": tf.int32}
     low, high = (
-        builder.add("GatherV2", [counter, number(i, tf.int32), number(0, tf.int32)], "CPU:0", "counter", **types_of_words)
+        builder.graph.add("GatherV2", [counter, number(i, tf.int32), number(0, tf.int32)], "CPU:0", "counter", **types_of_words)
         for i in range(2)
     )
     total = on_host("AddV2", low, blocks, tf.uint64)
     overflows = on_host("Less", total, low, tf.uint64)
-    carry = builder.add("Cast", [overflows], "CPU:0", "carry", SrcT=tf.bool, DstT=tf.uint64, Truncate=False)
+    carry = builder.graph.add("Cast", [overflows], "CPU:0", "carry", SrcT=tf.bool, DstT=tf.uint64, Truncate=False)
     words = [total, on_host("AddV2", high, carry, tf.uint64)]
-    return str(builder.add("Pack", words, "CPU:0", "counter", N=2, T=tf.uint64, axis=0))
+    return str(builder.graph.add("Pack", words, "CPU:0", "counter", N=2, T=tf.uint64, axis=0))
 
 
 @rule("Range")

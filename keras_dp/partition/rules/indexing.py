@@ -35,8 +35,8 @@ def gather_from_variable(node: Node) -> Plan | None:
 
     def instance(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
         value = builder.read(node, inputs[0])
-        axis = builder.constant(0, tf.int32, builder.devices[tower])
-        return builder.add(
+        axis = builder.graph.constant(0, tf.int32, builder.devices[tower])
+        return builder.graph.add(
             "GatherV2",
             [value, inputs[1], axis],
             builder.devices[tower],

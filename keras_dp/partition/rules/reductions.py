@@ -45,14 +45,14 @@ def _part_of_mean(builder: Any, node: Node, reduced: list[int], tower: int, inpu
     name = f"tower_{tower}/{node.name}/mean"
     if dtype.size >= tf.float32.size:
         total = builder.copy(node.definition, f"tower_{tower}", device, inputs, operation="Sum")
-        return str(builder.add("RealDiv", [total, builder.cast(count, tf.int64, dtype)], device, name, T=dtype))
+        return str(builder.graph.add("RealDiv", [total, builder.graph.cast(count, tf.int64, dtype)], device, name, T=dtype))
     # Neither sums nor numbers of entries need fit into half precision; means and shares do.
     mean = builder.copy(node.definition, f"tower_{tower}", device, inputs)
     own = builder.count([sizes[axis] for axis in reduced], node, reduced, tower)
-    share = builder.binary(
-        "RealDiv", builder.cast(own, tf.int64, tf.float32), builder.cast(count, tf.int64, tf.float32), tf.float32
+    share = builder.graph.binary(
+        "RealDiv", builder.graph.cast(own, tf.int64, tf.float32), builder.graph.cast(count, tf.int64, tf.float32), tf.float32
     )
-    return str(builder.add("Mul", [mean, builder.cast(share, tf.float32, dtype)], device, name, T=dtype))
+    return str(builder.graph.add("Mul", [mean, builder.graph.cast(share, tf.float32, dtype)], device, name, T=dtype))
 
 
 @rule("Sum")

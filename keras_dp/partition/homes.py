@@ -1,0 +1,55 @@
+"""Where home is: the device of each operation that is computed once, which is that of the variable that it is for."""
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.graph import Output, data_inputs, output_of
+from keras_dp.partition.propagation import Propagation
+
+
+class Homes:
+    """Says on which device whatever is computed once is computed.
+
+    An operation with a variable is where this lives, and any other one where the largest of its inputs is that has such a
+    place: so an update is computed, and what keeps it is read, where the variable is. All others are at one home.
+
+    Args:
+        propagation: how each node is computed.
+        home: the device of those that are for no variable.
+    """
+
+    def __init__(self, propagation: Propagation, home: str):
+        self.home = home
+        self._places: dict[str, str] = dict(propagation.traced.places)
+        self._wanted: dict[Output, str] = {}
+        for definition in propagation.traced.nodes:
+            plan = propagation.plans[definition.name]
+            if definition.name in self._places or not (plan.is_at_home or plan.also_at_home):
+                continue
+            inputs = [output_of(source) for source in data_inputs(definition)]
+            place = definition.device or self._beside(inputs, propagation)
+            if place:
+                self._places[definition.name] = place
+                for output in inputs:
+                    self._wanted.setdefault(output, place)
+
+    def of_node(self, definition: Any) -> str:
+        """The device of a node that is computed once."""
+        return self._places.get(definition.name, self.home)
+
+    def of_whole(self, output: Output) -> str:
+        """The device on which the whole of a tensor is put together: where it is first wanted."""
+        return self._wanted.get(output, self.home)
+
+    def _beside(self, inputs: list[Output], propagation: Propagation) -> str:
+        placed = [output for output in inputs if output[0] in self._places]
+        statics = {output: propagation.static(output) for output in placed}
+        resources = [output for output in placed if statics[output].dtype == tf.resource]
+        by_size = sorted(placed, key=lambda output: -_known_size(statics[output].shape))
+        return next((self._places[name] for name, _ in resources or by_size), "")
+
+
+def _known_size(shape: list[Any] | None) -> float:
+    return math.prod(shape) if shape is not None and all(isinstance(size, int) for size in shape) else math.inf

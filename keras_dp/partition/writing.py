@@ -1,0 +1,129 @@
+"""Write the nodes of a graph: new ones, each with a name of its own, and copies of others."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+
+
+class GraphWriter:
+    """Writes a graph node by node.
+
+    Args:
+        home: the device of nodes for which no other is said.
+
+    Attributes:
+        graph_def: the graph so far.
+    """
+
+    def __init__(self, home: str):
+        self.home = home
+        self.graph_def = graph_pb2.GraphDef()
+        self._made: dict[Any, Any] = {}
+        self._names: dict[str, int] = {}
+
+    def add(self, operation: str, inputs: Sequence[str], device: str, name: str, **attributes: Any) -> str:
+        """Writes a new node, and returns its name."""
+        node = self.graph_def.node.add(op=operation, name=self._unique(name), device=device)
+        node.input.extend(inputs)
+        for attribute, value in attributes.items():
+            if isinstance(value, tf.DType):
+                node.attr[attribute].type = value.as_datatype_enum
+            elif isinstance(value, bool):
+                node.attr[attribute].b = value
+            elif isinstance(value, int):
+                node.attr[attribute].i = value
+            elif isinstance(value, list):
+                node.attr[attribute].list.type.extend(dtype.as_datatype_enum for dtype in value)
+            else:
+                node.attr[attribute].tensor.CopyFrom(value)
+        return str(node.name)
+
+    def copy(
+        self,
+        definition: Any,
+        name: str,
+        device: str,
+        inputs: Sequence[str],
+        controls: Iterable[str] = (),
+        operation: str | None = None,
+    ) -> str:
+        """Writes a copy of a node, with other inputs, on a device, and returns its name."""
+        node = self.graph_def.node.add()
+        node.CopyFrom(definition)
+        node.name, node.device, node.op = self._unique(name), device, operation or definition.op
+        # Colocation names an operation that there need not be.
+        node.attr.pop("_class", None)
+        node.attr.pop("_gradient_op_type", None)
+        del node.input[:]
+        node.input.extend([*inputs, *sorted(set(controls))])
+        return str(node.name)
+
+    def binary(self, operation: str, a: str, b: str, dtype: tf.DType = tf.int32, device: str | None = None) -> str:
+        """A node of two operands of the same type, of which there is one."""
+        device = device or self.home
+        return str(
+            self.once((operation, a, b, device), lambda: self.add(operation, [a, b], device, operation.lower(), T=dtype))
+        )
+
+    def cast(self, tensor: str, source: tf.DType, target: tf.DType) -> str:
+        """A tensor at home as another type."""
+        if source == target:
+            return tensor
+        return str(
+            self.once(("cast", tensor, target), lambda: self.add("Cast", [tensor], self.home, "cast", SrcT=source, DstT=target))
+        )
+
+    def constant(self, value: Any, dtype: tf.DType = tf.int32, device: str | None = None) -> str:
+        """A constant, of which there is one on a device."""
+        array = np.asarray(value, dtype.as_numpy_dtype)
+        device = device or self.home
+        return str(
+            self.once(
+                ("value", array.tobytes(), array.shape, dtype.name, device),
+                lambda: self.add("Const", [], device, "constant", dtype=dtype, value=tf.make_tensor_proto(array)),
+            )
+        )
+
+    def select(self, condition: str, yes: str, no: str) -> str:
+        """One of two int32 scalars at home."""
+        return self.add("SelectV2", [condition, yes, no], self.home, "select", T=tf.int32)
+
+    def size(self, tensor: str, axis: int, dtype: tf.DType, device: str | None = None) -> str:
+        """The size of a tensor along an axis, int32."""
+        device = device or self.home
+        shape = self.once(
+            ("shape", tensor, device),
+            lambda: self.add("Shape", [tensor], device, "shape", T=dtype, out_type=tf.int32),
+        )
+        inputs = [shape, self.constant(axis, device=device), self.constant(0, device=device)]
+        types = {"Tparams": tf.int32, "Tindices": tf.int32, "Taxis": tf.int32}
+        return str(
+            self.once(
+                ("size", tensor, axis, device), lambda: self.add("GatherV2", inputs, device, "size", batch_dims=0, **types)
+            )
+        )
+
+    def range_along(self, tensor: str, axis: int, rank: int, begin: str, length: str, dtype: tf.DType) -> str:
+        """A range of a tensor at home along an axis."""
+        begins = [begin if i == axis else self.constant(0) for i in range(rank)]
+        lengths = [length if i == axis else self.constant(-1) for i in range(rank)]
+        inputs = [
+            tensor,
+            self.add("Pack", begins, self.home, "begin", N=rank, T=tf.int32, axis=0),
+            self.add("Pack", lengths, self.home, "length", N=rank, T=tf.int32, axis=0),
+        ]
+        return self.add("Slice", inputs, self.home, "cut", T=dtype, Index=tf.int32)
+
+    def once(self, what: Any, make: Callable[[], Any]) -> Any:
+        """Whatever `make` makes, the first time."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    def _unique(self, name: str) -> str:
+        count = self._names.get(name, 0)
+        self._names[name] = count + 1
+        return name if count == 0 else self._unique(f"{name}_{count}")
