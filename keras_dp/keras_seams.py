@@ -237,7 +237,7 @@ def reduced_gradients(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for part in [optimizer, *_optimizers_inside(optimizer)]:
-            stack.enter_context(_replaced(part, "_all_reduce_sum_gradients", lambda pairs: pairs))
+            stack.enter_context(replaced(part, "_all_reduce_sum_gradients", lambda pairs: pairs))
         yield
 
 
@@ -322,9 +322,33 @@ def update_moving_statistics(layer: keras.layers.BatchNormalization, mean: Tenso
 
 
 @contextlib.contextmanager
+def updated_by(layer: keras.layers.BatchNormalization, moments: Callable[[], tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Has a layer that updates its moving statistics in `call` do so with `moments()`, a mean and a variance, instead."""
+    statistics = layer.non_trainable_variables
+    is_ours = False
+
+    def update(variable: keras.Variable, value: Tensor) -> None:
+        nonlocal is_ours
+        if is_ours:
+            keras.Variable.assign(variable, value)
+        elif variable is statistics[0]:
+            # The layer assigns to each of them once: all at once, instead of the first.
+            is_ours = True
+            try:
+                update_moving_statistics(layer, *moments())
+            finally:
+                is_ours = False
+
+    with contextlib.ExitStack() as stack:
+        for variable in statistics:
+            stack.enter_context(replaced(variable, "assign", functools.partial(update, variable)))
+        yield
+
+
+@contextlib.contextmanager
 def replaced_loss_reduction(reduction: Callable[..., Tensor]) -> Iterator[None]:
     """Has every Keras loss reduce its values with `reduction` (same arguments as `reduce_weighted_values`)."""
-    with _replaced(keras_loss, "reduce_weighted_values", _on_this_thread(reduction, reduce_weighted_values)):
+    with replaced(keras_loss, "reduce_weighted_values", _on_this_thread(reduction, reduce_weighted_values)):
         yield
 
 
@@ -333,14 +357,14 @@ def replaced_added_loss(total: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Has every model take what a layer gave to `add_loss`, or a regularizer's loss, for `total` of it instead of its sum."""
     own_total = keras.Model._aggregate_additional_loss
     aggregate = _on_this_thread(lambda model, loss: total(loss), own_total)
-    with _replaced(keras.Model, "_aggregate_additional_loss", aggregate):
+    with replaced(keras.Model, "_aggregate_additional_loss", aggregate):
         yield
 
 
 @contextlib.contextmanager
 def replaced_moments(moments: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Has every BatchNormalization take its moments from `moments(layer, inputs, mask)`."""
-    with _replaced(keras.layers.BatchNormalization, "_moments", _on_this_thread(moments, own_moments)):
+    with replaced(keras.layers.BatchNormalization, "_moments", _on_this_thread(moments, own_moments)):
         yield
 
 
@@ -361,12 +385,13 @@ def watched_updates(
 
     with contextlib.ExitStack() as stack:
         for metric in metrics:
-            stack.enter_context(_replaced(metric, "update_state", watched(metric)))
+            stack.enter_context(replaced(metric, "update_state", watched(metric)))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute of an object or a module another value, on one thread at a time."""
     with _replacing:
         own = name in vars(owner)
         original = getattr(owner, name)

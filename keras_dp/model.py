@@ -1,5 +1,6 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -12,11 +13,12 @@ import keras
 import tensorflow as tf
 
 from keras_dp import announcement, choices, keras_seams, losses, metrics, placement
-from keras_dp.batches import BATCH_SIZE, Slice, as_tensor, cut, known_rows, row_spec, rows_of_batches, whole_batch
+from keras_dp.batches import BATCH_SIZE, Slice, as_tensor, count_rows, cut, known_rows, row_spec, rows_of_batches, whole_batch
 from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
-from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.local_batch_norm import local_batch_norm
+from keras_dp.optimizer import DataParallelOptimizer, sending_gradients_as
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import partition_of
@@ -209,13 +211,6 @@ class DataParallelModel(JoinedModel):
             )
         is_refused = own or self._own_loops or self._whole.names
         chosen = "partition" if engine == "partition" or (engine == "auto" and is_refused) else "towers"
-        asked = {"batch_norm": (self._batch_norm, "sync"), "gradient_dtype": (self._gradient_dtype, None)}
-        for name, (value, only) in asked.items() if chosen == "partition" else ():
-            if value != only:
-                raise ValueError(
-                    f"A partitioned step gives one device's result, and knows no `{name}` but {only!r}. "
-                    f"Received: {name}={value!r}"
-                )
         if chosen == "partition" and self._workers.count > 1:
             raise ValueError(
                 "A model with steps or a fit() of its own trains on the devices of one worker. Run the script without "
@@ -225,13 +220,30 @@ class DataParallelModel(JoinedModel):
 
     def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
-        run = getattr(self.inner_model, f"{step}_step")
+        run = self._plain_step(step)
         result, partition = self._with_known_rows(
             lambda rows: run_on_slices(run, slices, self._whole, rows, self.devices, self._home()), self._feed.known_rows
         )
         if step == "train" and not self._told_gathered:
             self._tell_gathered(explain(partition, self.devices, self._home(), self._batch_rows or BATCH_SIZE))
         return result
+
+    def _plain_step(self, name: str) -> Callable[[Any], Any]:
+        """A step ("train", "test" or "predict") of the inner model, with whatever is to differ from one device."""
+        model = self.inner_model
+        run = getattr(model, f"{name}_step")
+        optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+
+        def step(data: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                if self._batch_norm != "sync":
+                    stack.enter_context(local_batch_norm(self._batch_norm))
+                if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
+                    stack.enter_context(self.optimizer.in_step(count_rows(data, whole=self._whole)))
+                stack.enter_context(sending_gradients_as(self._gradient_dtype, optimizers))
+                return run(data)
+
+        return step
 
     def _with_known_rows(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
         """Tries a step with any number of rows, and, if it asks for the number while it is traced, with the data's own."""
@@ -277,7 +289,7 @@ class DataParallelModel(JoinedModel):
         """
         refuse_unknown("step", step, choices.Step)
         slices = self._slices_of(batch)
-        run, batch_rows = getattr(self.inner_model, f"{step}_step"), int(slices[0].batch_rows)
+        run, batch_rows = self._plain_step(step), int(slices[0].batch_rows)
         partition = self._with_known_rows(
             lambda rows: partition_of(*arguments_of(run, slices, self._whole, rows), self.devices, self._home()), batch_rows
         )
@@ -458,11 +470,6 @@ class DataParallelModel(JoinedModel):
             raise ValueError(
                 "The model and the optimizer have different parameter devices; give it to the model alone. Received: "
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
-            )
-        if optimizer is not None and optimizer.accumulate == "rows" and self._engine == "partition":
-            raise ValueError(
-                'accumulate="rows" weights the gradients of towers, and a partitioned step accumulates as one device does. '
-                'Leave it out, or give DataParallelModel engine="towers". Received: accumulate="rows"'
             )
         self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
         self._use_compiled(optimizer)

@@ -1,6 +1,7 @@
 """DataParallelOptimizer: sum the towers' gradients on the parameter device, then let the user's optimizer apply them."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ from keras_dp.choices import refuse_unknown
 from keras_dp.collectives import Collectives
 from keras_dp.face import Face
 from keras_dp.keras_seams import innermost
+from keras_dp.partition.own import own_part, total_of_own
 from keras_dp.workers import current_workers
 from keras_dp.wrapper import refuse_keras_2
 
@@ -145,10 +147,51 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
                 grads = self._rows.weight(grads, variables, rows, skips_infinite)
             return self.inner_optimizer.apply(grads, trainable_variables)
 
+    @contextlib.contextmanager
+    def in_step(self, rows: Tensor) -> Iterator[None]:
+        """Has a step that is traced, and knows the inner optimizer alone, apply gradients as this optimizer does.
+
+        Args:
+            rows: B, the rows of the global batch.
+        """
+        inner_optimizer = self.inner_optimizer
+        own = inner_optimizer.apply
+
+        def apply(grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> Any:
+            with keras_seams.replaced(inner_optimizer, "apply", own):
+                return self.apply(grads, trainable_variables, rows)
+
+        with keras_seams.replaced(inner_optimizer, "apply", apply):
+            yield
+
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """For `isinstance`, and for those who write down a class and its configuration: that of the optimizer inside."""
         return type(self) if self._shown() is None else type(self._shown())
+
+
+@contextlib.contextmanager
+def sending_gradients_as(dtype: str | None, optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
+    """Has a step that is traced send the gradients that optimizers apply as another dtype; None leaves them as they are."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers if dtype is not None else ():
+
+            def apply(grads: Sequence[Gradient], *variables: Any, own: Any = optimizer.apply, **named: Any) -> Any:
+                return own([_sent_as(gradient, dtype) for gradient in grads], *variables, **named)
+
+            stack.enter_context(keras_seams.replaced(optimizer, "apply", apply))
+        yield
+
+
+def _sent_as(gradient: Gradient, dtype: str | None) -> Gradient:
+    """A gradient whose parts the towers send as another dtype."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(tf.cast(gradient.values, dtype), gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    if gradient is None:
+        return None
+    gradient = tf.convert_to_tensor(gradient)
+    return total_of_own(tf.cast(tf.cast(own_part(gradient), dtype), gradient.dtype))
 
 
 def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:

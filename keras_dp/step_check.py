@@ -75,7 +75,7 @@ def check_step(
     """
     refuse_unknown("step", step, choices.Step)
     slices = parallel._slices_of(batch)
-    run = getattr(parallel.inner_model, f"{step}_step")
+    run = parallel._plain_step(step)
     within = tolerance or _TOLERANCES.get(keras.config.floatx(), 1e-2)
 
     def compared(known_rows: int | None) -> Comparison:

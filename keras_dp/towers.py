@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp.batches import Slice
+from keras_dp.partition.own import own_part
 
 Tensor = Any
 
@@ -114,7 +115,8 @@ class Tower:
 
 
 def _gradient_of_mark(operation: tf.Operation, upstream: Tensor) -> Tensor:
-    return operation.outputs[0].graph._keras_dp_tower.mark(upstream)
+    tower = getattr(operation.outputs[0].graph, "_keras_dp_tower", None)
+    return own_part(upstream) if tower is None else tower.mark(upstream)
 
 
 def _gradient_of_derived(operation: tf.Operation, upstream: Tensor) -> tuple[None, None, Tensor]:

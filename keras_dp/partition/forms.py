@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dp.partition.graph import Output, name_of
 from keras_dp.partition.homes import Homes
-from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, ListOf, Need, Partial, Replicate, Shard
+from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError, Propagation, axes_to_sum
 from keras_dp.partition.writing import GraphWriter
 
@@ -42,7 +42,8 @@ class Exchange:
     """A meeting of towers.
 
     Attributes:
-        kind: "sum" and other reductions of parts, "gather" of rows, or "cut" of a whole tensor into slices.
+        kind: "sum" and other reductions of parts, "gather" of rows, "cut" of a whole tensor into slices, or "first" for the
+            first tower's own value.
         output: the tensor.
     """
 
@@ -105,7 +106,7 @@ class Forms:
             return self._slice(output, need, tower)
         if isinstance(need, Partial):
             return self._part_of_sum(output, tower)
-        if isinstance(need, ListOf):
+        if isinstance(need, ListOf | Own):
             return self.part(output, tower)
         if self._propagation.nodes[output[0]].op == "Const":
             return self._constant_on(output, tower)
@@ -133,10 +134,25 @@ class Forms:
         if isinstance(placement, Partial):
             self.exchanges.append(Exchange(placement.reduction, output))
             return self._reduced(output, placement.reduction, dtype)
+        if isinstance(placement, Own):
+            self.exchanges.append(Exchange("first", output))
+            return self._of_first(output, dtype)
         if isinstance(placement, Replicate) and not self._propagation.facts[output].counts_rows():
             # The same on all towers, as the results of loops are; the last one has rows of its own.
             return self.part(output, len(self._devices) - 1)
         raise CannotGatherError(output[0])
+
+    def _of_first(self, output: Output, dtype: tf.DType) -> str:
+        """The own value of the first tower that has rows, which is the one whose rows begin the batch."""
+        kept = []
+        for tower, device in enumerate(self._devices):
+            part = self.part(output, tower)
+            begins = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
+            is_first = self._graph.add("LogicalAnd", [begins, self._feeds.is_alive[tower]], self._graph.home, "is_first")
+            zeros = self._graph.add("ZerosLike", [part], device, "zeros", T=dtype)
+            kept.append(self._graph.add("SelectV2", [is_first, part, zeros], device, "of_first", T=dtype))
+        home = self._homes.of_whole(output)
+        return self._graph.add("AddN", kept, home, f"first/{output[0]}", N=len(kept), T=dtype)
 
     def _reduced(self, output: Output, reduction: str, dtype: tf.DType) -> str:
         parts = [self.part(output, tower) for tower in range(len(self._devices))]

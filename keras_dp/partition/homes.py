@@ -24,16 +24,16 @@ class Homes:
         self.home = home
         self._places: dict[str, str] = dict(propagation.traced.places)
         self._wanted: dict[Output, str] = {}
-        for definition in propagation.traced.nodes:
-            plan = propagation.plans[definition.name]
-            if definition.name in self._places or not (plan.is_at_home or plan.also_at_home):
-                continue
-            inputs = [output_of(source) for source in data_inputs(definition)]
-            place = definition.device or self._beside(inputs, propagation)
-            if place:
-                self._places[definition.name] = place
-                for output in inputs:
-                    self._wanted.setdefault(output, place)
+        once = [
+            definition
+            for definition in propagation.traced.nodes
+            if propagation.plans[definition.name].is_at_home or propagation.plans[definition.name].also_at_home
+        ]
+        # The norm of a gradient, say, is asked for before the update that says where the gradient is wanted.
+        for _ in range(2):
+            for definition in once:
+                if definition.name not in self._places:
+                    self._place(definition, propagation)
 
     def of_node(self, definition: Any) -> str:
         """The device of a node that is computed once."""
@@ -43,12 +43,21 @@ class Homes:
         """The device on which the whole of a tensor is put together: where it is first wanted."""
         return self._wanted.get(output, self.home)
 
+    def _place(self, definition: Any, propagation: Propagation) -> None:
+        inputs = [output_of(source) for source in data_inputs(definition)]
+        place = definition.device or self._beside(inputs, propagation)
+        if place:
+            self._places[definition.name] = place
+            for output in inputs:
+                self._wanted.setdefault(output, place)
+
     def _beside(self, inputs: list[Output], propagation: Propagation) -> str:
-        placed = [output for output in inputs if output[0] in self._places]
+        places = {output: self._places.get(output[0], self._wanted.get(output, "")) for output in inputs}
+        placed = [output for output in inputs if places[output]]
         statics = {output: propagation.static(output) for output in placed}
         resources = [output for output in placed if statics[output].dtype == tf.resource]
         by_size = sorted(placed, key=lambda output: -_known_size(statics[output].shape))
-        return next((self._places[name] for name, _ in resources or by_size), "")
+        return next((places[output] for output in resources or by_size), "")
 
 
 def _known_size(shape: list[Any] | None) -> float:

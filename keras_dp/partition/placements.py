@@ -48,8 +48,13 @@ class ListOf:
     element: "Facts | None" = None
 
 
-Placement = Replicate | Shard | Partial | ListOf
-REPLICATE = Replicate()
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A value that each tower has for itself, as the moments of its slice are. One device has no such thing: see `own`."""
+
+
+Placement = Replicate | Shard | Partial | ListOf | Own
+REPLICATE, OWN = Replicate(), Own()
 
 
 @dataclasses.dataclass(frozen=True)

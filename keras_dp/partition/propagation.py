@@ -13,6 +13,7 @@ from keras_dp.partition.node import Node, Plan, Static
 from keras_dp.partition.placements import (
     ANY_SHAPE,
     LOCAL_SHAPE,
+    OWN,
     REPLICATE,
     Facts,
     ListOf,
@@ -24,6 +25,7 @@ from keras_dp.partition.placements import (
 from keras_dp.partition.rows import Size
 from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
+from keras_dp.partition.rules.own import with_own
 from keras_dp.partition.sizes import LARGEST, BroadcastAxes, evaluate
 from keras_dp.partition.tensorflow_internals import is_stateful
 
@@ -161,6 +163,8 @@ class Propagation:
             return Plan([Facts(REPLICATE, _constant(definition))])
         if node.name in self._at_home:
             return self._once(node, "its result is needed at home")
+        if any(facts.placement == OWN for facts in node.inputs) and not is_stateful(node.type):
+            return self._with_own(node)
         is_spread = any(facts.placement != REPLICATE for facts in node.inputs)
         counts_rows = any(facts.counts_rows() for facts in node.inputs)
         entries = evaluate(node) if _is_small(node) else None
@@ -181,6 +185,25 @@ class Propagation:
             return self._once(node, self._why_gathered(node))
         if plan.gathers:
             self.gathered.append(Gathered(node.type, node.name, "rows meet rows: one operand is gathered"))
+        return plan
+
+    def _with_own(self, node: Node) -> Plan:
+        """The plan of a node that takes values that towers have for themselves."""
+        rule = RULES.get(node.type)
+        if node.type == "Snapshot":
+            plan = rule(node) if rule else None
+        else:
+            inputs = [
+                Facts(REPLICATE, facts.entries, facts.shape) if facts.placement == OWN else facts for facts in node.inputs
+            ]
+            as_one = Node(node.definition, inputs, node.statics, node.results, node.in_loop)
+            has_rows = any(facts.placement != REPLICATE or facts.counts_rows() for facts in inputs)
+            found = rule(as_one) if rule and has_rows else None
+            plan = None if has_rows and found is None else with_own(node, found)
+        if plan is None or not self._is_sound(node, plan):
+            raise ValueError(
+                f"{node.type} {node.name!r} takes a value that each tower has for itself, and meets rows of other towers."
+            )
         return plan
 
     def _is_sound(self, node: Node, plan: Plan) -> bool:

@@ -5,6 +5,7 @@ from keras_dp.partition.rules import (
     elementwise,
     indexing,
     lists,
+    own,
     picking,
     products,
     reductions,
@@ -13,4 +14,16 @@ from keras_dp.partition.rules import (
 )
 from keras_dp.partition.rules.registry import RULES
 
-__all__ = ["RULES", "drawing", "elementwise", "indexing", "lists", "picking", "products", "reductions", "reshaping", "windows"]
+__all__ = [
+    "RULES",
+    "drawing",
+    "elementwise",
+    "indexing",
+    "lists",
+    "own",
+    "picking",
+    "products",
+    "reductions",
+    "reshaping",
+    "windows",
+]

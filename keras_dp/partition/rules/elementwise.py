@@ -12,7 +12,7 @@ UNARY = types(
     Abs Acos Acosh AsString Asin Asinh Atan Atanh BesselI0e BesselI1e Bucketize Cast Ceil ComplexAbs Conj Cos Cosh
     Digamma Elu EnsureShape Erf Erfc Erfinv Exp Expm1 Floor Identity Imag Invert IsFinite IsInf IsNan LeakyRelu Lgamma
     Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
-    Sign Sin Sinh Snapshot Softplus Softsign Sqrt Square StaticRegexFullMatch StaticRegexReplace StopGradient StringLength
+    Sign Sin Sinh Softplus Softsign Sqrt Square StaticRegexFullMatch StaticRegexReplace StopGradient StringLength
     StringLower StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Tan
     Tanh ZerosLike
     """

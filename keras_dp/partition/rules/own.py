@@ -1,0 +1,43 @@
+"""From parts of sums to values that each tower has for itself, and back."""
+
+from typing import Any
+
+from keras_dp.partition.node import Node, Plan
+from keras_dp.partition.own import is_own_part, is_total_of_own
+from keras_dp.partition.placements import OWN, REPLICATE, Facts, Need, Partial, Shard
+from keras_dp.partition.rules.elementwise import elementwise
+from keras_dp.partition.rules.registry import rule
+
+
+@rule("Snapshot")
+def own(node: Node) -> Plan | None:
+    """A part becomes a tower's own value, or the towers' own values the parts of a sum."""
+    placement = node.inputs[0].placement
+
+    def identity(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
+        return str(builder.copy(definition, f"tower_{tower}", builder.devices[tower], inputs, operation="Identity"))
+
+    if is_own_part(node.name):
+        return None if isinstance(placement, Shard) else Plan([Facts(OWN)], [placement], identity)
+    if is_total_of_own(node.name):
+        return Plan([Facts(Partial())], [OWN], identity) if placement == OWN else None
+    return elementwise(node)
+
+
+def with_own(node: Node, plan: Plan | None) -> Plan | None:
+    """The plan of a node some of whose inputs are the towers' own, from one for inputs that are the same everywhere instead.
+
+    Each tower computes with its own; whatever would be the same everywhere is then the tower's own, too.
+    """
+    if plan is None:
+        # Nothing has rows.
+        return Plan([Facts(OWN) for _ in node.results], [facts.placement for facts in node.inputs])
+    if plan.needs is None:
+        return None
+    needs: list[Need] = []
+    for facts, need in zip(node.inputs, plan.needs, strict=True):
+        if facts.placement == OWN and need != REPLICATE:
+            return None
+        needs.append(OWN if facts.placement == OWN else need)
+    outputs = [Facts(OWN, None, facts.shape) if facts.placement == REPLICATE else facts for facts in plan.outputs]
+    return Plan(outputs, needs, plan.instance)
