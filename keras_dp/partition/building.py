@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dp.partition.forms import Feeds, Forms, Instances
 from keras_dp.partition.graph import Output, control_inputs, data_inputs, output_of
 from keras_dp.partition.homes import Homes
+from keras_dp.partition.late_writes import hold_back_writes
 from keras_dp.partition.node import Node
 from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError, Propagation, axes_to_sum
@@ -72,9 +73,10 @@ class Builder:
             for kind, make in makers.items():
                 if (kind, definition.name) in needed:
                     make(definition)
-        return [self.forms.whole(output) for output in wanted], [
-            name[1:] for effect in effects for name in self._controls(effect)
-        ]
+        results = [self.forms.whole(output) for output in wanted]
+        variables = frozenset(self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name))
+        hold_back_writes(self.graph, variables, self.forms.meetings)
+        return results, [name[1:] for effect in effects for name in self._controls(effect)]
 
     # Which instances there have to be.
 
@@ -122,6 +124,9 @@ class Builder:
         return definition.op != "Const" and (
             is_stateful(definition.op) or definition.op == "NoOp" or bool(control_inputs(definition))
         )
+
+    def _is_variable(self, argument: str) -> bool:
+        return bool(self.propagation.static((argument, 0)).dtype == tf.resource)
 
     def _is_at_home(self, name: str) -> bool:
         return self.propagation.plans[name].is_at_home

@@ -79,6 +79,7 @@ class Forms:
 
     Attributes:
         exchanges: the meetings of towers so far.
+        meetings: the nodes of those that need something of all towers.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Forms:
         homes: Homes,
     ):
         self.exchanges: list[Exchange] = []
+        self.meetings: list[str] = []
         self._graph = graph
         self._propagation = propagation
         self._devices = devices
@@ -124,7 +126,12 @@ class Forms:
             return self._graph.constant(axes, self._propagation.static(output).dtype)
         if name in self._instances.home:
             return name_of(self._instances.home[name], port)
-        return self._graph.once(("whole", output), lambda: self._combined(output, facts.placement))
+        return str(self._graph.once(("whole", output), lambda: self._met(output, facts.placement)))
+
+    def _met(self, output: Output, placement: Any) -> str:
+        whole = self._combined(output, placement)
+        self.meetings.append(whole)
+        return whole
 
     def _combined(self, output: Output, placement: Any) -> str:
         dtype = self._propagation.static(output).dtype
