@@ -4,7 +4,7 @@ While the step is traced, every `keras.layers.BatchNormalization` takes its mome
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -13,20 +13,20 @@ from keras.layers import BatchNormalization
 from keras_dp import keras_seams
 from keras_dp.batch_norm import Moments, masked_moments
 from keras_dp.partition.own import own_part, total_of_own
-from keras_dp.sync_batch_norm import is_synchronized
 
 Tensor = Any
 
 
 @contextlib.contextmanager
-def local_batch_norm(mode: str) -> Iterator[dict[BatchNormalization, list[Moments]]]:
+def local_batch_norm(
+    mode: str, synchronized: Collection[BatchNormalization]
+) -> Iterator[dict[BatchNormalization, list[Moments]]]:
     """Has every `keras.layers.BatchNormalization` normalize each slice with its own moments.
-
-    Layers that say so themselves stay synchronized.
 
     Args:
         mode: which moments the moving statistics are updated with: "local" for those of the global batch, "first" for those of
             the first tower that has rows.
+        synchronized: the layers that normalize with the moments of the global batch nevertheless.
 
     Yields:
         For each layer that normalizes so, the moments of the global batch, one for each of its calls.
@@ -35,7 +35,7 @@ def local_batch_norm(mode: str) -> Iterator[dict[BatchNormalization, list[Moment
     with contextlib.ExitStack() as stack:
 
         def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-            if is_synchronized(layer):
+            if layer in synchronized:
                 return keras_seams.own_moments(layer, inputs, mask)
             own = _moments(layer, inputs, mask, own_part)
             if mode == "local":

@@ -26,7 +26,7 @@ from keras_dp.partition.user_lines import user_line_of_error
 from keras_dp.partitioned_step import arguments_of, run_on_slices
 from keras_dp.plain_training import PlainTraining
 from keras_dp.stamping import stamp_towers
-from keras_dp.sync_batch_norm import batch_norms
+from keras_dp.sync_batch_norm import batch_norms, is_synchronized
 from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
 from keras_dp.tower_step import TowerStep, asks_for_rows, unknown_rows_explained
 from keras_dp.whole_tensors import WholeTensors
@@ -234,10 +234,15 @@ class DataParallelModel(JoinedModel):
         run = getattr(model, f"{name}_step")
         optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
 
+        synchronized = [layer for layer in batch_norms(model) if is_synchronized(layer)]
+
         def step(data: Any) -> Any:
             with contextlib.ExitStack() as stack:
+                for layer in batch_norms(model):
+                    # Keras would take E[x^2] - E[x]^2, which is wrong beside a large mean. Partitioned, all are synchronized.
+                    stack.enter_context(keras_seams.replaced(layer, "synchronized", False))
                 if self._batch_norm != "sync":
-                    stack.enter_context(local_batch_norm(self._batch_norm))
+                    stack.enter_context(local_batch_norm(self._batch_norm, synchronized))
                 if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
                     stack.enter_context(self.optimizer.in_step(count_rows(data, whole=self._whole)))
                 stack.enter_context(sending_gradients_as(self._gradient_dtype, optimizers))

@@ -374,14 +374,15 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("engine", ["towers", "partition"])
 @pytest.mark.parametrize("mode", ["local", "first"])
 @pytest.mark.parametrize("model", MODELS)
-def test_other_modes_against_the_slices_one_after_the_other(model, mode):
+def test_other_modes_against_the_slices_one_after_the_other(model, mode, engine):
     """Uneven slices, and one batch with fewer rows than towers."""
     build, shape = MODELS[model]
     batches = [(rng.normal(2, 3, size=(rows, *shape)), rng.normal(size=(rows, 1))) for rows in (7, 11, 2, 10)]
     one, inner = twins(build)
-    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode, engine=engine)
     parallel.compile(keras.optimizers.SGD(0.1), "mse")
     received = []
     for batch in batches:
@@ -392,7 +393,8 @@ def test_other_modes_against_the_slices_one_after_the_other(model, mode):
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
 
 
-def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
+@pytest.mark.parametrize("engine", ["towers", "partition"])
+def test_local_statistics_of_masked_slices_are_those_of_the_global_batch(engine):
     def build():
         inputs = keras.Input((5, 3))
         return keras.Model(inputs, layers.BatchNormalization(momentum=0.5)(layers.Masking()(inputs)))
@@ -402,7 +404,7 @@ def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
     x[2:5] = 0
     one, inner = twins(build)
     one(x, training=True)
-    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local")
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local", engine=engine)
     parallel.compile(keras.optimizers.SGD(0.0), "mse")
     parallel.train_on_batch(x, np.zeros_like(x))
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)

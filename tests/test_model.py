@@ -391,11 +391,12 @@ def test_refuses_updates_that_would_be_lost():
         parallel_model(keras.Sequential([keras.Input((4,)), InALoop(), layers.Dense(2)])).fit(X, Y, verbose=0)
 
 
+@pytest.mark.parametrize("engine", ["towers", "partition"])
 @pytest.mark.parametrize("gradient_dtype", ["bfloat16", "float16"])
-def test_gradients_in_half_the_bits_are_close_and_not_the_same(gradient_dtype):
+def test_gradients_in_half_the_bits_are_close_and_not_the_same(gradient_dtype, engine):
     one, inner = twins(build)
     fit_evaluate_predict(one, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
-    parallel = keras_dp.DataParallelModel(inner, devices=3, gradient_dtype=gradient_dtype)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, gradient_dtype=gradient_dtype, engine=engine)
     fit_evaluate_predict(parallel, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
     assert 1e-9 < largest_change(one.get_weights(), inner.get_weights()) < 1e-2
     with pytest.raises(ValueError, match="gradient_dtype='int8'"):
