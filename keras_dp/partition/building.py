@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dp.partition.across import Across
 from keras_dp.partition.forms import Feeds, Forms, Instances
 from keras_dp.partition.graph import Output, control_inputs, data_inputs, output_of
 from keras_dp.partition.homes import Homes
@@ -36,20 +37,21 @@ class Builder:
         devices: of the N towers.
         home: the device on which whatever happens once is computed.
         feeds: names of the tensors that are given.
+        across: what the workers tell each other, of which each builds such a graph; None for one worker alone.
 
     Attributes:
         graph: the graph so far.
         forms: of tensors, and the exchanges that they took.
     """
 
-    def __init__(self, propagation: Propagation, devices: Sequence[str], home: str, feeds: Feeds):
+    def __init__(self, propagation: Propagation, devices: Sequence[str], home: str, feeds: Feeds, across: Across | None = None):
         self.propagation = propagation
         self.devices = list(devices)
         self.feeds = feeds
         self.graph = GraphWriter(home)
         self._instances = Instances()
         self._homes = Homes(propagation, home)
-        self.forms = Forms(self.graph, propagation, self.devices, feeds, self._instances, self._homes)
+        self.forms = Forms(self.graph, propagation, self.devices, feeds, self._instances, self._homes, across)
 
     def build(self, outputs: Iterable[str], effects: Iterable[str]) -> tuple[list[str], list[str]]:
         """Makes all nodes that some outputs and effects of the traced graph need, and no others.
@@ -215,7 +217,7 @@ class Builder:
         rank = static.rank
         if rank is None:
             raise CannotGatherError(output[0])
-        # Along the rows, a slice has so many entries for each of its rows; the last tower has rows of its own.
+        # Along the rows, a slice has so many entries for each of its rows.
         along = np.eye(rank, dtype=int)[placement.axis]
         local = self.graph.cast(self.feeds.rows[last], tf.int32, dtype)
         total = self.graph.cast(self.feeds.batch_rows, tf.int32, dtype)

@@ -1,12 +1,15 @@
 """The forms in which towers, and home, take a tensor; where theirs is another one, they meet."""
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dp.partition.across import Across
 from keras_dp.partition.graph import Output, name_of
 from keras_dp.partition.homes import Homes
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, ListOf, Need, Partial, Replicate, Shard
@@ -65,6 +68,15 @@ class Instances:
     shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
+def neutral_element(reduction: str, dtype: tf.DType) -> Any:
+    """What changes nothing in a maximum and the like."""
+    if reduction in ("all", "any"):
+        return reduction == "all"
+    if dtype.is_floating:
+        return -math.inf if reduction == "max" else math.inf
+    return dtype.min if reduction == "max" else dtype.max
+
+
 class Forms:
     """Makes the forms of tensors, of instances that there are.
 
@@ -75,6 +87,7 @@ class Forms:
         feeds: names of the tensors that are given.
         instances: of the nodes so far.
         homes: says where a whole tensor is put together.
+        across: what the workers tell each other, of which each has N towers; None for one worker alone.
 
     Attributes:
         exchanges: the meetings of towers so far.
@@ -88,6 +101,7 @@ class Forms:
         feeds: Feeds,
         instances: Instances,
         homes: Homes,
+        across: Across | None = None,
     ):
         self.exchanges: list[Exchange] = []
         self._graph = graph
@@ -96,6 +110,7 @@ class Forms:
         self._feeds = feeds
         self._instances = instances
         self._homes = homes
+        self._across = across
 
     def form(self, output: Output, need: Need, tower: int) -> str:
         """A tensor in the form in which a tower needs it."""
@@ -134,7 +149,7 @@ class Forms:
             self.exchanges.append(Exchange(placement.reduction, output))
             return self._reduced(output, placement.reduction, dtype)
         if isinstance(placement, Replicate) and not self._propagation.facts[output].counts_rows():
-            # The same on all towers, as the results of loops are; the last one has rows of its own.
+            # The same on all towers, as the results of loops are.
             return self.part(output, len(self._devices) - 1)
         raise CannotGatherError(output[0])
 
@@ -145,28 +160,41 @@ class Forms:
         neutral = {"sum": "ZerosLike", "prod": "OnesLike"}.get(reduction)
 
         def nothing(dead: str, tower: int) -> str:
-            # In a maximum, whatever another tower has, too, changes nothing.
-            return dead if neutral is None else self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
+            if neutral is not None:
+                return self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
+            # In a maximum, whatever another tower has, too, changes nothing; but a whole worker may have no rows.
+            return dead if self._across is None else self._filled(dead, neutral_element(reduction, dtype), dtype, tower)
 
-        instead = None if neutral else last
+        instead = None if neutral or self._across else last
         alive = [self._if_alive(part, tower, dtype, nothing, instead) for tower, part in enumerate(parts)]
         home = self._homes.of_whole(output)
         if reduction == "sum":
-            return self._graph.add("AddN", alive, home, name, N=count, T=dtype)
-        stacked = self._graph.add("Pack", alive, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
-        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
-        types = {} if reduction in ("all", "any") else {"T": dtype}
-        first = self._graph.constant(0, device=home)
-        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+            own = self._graph.add("AddN", alive, home, name, N=count, T=dtype)
+        else:
+            stacked = self._graph.add("Pack", alive, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
+            operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
+            types = {} if reduction in ("all", "any") else {"T": dtype}
+            first = self._graph.constant(0, device=home)
+            own = self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+        if self._across is None:
+            return own
+        over_workers = functools.partial(self._across.reduced, reduction=reduction)
+        return self._graph.inline(over_workers, own, self._propagation.static(output).spec(), home, f"workers/{name}")
+
+    def _filled(self, like: str, value: Any, dtype: tf.DType, tower: int) -> str:
+        device = self._devices[tower]
+        shape = self._graph.add("Shape", [like], device, "shape", T=dtype, out_type=tf.int32)
+        value = self._graph.constant(value, dtype, device)
+        return self._graph.add("Fill", [shape, value], device, "nothing", T=dtype, index_type=tf.int32)
 
     def _if_alive(
         self, part: str, tower: int, dtype: tf.DType, otherwise: Callable[[str, int], str], other: str | None = None
     ) -> str:
         """The part of a tower that has rows of its own; of one that has borrowed a row, something else.
 
-        Switch and Merge pass a tensor on without a copy. The last tower always has rows: B(N-1)//N < B.
+        Switch and Merge pass a tensor on without a copy. The last tower of one worker always has rows: B(N-1)//N < B.
         """
-        if tower == len(self._devices) - 1:
+        if tower == len(self._devices) - 1 and self._across is None:
             return part
         device = self._devices[tower]
 
@@ -201,9 +229,18 @@ class Forms:
         if segments > 1:
             split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
             parts = [pieces[segment] for segment in range(segments) for pieces in split]
+        if self._across is not None:
+            count, over_workers = len(self._devices), functools.partial(self._across.gathered, axis=axis)
+            sizes = [None if i == axis else size for i, size in enumerate(self._propagation.static(output).spec().shape)]
+            home, name = self._homes.of_whole(output), f"workers/gather/{output[0]}"
+            each = [self._concatenated(output, parts[i : i + count], axis) for i in range(0, len(parts), count)]
+            parts = [self._graph.inline(over_workers, own, tf.TensorSpec(sizes, dtype), home, name) for own in each]
+        return self._concatenated(output, parts, axis)
+
+    def _concatenated(self, output: Output, parts: list[str], axis: int) -> str:
         if len(parts) == 1:
             return parts[0]
-        home = self._homes.of_whole(output)
+        home, dtype = self._homes.of_whole(output), self._propagation.static(output).dtype
         inputs = [*parts, self._graph.constant(axis, device=home)]
         return self._graph.add("ConcatV2", inputs, home, f"gather/{output[0]}", N=len(parts), T=dtype, Tidx=tf.int32)
 
@@ -235,11 +272,23 @@ class Forms:
         if self._propagation.facts[output].placement == Partial():
             return self.part(output, tower)
         whole = self.whole(output)
-        if tower == len(self._devices) - 1:
+        if tower == len(self._devices) - 1 and self._across is None:
             return whole
         dtype = self._propagation.static(output).dtype
-        return self._graph.once(
+        zeros = self._graph.once(
             ("zeros", output), lambda: self._graph.add("ZerosLike", [whole], self._graph.home, "zeros", T=dtype)
+        )
+        if self._across is None:
+            return zeros
+        # Of the towers of all workers, the one that has the first row.
+        is_first = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
+        has_first = self._graph.once(
+            ("has_first", tower),
+            lambda: self._graph.add("LogicalAnd", [is_first, self._feeds.is_alive[tower]], self._graph.home, "has_first"),
+        )
+        return self._graph.once(
+            ("part", output, tower),
+            lambda: self._graph.add("SelectV2", [has_first, whole, zeros], self._graph.home, "part", T=dtype),
         )
 
     def _constant_on(self, output: Output, tower: int) -> str:

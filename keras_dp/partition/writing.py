@@ -117,6 +117,28 @@ class GraphWriter:
         ]
         return self.add("Slice", inputs, self.home, "cut", T=dtype, Index=tf.int32)
 
+    def inline(self, function: Callable[[Any], Any], tensor: str, spec: tf.TensorSpec, device: str, name: str) -> str:
+        """Writes the operations of a function of one tensor, and returns the name of its result.
+
+        Args:
+            function: takes a tensor, and makes no other functions, such as branches, in the graph.
+            tensor: which.
+            spec: its type.
+            device: of operations that the function puts on no other.
+            name: begins those of the operations.
+        """
+        with tf.Graph().as_default() as graph, tf.device(device):
+            given = tf.compat.v1.placeholder(spec.dtype, spec.shape)
+            result = tf.identity(function(given))
+        made = {given.op.name: tensor}
+        for definition in graph.as_graph_def().node:
+            if definition.name != given.op.name:
+                sources = [source.partition(":") for source in definition.input]
+                inputs = [made[source] + colon + port for source, colon, port in sources if not source.startswith("^")]
+                controls = [f"^{made[source[1:]].split(':')[0]}" for source, _, _ in sources if source.startswith("^")]
+                made[definition.name] = self.copy(definition, f"{name}/{definition.name}", definition.device, inputs, controls)
+        return made[result.op.name]
+
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
         """Whatever `make` makes, the first time."""
         if what not in self._made:

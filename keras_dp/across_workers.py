@@ -1,0 +1,57 @@
+"""AcrossWorkers: where the towers of several workers meet in a partitioned step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.collectives import Collectives, counted_on
+
+Tensor = Any
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "max": tf.reduce_max,
+    "min": tf.reduce_min,
+    "prod": tf.reduce_prod,
+    "all": tf.reduce_all,
+    "any": tf.reduce_any,
+}
+
+
+class AcrossWorkers:
+    """Exchanges between workers as a partitioned step needs them; see `keras_dp.partition.across.Across`.
+
+    The operations are made in graphs that become parts of the current one: they have their places among those of this.
+
+    Args:
+        collectives: of the workers.
+    """
+
+    def __init__(self, collectives: Collectives):
+        self._collectives = collectives
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def reduced(self, own: Tensor, reduction: str) -> Tensor:
+        """The sum, or another reduction, of what each worker has."""
+        with counted_on(self._graph):
+            if reduction == "sum":
+                return self._collectives.sum(own)
+            count = self._collectives.count
+            everywhere = self._collectives.gather(tf.reshape(own, [1, -1]), tf.ones([count], tf.int32))
+            return tf.reshape(_REDUCTIONS[reduction](everywhere, axis=0), tf.shape(own))
+
+    def gathered(self, own: Tensor, axis: int) -> Tensor:
+        """The rows of all workers, in the order of the workers."""
+        if own.dtype == tf.string:
+            raise TypeError(
+                "A step of several workers needs strings of all rows, and workers can send each other numbers only. Turn the "
+                "strings into numbers in the dataset: dataset.map(...)."
+            )
+        others = [i for i in range(own.shape.rank) if i != axis]
+        with counted_on(self._graph):
+            rows = self._collectives.gather(_transposed(own, [axis, *others]))
+        return _transposed(rows, [*range(1, axis + 1), 0, *range(axis + 1, own.shape.rank)])
+
+
+def _transposed(x: Tensor, axes: list[int]) -> Tensor:
+    return x if axes == sorted(axes) else tf.transpose(x, axes)

@@ -1,0 +1,25 @@
+"""What the partition asks of workers that each run a step on towers of their own."""
+
+from typing import Any, Protocol
+
+Tensor = Any
+
+
+class Across(Protocol):
+    """Exchanges between workers, which all make the same ones in the same order; each adds operations to the current graph."""
+
+    def reduced(self, own: Tensor, reduction: str) -> Tensor:
+        """The sum, or another reduction, of what each worker has.
+
+        Args:
+            own: what this worker has: what changes nothing, such as zeros for a sum, if it has no rows.
+            reduction: as in `placements.Partial`.
+        """
+
+    def gathered(self, own: Tensor, axis: int) -> Tensor:
+        """The rows of all workers, in the order of the workers.
+
+        Args:
+            own: the rows of this worker, any number of them.
+            axis: along which the rows are.
+        """
