@@ -102,7 +102,7 @@ def run_partitioned(
     results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition(traced, builder.propagation, builder.forms.exchanges, trace.concrete.variables)
+    partition = Partition(traced, builder.propagation, builder.forms.exchanges, trace.variables())
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
@@ -112,7 +112,7 @@ def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], device
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
     builder, _, _ = build(traced, arguments, devices, home)
-    return Partition(traced, builder.propagation, builder.forms.exchanges, trace.concrete.variables)
+    return Partition(traced, builder.propagation, builder.forms.exchanges, trace.variables())
 
 
 class Trace:
@@ -130,6 +130,11 @@ class Trace:
         with tf.device(None):
             self.concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
         forget_custom_gradients(self.concrete.graph)
+
+    def variables(self) -> list[tf.Variable]:
+        """Those that the step uses, in the order in which it comes to them."""
+        by_handle = {id(variable.handle): variable for variable in self.concrete.variables}
+        return [by_handle[id(tensor)] for tensor in self.concrete.captured_inputs if id(tensor) in by_handle]
 
     def _leaves(self) -> list[Any]:
         return tf.nest.flatten(self._result, expand_composites=True)

@@ -557,9 +557,19 @@ def differences_are_named(towers):
     fit_differently()
 
 
+class Partitioned(keras_dp.DataParallelModel):
+    """A model whose steps, also those of Keras, are partitioned."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **{"engine": "partition", **options})
+
+
+towers_engine = keras_dp.DataParallelModel
 wanted = sys.argv[2:] or list(CASES)
 for name in wanted:
-    for num_towers in (1, 2):
+    engine, _, name = name.rpartition(":")
+    keras_dp.DataParallelModel = Partitioned if engine == "partition" else towers_engine
+    for num_towers in (2,) if engine == "partition" else (1, 2):
         keras.utils.clear_session()
         keras.config.set_floatx("float64")
         keras.utils.set_random_seed(7)
