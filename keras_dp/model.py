@@ -16,7 +16,7 @@ from keras_dp.batches import BATCH_SIZE, Slice, as_tensor, cut, known_rows, own_
 from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
-from keras_dp.lockstep import synchronize
+from keras_dp.lockstep import all_variables
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
@@ -223,14 +223,13 @@ class DataParallelModel(JoinedModel):
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
         run = getattr(self.inner_model, f"{step}_step")
         collectives = self._workers.collectives
+        known = {variable.value.ref() for variable in all_variables(self.inner_model)} if collectives.count > 1 else set()
         result, partition = self._with_known_rows(
             lambda rows: run_on_slices(run, slices, self._whole, rows, self.devices, self._home(), collectives),
             self._feed.known_rows,
         )
-        if self._workers.count > 1:
-            # Variables of which only the step knows, such as those that it has just made.
-            with tf.init_scope():
-                synchronize(self._workers, partition.variables)
+        if collectives.count > 1:
+            self._synchronize_others([variable for variable in partition.variables if variable.ref() not in known])
             if step == "predict" and self._predicts_shard:
                 result = own_rows(result, slices)
         if step == "train" and not self._told_gathered:
