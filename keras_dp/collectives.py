@@ -178,7 +178,7 @@ class Collectives:
         shapes = tf.ensure_shape(shapes, [self.count, x.shape.rank])
         # TensorFlow's `assert_equal` makes functions, and graphs of exchanges become parts of others without them.
         with tf.device(_HOST):
-            is_one = tf.reduce_all(shapes[:, 1:] == shapes[:1, 1:])
+            is_one = tf.reduce_all(tf.equal(shapes[:, 1:], shapes[:1, 1:]))
             check = tf.raw_ops.Assert(condition=is_one, data=[OTHER_WIDTHS, shapes], summarize=64)
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(shapes[:, 0])
