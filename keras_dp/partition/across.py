@@ -1,5 +1,6 @@
 """What the partition asks of workers that each run a step on towers of their own."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 Tensor = Any
@@ -15,6 +16,9 @@ class Across(Protocol):
             own: what this worker has: what changes nothing, such as zeros for a sum, if it has no rows.
             reduction: as in `placements.Partial`.
         """
+
+    def sums(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of several tensors at once."""
 
     def gathered(self, own: Tensor, axis: int) -> Tensor:
         """The rows of all workers, in the order of the workers.

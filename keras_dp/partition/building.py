@@ -65,6 +65,7 @@ class Builder:
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
         needed = self._needed([(self._kind(output, REPLICATE), output[0]) for output in wanted] + self._kinds_after(effects))
+        self.forms.early = self._early(needed)
         makers: dict[_Kind, Callable[[Any], Any]] = {
             _Kind.SHAPES: self._make_local_shapes,
             _Kind.TOWERS: self._make_on_towers,
@@ -74,9 +75,9 @@ class Builder:
             for kind, make in makers.items():
                 if (kind, definition.name) in needed:
                     make(definition)
-        return [self.forms.whole(output) for output in wanted], [
-            name[1:] for effect in effects for name in self._controls(effect)
-        ]
+        results = [self.forms.whole(output) for output in wanted]
+        self.forms.finish()
+        return results, [name[1:] for effect in effects for name in self._controls(effect)]
 
     # Which instances there have to be.
 
@@ -91,7 +92,19 @@ class Builder:
                 waiting += self._sources(*instance)
         return needed
 
-    def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
+    def _early(self, needed: Iterable[tuple[_Kind, str]]) -> set[Output]:
+        """The tensors whose whole something on a tower depends on."""
+        on_towers = [instance for instance in needed if instance[0] in (_Kind.TOWERS, _Kind.SHAPES)]
+        facts = self.propagation.facts
+        return {
+            output
+            for instance in self._needed(on_towers)
+            for output, need in self._inputs(*instance)
+            if instance[0] is _Kind.HOME or need != facts[output].placement
+        }
+
+    def _inputs(self, kind: _Kind, name: str) -> list[tuple[Output, Need]]:
+        """The tensors that an instance takes, and in which form."""
         definition, plan = self.propagation.nodes[name], self.propagation.plans[name]
         outputs = [output_of(source) for source in data_inputs(definition)]
         needs: Sequence[Need]
@@ -104,10 +117,11 @@ class Builder:
         else:
             needs = [self._local_need(output) for output in outputs]
         pairs = list(zip(outputs, needs, strict=True))
-        if kind is not _Kind.HOME:
-            pairs = [pair for pair in pairs if not self._is_own_constant(*pair)]
-        sources = [(self._kind(output, need), output[0]) for output, need in pairs]
-        return sources + self._kinds_after(control_inputs(definition))
+        return pairs if kind is _Kind.HOME else [pair for pair in pairs if not self._is_own_constant(*pair)]
+
+    def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
+        sources = [(self._kind(output, need), output[0]) for output, need in self._inputs(kind, name)]
+        return sources + self._kinds_after(control_inputs(self.propagation.nodes[name]))
 
     def _kinds_after(self, names: Iterable[str]) -> list[tuple[_Kind, str]]:
         """The instances after which a node runs that runs after some traced nodes."""

@@ -1,7 +1,6 @@
 """The forms in which towers, and home, take a tensor; where theirs is another one, they meet."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from keras_dp.partition.graph import Output, name_of
 from keras_dp.partition.homes import Homes
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, ListOf, Need, Partial, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError, Propagation, axes_to_sum
-from keras_dp.partition.writing import GraphWriter
+from keras_dp.partition.writing import Given, GraphWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +90,8 @@ class Forms:
 
     Attributes:
         exchanges: the meetings of towers so far.
+        early: tensors of which towers need the whole, or something that is made of it. Sums of others over workers are taken
+            together.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Forms:
         across: Across | None = None,
     ):
         self.exchanges: list[Exchange] = []
+        self.early: set[Output] = set()
         self._graph = graph
         self._propagation = propagation
         self._devices = devices
@@ -111,6 +113,7 @@ class Forms:
         self._instances = instances
         self._homes = homes
         self._across = across
+        self._late: dict[str, Given] = {}
 
     def form(self, output: Output, need: Need, tower: int) -> str:
         """A tensor in the form in which a tower needs it."""
@@ -178,8 +181,24 @@ class Forms:
             own = self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
         if self._across is None:
             return own
-        over_workers = functools.partial(self._across.reduced, reduction=reduction)
-        return self._graph.inline(over_workers, own, self._propagation.static(output).spec(), home, f"workers/{name}")
+        given = Given(own, self._propagation.static(output).spec(), home)
+        if reduction == "sum" and output not in self.early:
+            total = self._graph.reserve(f"workers/{name}")
+            self._late[total] = given
+            return total
+        across = self._across
+        return self._over_workers(lambda part: across.reduced(part, reduction), given, name)
+
+    def finish(self) -> None:
+        """Writes what was put off: the sums over workers that no tower waits for, all together."""
+        if self._across is not None and self._late:
+            across = self._across
+            self._graph.inline(lambda *parts: across.sums(parts), list(self._late.values()), list(self._late))
+
+    def _over_workers(self, exchange: Callable[[Any], Any], given: Given, name: str) -> str:
+        result = self._graph.reserve(f"workers/{name}")
+        self._graph.inline(lambda own: [exchange(own)], [given], [result])
+        return result
 
     def _filled(self, like: str, value: Any, dtype: tf.DType, tower: int) -> str:
         device = self._devices[tower]
@@ -230,11 +249,14 @@ class Forms:
             split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
             parts = [pieces[segment] for segment in range(segments) for pieces in split]
         if self._across is not None:
-            count, over_workers = len(self._devices), functools.partial(self._across.gathered, axis=axis)
+            count, across, home = len(self._devices), self._across, self._homes.of_whole(output)
             sizes = [None if i == axis else size for i, size in enumerate(self._propagation.static(output).spec().shape)]
-            home, name = self._homes.of_whole(output), f"workers/gather/{output[0]}"
+            spec = tf.TensorSpec(sizes, dtype)
             each = [self._concatenated(output, parts[i : i + count], axis) for i in range(0, len(parts), count)]
-            parts = [self._graph.inline(over_workers, own, tf.TensorSpec(sizes, dtype), home, name) for own in each]
+            parts = [
+                self._over_workers(lambda rows: across.gathered(rows, axis), Given(own, spec, home), f"gather/{output[0]}")
+                for own in each
+            ]
         return self._concatenated(output, parts, axis)
 
     def _concatenated(self, output: Output, parts: list[str], axis: int) -> str:
