@@ -436,8 +436,10 @@ def own_steps(towers):
 
 @case
 def own_steps_of_models_whose_seeds_differ(towers):
-    """What a step makes while it is traced, from other seeds on each worker, is the first worker's on all."""
+    """What a step makes while it is traced, from other seeds and by other names on each worker, is the first worker's."""
     keras.utils.set_random_seed(100 + workers.index)
+    for _ in range(workers.index):
+        [keras.layers.Dense(1) for _ in range(8)], keras.Sequential()
     parallel = keras_dp.DataParallelModel(Coupled(), devices=towers)
     parallel.compile(optimizer="adam")
     parallel.fit(numbers(8, 5), labels(8 * 3, 20).reshape(8, 3), batch_size=4, epochs=2, verbose=0)
