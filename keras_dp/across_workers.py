@@ -47,15 +47,20 @@ class AcrossWorkers:
 
     def gathered(self, own: Tensor, axis: int) -> Tensor:
         """The rows of all workers, in the order of the workers."""
-        if own.dtype == tf.string:
-            raise TypeError(
-                "A step of several workers needs strings of all rows, and workers can send each other numbers only. Turn the "
-                "strings into numbers in the dataset: dataset.map(...)."
-            )
+        refuse_strings(own)
         others = [i for i in range(own.shape.rank) if i != axis]
         with counted_on(self._graph):
             rows = self._collectives.gather(_transposed(own, [axis, *others]))
         return _transposed(rows, [*range(1, axis + 1), 0, *range(axis + 1, own.shape.rank)])
+
+
+def refuse_strings(rows: Any) -> None:
+    """Raises a TypeError for rows that no worker can have all of."""
+    if rows.dtype == tf.string:
+        raise TypeError(
+            "A partitioned step needs strings of all rows, and workers can send each other numbers only. Turn the strings into "
+            "numbers in the dataset: dataset.map(...)."
+        )
 
 
 def _transposed(x: Tensor, axes: list[int]) -> Tensor:

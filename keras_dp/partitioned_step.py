@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp.across_workers import AcrossWorkers
+from keras_dp.across_workers import AcrossWorkers, refuse_strings
 from keras_dp.batches import Slice, row_spec, whole_batch
 from keras_dp.collectives import Collectives
 from keras_dp.partition.step import Argument, Partition, RowCounts, run_partitioned
@@ -99,6 +99,8 @@ def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: Coll
 
     @functools.cache
     def whole() -> Any:
+        if collectives.count > 1:
+            refuse_strings(leaves[0])
         return collectives.gather(whole_batch(leaves, slices))
 
     if isinstance(leaves[0], tf.Tensor):
