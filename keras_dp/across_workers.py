@@ -45,12 +45,17 @@ class AcrossWorkers:
         with counted_on(self._graph):
             return self._collectives.sum_all(own)
 
-    def gathered(self, own: Tensor, axis: int) -> Tensor:
+    def counts(self, own: Tensor) -> Tensor:
+        """The number of each worker, from that of this one."""
+        with counted_on(self._graph):
+            return self._collectives.counts(own)
+
+    def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
         """The rows of all workers, in the order of the workers."""
         refuse_strings(own)
         others = [i for i in range(own.shape.rank) if i != axis]
         with counted_on(self._graph):
-            rows = self._collectives.gather(_transposed(own, [axis, *others]))
+            rows = self._collectives.gather(_transposed(own, [axis, *others]), counts)
         return _transposed(rows, [*range(1, axis + 1), 0, *range(axis + 1, own.shape.rank)])
 
 

@@ -20,10 +20,14 @@ class Across(Protocol):
     def sums(self, own: Sequence[Tensor]) -> list[Tensor]:
         """The sums of several tensors at once."""
 
-    def gathered(self, own: Tensor, axis: int) -> Tensor:
+    def counts(self, own: Tensor) -> Tensor:
+        """The number of each worker, int32, from that of this one."""
+
+    def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
         """The rows of all workers, in the order of the workers.
 
         Args:
             own: the rows of this worker, any number of them.
             axis: along which the rows are.
+            counts: how many each worker has, if that is known.
         """

@@ -187,7 +187,7 @@ class Forms:
             self._late[total] = given
             return total
         across = self._across
-        return self._over_workers(lambda part: across.reduced(part, reduction), given, name)
+        return self._over_workers(lambda part: across.reduced(part, reduction), [given], name)
 
     def finish(self) -> None:
         """Writes what was put off: the sums over workers that no tower waits for, all together."""
@@ -195,9 +195,26 @@ class Forms:
             across = self._across
             self._graph.inline(lambda *parts: across.sums(parts), list(self._late.values()), list(self._late))
 
-    def _over_workers(self, exchange: Callable[[Any], Any], given: Given, name: str) -> str:
+    def _gathered_over_workers(self, own: Given, axis: int, entries: Any, name: str) -> str:
+        """The rows of all workers, each with so many entries along an axis."""
+        across = self._across
+        assert across is not None
+        sizes = [size for i, size in enumerate(own.spec.shape) if i != axis]
+        if not isinstance(entries, int) or None in sizes:
+            return self._over_workers(lambda rows: across.gathered(rows, axis), [own], name)
+        home = self._graph.home
+        rows = self._graph.once(
+            "rows of this worker",
+            lambda: self._graph.add("AddN", self._feeds.own_rows, home, "rows", N=len(self._devices), T=tf.int32),
+        )
+        one = Given(rows, tf.TensorSpec([], tf.int32), home)
+        counts = self._graph.once("rows of workers", lambda: self._over_workers(across.counts, [one], "rows"))
+        of_workers = Given(counts, tf.TensorSpec([None], tf.int32), home)
+        return self._over_workers(lambda rows, counts: across.gathered(rows, axis, counts * entries), [own, of_workers], name)
+
+    def _over_workers(self, exchange: Callable[..., Any], given: Sequence[Given], name: str) -> str:
         result = self._graph.reserve(f"workers/{name}")
-        self._graph.inline(lambda own: [exchange(own)], [given], [result])
+        self._graph.inline(lambda *tensors: [exchange(*tensors)], given, [result])
         return result
 
     def _filled(self, like: str, value: Any, dtype: tf.DType, tower: int) -> str:
@@ -249,13 +266,13 @@ class Forms:
             split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
             parts = [pieces[segment] for segment in range(segments) for pieces in split]
         if self._across is not None:
-            count, across, home = len(self._devices), self._across, self._homes.of_whole(output)
+            count, home = len(self._devices), self._homes.of_whole(output)
             sizes = [None if i == axis else size for i, size in enumerate(self._propagation.static(output).spec().shape)]
             spec = tf.TensorSpec(sizes, dtype)
             each = [self._concatenated(output, parts[i : i + count], axis) for i in range(0, len(parts), count)]
             parts = [
-                self._over_workers(lambda rows: across.gathered(rows, axis), Given(own, spec, home), f"gather/{output[0]}")
-                for own in each
+                self._gathered_over_workers(Given(own, spec, home), axis, block, f"gather/{output[0]}")
+                for own, block in zip(each, placement.blocks, strict=True)
             ]
         return self._concatenated(output, parts, axis)
 
