@@ -172,6 +172,13 @@ def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTenso
     return keras.tree.map_structure(put_together, keras.tree.pack_sequence_as(parts[0], whole.of(parts[0])), *parts)
 
 
+def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
+    """The rows of some slices that follow each other, of nested tensors for the global batch."""
+    begin = slices[0].begin
+    end = begin + tf.add_n([part.rows for part in slices])
+    return keras.tree.map_structure(lambda leaf: slice_rows(leaf, begin, end) if leaf.shape.rank else leaf, whole)
+
+
 def _agree_beside_rows(leaves: Sequence[Any]) -> list[Any]:
     """Checks that the slices' outputs have one shape, for dense tensors whose shape is not known while tracing."""
     if isinstance(leaves[0], tf.RaggedTensor) or leaves[0].shape[1:].is_fully_defined():

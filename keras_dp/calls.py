@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -38,6 +38,7 @@ class JoinedModel(ModelWrapper):
         self._workers = current_workers()
         self._predicts_shard = False
         self._is_synchronized = False
+        self._synchronized: set[Any] = set()
         self._loops: list[str] = []
 
     def _facts(self) -> dict[str, Any]:
@@ -266,6 +267,17 @@ class JoinedModel(ModelWrapper):
         if self._workers.count > 1 and not self._is_synchronized:
             self._is_synchronized = True
             synchronize(self._workers, all_variables(self.inner_model))
+
+    def _synchronize_others(self, variables: Sequence[tf.Variable]) -> None:
+        """Gives all workers the first one's values of variables of which a step alone knows, such as those that it makes.
+
+        All workers come to these when they first run the step; whoever traces it once more comes to no others.
+        """
+        others = [variable for variable in variables if variable.ref() not in self._synchronized]
+        if others:
+            self._synchronized.update(variable.ref() for variable in others)
+            with tf.init_scope():
+                synchronize(self._workers, others)
 
     def _refuse_no_batches(self, method: str) -> None:
         # A step of the user's own need not track a loss.

@@ -1,5 +1,6 @@
 """Collectives: sums and gathers over the workers, by TensorFlow's own collective runtime."""
 
+import contextlib
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -175,8 +176,11 @@ class Collectives:
         """The numbers of rows of all workers, whose rows must have one shape."""
         shapes = self.sum(tf.one_hot([self.index], self.count, axis=0, dtype=tf.int32) * tf.shape(x))
         shapes = tf.ensure_shape(shapes, [self.count, x.shape.rank])
-        check = tf.debugging.assert_equal(shapes[:, 1:], tf.broadcast_to(shapes[:1, 1:], tf.shape(shapes[:, 1:])), OTHER_WIDTHS)
-        with tf.control_dependencies([check] if check is not None else []):
+        # TensorFlow's `assert_equal` makes functions, and graphs of exchanges become parts of others without them.
+        with tf.device(_HOST):
+            is_one = tf.reduce_all(tf.equal(shapes[:, 1:], shapes[:1, 1:]))
+            check = tf.raw_ops.Assert(condition=is_one, data=[OTHER_WIDTHS, shapes], summarize=64)
+        with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(shapes[:, 0])
 
     def _padded(self, kind: str, flat: Tensor, place: int | None = None) -> tuple[Tensor, dict[str, Any]]:
@@ -220,6 +224,15 @@ def next_place(graph: tf.Graph) -> int:
     place: int = getattr(graph, "_keras_dp_collectives", 0)
     graph._keras_dp_collectives = place + 1
     return place
+
+
+@contextlib.contextmanager
+def counted_on(graph: tf.Graph) -> Iterator[None]:
+    """Counts the collective operations of the current graph on from those of another one, of which they are to be a part."""
+    part: Any = tf.compat.v1.get_default_graph()
+    part._keras_dp_collectives = getattr(graph, "_keras_dp_collectives", 0)
+    yield
+    graph._keras_dp_collectives = part._keras_dp_collectives
 
 
 class _Piece(NamedTuple):

@@ -120,7 +120,7 @@ class SliceFeed:
         The next batch is read and cut while the towers work on the last one, unless TensorFlow itself would not read it.
 
         Raises:
-            ValueError: if the dataset is known to be empty.
+            ValueError: if the dataset is known to be empty, or has tensors that are not cut beside shards.
         """
         if dataset.cardinality() == 0:
             raise ValueError(
@@ -131,7 +131,14 @@ class SliceFeed:
             return dataset
         shapes = [spec.shape for spec in self.whole.cut_leaves(dataset.element_spec).values()]
         self._shapes = [shape for shape in shapes if shape.rank is not None]
-        self.known_rows = known_rows(dataset.element_spec, self.whole)
+        are_shards = self.takes_shards and self.collectives.count > 1
+        if are_shards and self.whole.names:
+            raise ValueError(
+                "With sharded=True each worker has data of its own, and tensors that are not cut must be the same for all. "
+                f"Leave it out, and give all workers the same data. Received: whole={list(self.whole.names)}"
+            )
+        # How many rows the workers' shards have together is not known.
+        self.known_rows = None if are_shards else known_rows(dataset.element_spec, self.whole)
         refuse_other_rows(dataset.element_spec, self.whole)
         with _single_rows_explained(self._shapes):
             self.prepare(dataset.element_spec)
@@ -140,7 +147,7 @@ class SliceFeed:
         # TensorFlow may keep the function: it must not keep the model alive, which this object refers to.
         num_towers, index, count, whole = self.num_towers, self.collectives.index, self.collectives.count, self.whole
         has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
-        if self.takes_shards and count > 1:
+        if are_shards:
             sliced = cut_shards(dataset, num_towers)
         else:
             sliced = dataset.map(

@@ -92,7 +92,7 @@ def _without_writers(callbacks: Sequence[keras.callbacks.Callback], group: Worke
     return [callback for callback in callbacks if group.is_chief or not isinstance(callback, _WRITERS)]
 
 
-def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable]) -> None:
+def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Variable]) -> None:
     """Gives all workers the first one's values of variables, unless their checksums say that they have them.
 
     Raises:
@@ -101,12 +101,13 @@ def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable]) -> None
     """
     if group.count == 1:
         return
-    shapes = [f"{np.dtype(v.value.dtype.as_numpy_dtype).name}{list(v.shape)}" for v in variables]
+    variables = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    shapes = [f"{np.dtype(v.dtype.as_numpy_dtype).name}{list(v.shape)}" for v in variables]
     group.agree({"the number of variables of model and optimizer": len(shapes)})
     group.agree({f"the shape of variable {i}": shape for i, shape in enumerate(shapes)})
     if _same_everywhere(group, variables):
         return
-    values = [_value(variable) for variable in variables]
+    values = [variable.numpy() for variable in variables]
     with group.losses_named():
         received = group.collectives.broadcast(b"".join(value.tobytes() for value in values))
     offset = 0
@@ -114,7 +115,7 @@ def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable]) -> None
         new = np.frombuffer(received, value.dtype, value.size, offset).reshape(value.shape)
         offset += value.nbytes
         if not group.is_chief:
-            variable.value.assign(new)
+            variable.assign(new)
     if not _same_everywhere(group, variables):
         raise RuntimeError(
             "The workers' variables still differ after the first worker's were sent to all: their network or memory garbles "
@@ -130,16 +131,12 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def _same_everywhere(group: WorkerGroup, variables: Sequence[keras.Variable]) -> bool:
+def _same_everywhere(group: WorkerGroup, variables: Sequence[tf.Variable]) -> bool:
     checksum = 0
     for variable in variables:
-        checksum = zlib.crc32(_value(variable).tobytes(), checksum)
+        checksum = zlib.crc32(variable.numpy().tobytes(), checksum)
     with group.losses_named():
         return len(set(group.collectives.exchange(checksum.to_bytes(4, "little")))) == 1
-
-
-def _value(variable: keras.Variable) -> np.ndarray[Any, Any]:
-    return variable.value.numpy()
 
 
 def described_model(model: keras.Model) -> dict[str, Any]:

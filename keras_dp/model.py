@@ -13,11 +13,23 @@ import keras
 import tensorflow as tf
 
 from keras_dp import announcement, choices, keras_seams, losses, metrics, placement
-from keras_dp.batches import BATCH_SIZE, Slice, as_tensor, count_rows, cut, known_rows, row_spec, rows_of_batches, whole_batch
+from keras_dp.batches import (
+    BATCH_SIZE,
+    Slice,
+    as_tensor,
+    count_rows,
+    cut,
+    known_rows,
+    own_rows,
+    row_spec,
+    rows_of_batches,
+    whole_batch,
+)
 from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
 from keras_dp.local_batch_norm import local_batch_norm
+from keras_dp.lockstep import all_variables
 from keras_dp.optimizer import DataParallelOptimizer, sending_gradients_as
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
@@ -210,20 +222,21 @@ class DataParallelModel(JoinedModel):
                 f"Received: whole={list(self._whole.names)}"
             )
         is_refused = own or self._own_loops or self._whole.names
-        chosen = "partition" if engine == "partition" or (engine == "auto" and is_refused) else "towers"
-        if chosen == "partition" and self._workers.count > 1:
-            raise ValueError(
-                "A model with steps or a fit() of its own trains on the devices of one worker. Run the script without "
-                f"TF_CONFIG, or use Keras's own. Received: {self._workers.count} workers"
-            )
-        return chosen
+        return "partition" if engine == "partition" or (engine == "auto" and is_refused) else "towers"
 
     def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
         run = self._plain_step(step)
+        collectives = self._workers.collectives
+        known = {variable.value.ref() for variable in all_variables(self.inner_model)} if collectives.count > 1 else set()
         result, partition = self._with_known_rows(
-            lambda rows: run_on_slices(run, slices, self._whole, rows, self.devices, self._home()), self._feed.known_rows
+            lambda rows: run_on_slices(run, slices, self._whole, rows, self.devices, self._home(), collectives),
+            self._feed.known_rows,
         )
+        if collectives.count > 1:
+            self._synchronize_others([variable for variable in partition.variables if variable.ref() not in known])
+            if step == "predict" and self._predicts_shard:
+                result = own_rows(result, slices)
         if step == "train" and not self._told_gathered:
             self._tell_gathered(explain(partition, self.devices, self._home(), self._batch_rows or BATCH_SIZE))
         return result
@@ -405,6 +418,7 @@ class DataParallelModel(JoinedModel):
         model = self.inner_model
         if has_own_step(model):
             self._place_variables()
+            self._synchronize_workers()
             return
         rows = known_rows(batch, self._whole) if self._engine == "partition" else None
         self._with_known_rows(functools.partial(self._build_for, batch), rows)

@@ -7,7 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dp.across_workers import AcrossWorkers, refuse_strings
 from keras_dp.batches import Slice, row_spec, whole_batch
+from keras_dp.collectives import Collectives
 from keras_dp.partition.step import Argument, Partition, RowCounts, run_partitioned
 from keras_dp.whole_tensors import WholeTensors
 
@@ -21,6 +23,7 @@ def run_on_slices(
     known_rows: int | None,
     devices: Sequence[str],
     home: str,
+    collectives: Collectives,
 ) -> tuple[Any, Partition]:
     """Runs a step, written for one device and a whole batch, on N slices of one.
 
@@ -31,12 +34,14 @@ def run_on_slices(
         known_rows: the number of rows of each batch, as in `arguments_of`.
         devices: of the N towers.
         home: the device of whatever happens once.
+        collectives: of the workers, each of which has N towers.
 
     Returns:
         What the step returns for the whole batch, and how it was partitioned.
     """
-    of_batch, arguments = arguments_of(step, slices, whole, known_rows)
-    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home)
+    of_batch, arguments = arguments_of(step, slices, whole, known_rows, collectives)
+    across = AcrossWorkers(collectives) if collectives.count > 1 else None
+    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home, across)
 
 
 def rows_of(slices: Sequence[Slice]) -> RowCounts:
@@ -45,7 +50,11 @@ def rows_of(slices: Sequence[Slice]) -> RowCounts:
 
 
 def arguments_of(
-    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors, known_rows: int | None
+    step: Callable[[Any], Any],
+    slices: Sequence[Slice],
+    whole: WholeTensors,
+    known_rows: int | None,
+    collectives: Collectives | None = None,
 ) -> tuple[Callable[..., Any], list[Argument]]:
     """A step on a nested batch as one on flat tensors, and these tensors.
 
@@ -55,12 +64,13 @@ def arguments_of(
         whole: says which tensors were not cut.
         known_rows: the number of rows of each batch, for a step that asks for it while it is traced: such a step takes whole
             batches. None for a step that takes any number, and can be partitioned.
+        collectives: of the workers that have slices of the batch; None if these are all.
     """
     parts = [keras.tree.flatten(part.data) for part in slices]
     arguments: list[Argument] = []
     counts = []
     for stays, *leaves in zip(whole.of(slices[0].data), *parts, strict=True):
-        made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, slices)
+        made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, slices, collectives or Collectives())
         if known_rows is not None:
             made = [_of_known_rows(argument, known_rows) if argument.slices else argument for argument in made]
         arguments += made
@@ -82,14 +92,16 @@ def _whole_arguments(leaf: Any) -> list[Argument]:
     ]
 
 
-def _arguments(leaves: Sequence[Any], slices: Sequence[Slice]) -> list[Argument]:
+def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: Collectives) -> list[Argument]:
     """The tensors of which a leaf of the batch consists: one, or those of a ragged or sparse tensor, which stays whole."""
     if not tf.is_tensor(leaves[0]):
         return []
 
     @functools.cache
     def whole() -> Any:
-        return whole_batch(leaves, slices)
+        if collectives.count > 1:
+            refuse_strings(leaves[0])
+        return collectives.gather(whole_batch(leaves, slices))
 
     if isinstance(leaves[0], tf.Tensor):
         return [Argument(row_spec(leaves[0]), whole, list(leaves))]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from keras_dp.batches import Slice, count_rows, cut, slice_rows
@@ -104,7 +105,29 @@ def as_slices(shards: Sequence[ShardSlice], collectives: Collectives) -> tuple[S
     slices = tuple(Slice(part.data, tf.minimum(part.begin + before, last), part.rows, batch_rows) for part in shards)
     # A step that fails while workers exchange anything ends that for good: nothing may begin before it is known to go on.
     with tf.control_dependencies([stop]):
-        return tf.nest.map_structure(tf.identity, slices, expand_composites=True)
+        slices = tf.nest.map_structure(tf.identity, slices, expand_composites=True)
+        return _with_lengths(slices, shards[0].batch_rows > 0, collectives)
+
+
+def _with_lengths(slices: Sequence[Slice], has_rows: Tensor, collectives: Collectives) -> tuple[Slice, ...]:
+    """The slices, where those of a worker without rows, which has borrowed one, get one of the other workers' lengths."""
+
+    def refilled(*parts: Any) -> list[Any]:
+        if not isinstance(parts[0], tf.Tensor) or parts[0].shape.rank is None or parts[0].shape[1:].is_fully_defined():
+            return list(parts)
+        own = tf.shape(parts[0])[1:] * tf.cast(has_rows, tf.int32)
+        by_worker = collectives.sum(tf.one_hot([collectives.index], collectives.count, axis=0, dtype=tf.int32) * own)
+        one = tf.constant("") if parts[0].dtype == tf.string else tf.ones((), parts[0].dtype)
+        borrowed = tf.fill(tf.concat([[1], tf.reduce_max(by_worker, axis=0)], axis=0), one)
+        borrowed = tf.ensure_shape(borrowed, [None, *parts[0].shape[1:]])
+        return [tf.cond(has_rows, lambda part=part: part, lambda: borrowed) for part in parts]
+
+    by_leaf = [refilled(*parts) for parts in zip(*(keras.tree.flatten(part.data) for part in slices), strict=True)]
+    datas = zip(*by_leaf, strict=True)
+    return tuple(
+        part._replace(data=keras.tree.pack_sequence_as(part.data, list(leaves)))
+        for part, leaves in zip(slices, datas, strict=True)
+    )
 
 
 def _cardinality(dataset: tf.data.Dataset) -> int:

@@ -218,6 +218,25 @@ def test_the_workers_batches_follow_each_other():
     assert placed(2, [3, 0, 2]) == [([1], 3, 1, 5), ([2], 4, 1, 5)]
 
 
+def test_a_worker_without_rows_has_the_lengths_of_the_others():
+    class Among(Counted):
+        def sum(self, x):
+            # The other worker has two rows of 3 by 4.
+            return x + tf.constant([[0] * x.shape[1], [3, 4][: x.shape[1]]])
+
+    def data(rows):
+        shape = [rows, 2 + 0 * rows, 4]
+        return {"numbers": tf.zeros(shape), "texts": tf.fill(shape, "a"), "fixed": tf.zeros([rows, 2])}
+
+    dataset = tf.data.Dataset.from_tensor_slices([1, 0]).map(data)
+    iterator = iter(cut_shards(dataset.skip(1), 2))
+    for part in tf.function(lambda: as_slices(next(iterator), Among(0, [0, 2])))():
+        np.testing.assert_array_equal(part.data["numbers"], np.ones([1, 3, 4]))
+        np.testing.assert_array_equal(part.data["texts"], np.full([1, 3, 4], b""))
+        np.testing.assert_array_equal(part.data["fixed"], np.ones([1, 2]))
+        assert int(part.rows) == 0
+
+
 def test_when_no_worker_has_rows_the_dataset_has_ended():
     with pytest.raises(tf.errors.OutOfRangeError):
         placed(1, [0, 0])

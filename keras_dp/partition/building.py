@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_dp.partition.across import Across
 from keras_dp.partition.forms import Feeds, Forms, Instances
 from keras_dp.partition.graph import Output, control_inputs, data_inputs, output_of
 from keras_dp.partition.homes import Homes
@@ -37,20 +38,21 @@ class Builder:
         devices: of the N towers.
         home: the device on which whatever happens once is computed.
         feeds: names of the tensors that are given.
+        across: what the workers tell each other, of which each builds such a graph; None for one worker alone.
 
     Attributes:
         graph: the graph so far.
         forms: of tensors, and the exchanges that they took.
     """
 
-    def __init__(self, propagation: Propagation, devices: Sequence[str], home: str, feeds: Feeds):
+    def __init__(self, propagation: Propagation, devices: Sequence[str], home: str, feeds: Feeds, across: Across | None = None):
         self.propagation = propagation
         self.devices = list(devices)
         self.feeds = feeds
         self.graph = GraphWriter(home)
         self._instances = Instances()
         self._homes = Homes(propagation, home)
-        self.forms = Forms(self.graph, propagation, self.devices, feeds, self._instances, self._homes)
+        self.forms = Forms(self.graph, propagation, self.devices, feeds, self._instances, self._homes, across)
 
     def build(self, outputs: Iterable[str], effects: Iterable[str]) -> tuple[list[str], list[str]]:
         """Makes all nodes that some outputs and effects of the traced graph need, and no others.
@@ -64,6 +66,7 @@ class Builder:
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
         needed = self._needed([(self._kind(output, REPLICATE), output[0]) for output in wanted] + self._kinds_after(effects))
+        self.forms.early = self._early(needed)
         makers: dict[_Kind, Callable[[Any], Any]] = {
             _Kind.SHAPES: self._make_local_shapes,
             _Kind.TOWERS: self._make_on_towers,
@@ -74,6 +77,7 @@ class Builder:
                 if (kind, definition.name) in needed:
                     make(definition)
         results = [self.forms.whole(output) for output in wanted]
+        self.forms.finish()
         variables = frozenset(self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name))
         hold_back_writes(self.graph, variables, self.forms.meetings)
         return results, [name[1:] for effect in effects for name in self._controls(effect)]
@@ -91,7 +95,19 @@ class Builder:
                 waiting += self._sources(*instance)
         return needed
 
-    def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
+    def _early(self, needed: Iterable[tuple[_Kind, str]]) -> set[Output]:
+        """The tensors whose whole something on a tower depends on."""
+        on_towers = [instance for instance in needed if instance[0] in (_Kind.TOWERS, _Kind.SHAPES)]
+        facts = self.propagation.facts
+        return {
+            output
+            for instance in self._needed(on_towers)
+            for output, need in self._inputs(*instance)
+            if instance[0] is _Kind.HOME or need != facts[output].placement
+        }
+
+    def _inputs(self, kind: _Kind, name: str) -> list[tuple[Output, Need]]:
+        """The tensors that an instance takes, and in which form."""
         definition, plan = self.propagation.nodes[name], self.propagation.plans[name]
         outputs = [output_of(source) for source in data_inputs(definition)]
         needs: Sequence[Need]
@@ -104,10 +120,11 @@ class Builder:
         else:
             needs = [self._local_need(output) for output in outputs]
         pairs = list(zip(outputs, needs, strict=True))
-        if kind is not _Kind.HOME:
-            pairs = [pair for pair in pairs if not self._is_own_constant(*pair)]
-        sources = [(self._kind(output, need), output[0]) for output, need in pairs]
-        return sources + self._kinds_after(control_inputs(definition))
+        return pairs if kind is _Kind.HOME else [pair for pair in pairs if not self._is_own_constant(*pair)]
+
+    def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
+        sources = [(self._kind(output, need), output[0]) for output, need in self._inputs(kind, name)]
+        return sources + self._kinds_after(control_inputs(self.propagation.nodes[name]))
 
     def _kinds_after(self, names: Iterable[str]) -> list[tuple[_Kind, str]]:
         """The instances after which a node runs that runs after some traced nodes."""
@@ -220,7 +237,7 @@ class Builder:
         rank = static.rank
         if rank is None:
             raise CannotGatherError(output[0])
-        # Along the rows, a slice has so many entries for each of its rows; the last tower has rows of its own.
+        # Along the rows, a slice has so many entries for each of its rows.
         along = np.eye(rank, dtype=int)[placement.axis]
         local = self.graph.cast(self.feeds.rows[last], tf.int32, dtype)
         total = self.graph.cast(self.feeds.batch_rows, tf.int32, dtype)

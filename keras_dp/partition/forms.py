@@ -2,16 +2,18 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dp.partition.across import Across
 from keras_dp.partition.graph import Output, name_of
 from keras_dp.partition.homes import Homes
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError, Propagation, axes_to_sum
-from keras_dp.partition.writing import GraphWriter
+from keras_dp.partition.writing import Given, GraphWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,15 @@ class Instances:
     shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
+def neutral_element(reduction: str, dtype: tf.DType) -> Any:
+    """What changes nothing in a maximum and the like."""
+    if reduction in ("all", "any"):
+        return reduction == "all"
+    if dtype.is_floating:
+        return -math.inf if reduction == "max" else math.inf
+    return dtype.min if reduction == "max" else dtype.max
+
+
 class Forms:
     """Makes the forms of tensors, of instances that there are.
 
@@ -76,10 +87,13 @@ class Forms:
         feeds: names of the tensors that are given.
         instances: of the nodes so far.
         homes: says where a whole tensor is put together.
+        across: what the workers tell each other, of which each has N towers; None for one worker alone.
 
     Attributes:
         exchanges: the meetings of towers so far.
         meetings: the nodes of those that need something of all towers.
+        early: tensors of which towers need the whole, or something that is made of it. Sums of others over workers are taken
+            together.
     """
 
     def __init__(
@@ -90,15 +104,19 @@ class Forms:
         feeds: Feeds,
         instances: Instances,
         homes: Homes,
+        across: Across | None = None,
     ):
         self.exchanges: list[Exchange] = []
         self.meetings: list[str] = []
+        self.early: set[Output] = set()
         self._graph = graph
         self._propagation = propagation
         self._devices = devices
         self._feeds = feeds
         self._instances = instances
         self._homes = homes
+        self._across = across
+        self._late: dict[str, Given] = {}
 
     def form(self, output: Output, need: Need, tower: int) -> str:
         """A tensor in the form in which a tower needs it."""
@@ -145,7 +163,7 @@ class Forms:
             self.exchanges.append(Exchange("first", output))
             return self._of_first(output, dtype)
         if isinstance(placement, Replicate) and not self._propagation.facts[output].counts_rows():
-            # The same on all towers, as the results of loops are; the last one has rows of its own.
+            # The same on all towers, as the results of loops are.
             return self.part(output, len(self._devices) - 1)
         raise CannotGatherError(output[0])
 
@@ -158,8 +176,12 @@ class Forms:
             is_first = self._graph.add("LogicalAnd", [begins, self._feeds.is_alive[tower]], self._graph.home, "is_first")
             zeros = self._graph.add("ZerosLike", [part], device, "zeros", T=dtype)
             kept.append(self._graph.add("SelectV2", [is_first, part, zeros], device, "of_first", T=dtype))
-        home = self._homes.of_whole(output)
-        return self._graph.add("AddN", kept, home, f"first/{output[0]}", N=len(kept), T=dtype)
+        home, name = self._homes.of_whole(output), f"first/{output[0]}"
+        own, across = self._graph.add("AddN", kept, home, name, N=len(kept), T=dtype), self._across
+        if across is None:
+            return own
+        given = Given(own, self._propagation.static(output).spec(), home)
+        return self._over_workers(lambda part: across.reduced(part, "sum"), [given], name)
 
     def _reduced(self, output: Output, reduction: str, dtype: tf.DType) -> str:
         parts = [self.part(output, tower) for tower in range(len(self._devices))]
@@ -168,28 +190,74 @@ class Forms:
         neutral = {"sum": "ZerosLike", "prod": "OnesLike"}.get(reduction)
 
         def nothing(dead: str, tower: int) -> str:
-            # In a maximum, whatever another tower has, too, changes nothing.
-            return dead if neutral is None else self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
+            if neutral is not None:
+                return self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
+            # In a maximum, whatever another tower has, too, changes nothing; but a whole worker may have no rows.
+            return dead if self._across is None else self._filled(dead, neutral_element(reduction, dtype), dtype, tower)
 
-        instead = None if neutral else last
+        instead = None if neutral or self._across else last
         alive = [self._if_alive(part, tower, dtype, nothing, instead) for tower, part in enumerate(parts)]
         home = self._homes.of_whole(output)
         if reduction == "sum":
-            return self._graph.add("AddN", alive, home, name, N=count, T=dtype)
-        stacked = self._graph.add("Pack", alive, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
-        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
-        types = {} if reduction in ("all", "any") else {"T": dtype}
-        first = self._graph.constant(0, device=home)
-        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+            own = self._graph.add("AddN", alive, home, name, N=count, T=dtype)
+        else:
+            stacked = self._graph.add("Pack", alive, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
+            operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
+            types = {} if reduction in ("all", "any") else {"T": dtype}
+            first = self._graph.constant(0, device=home)
+            own = self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+        if self._across is None:
+            return own
+        given = Given(own, self._propagation.static(output).spec(), home)
+        if reduction == "sum" and output not in self.early:
+            total = self._graph.reserve(f"workers/{name}")
+            self._late[total] = given
+            return total
+        across = self._across
+        return self._over_workers(lambda part: across.reduced(part, reduction), [given], name)
+
+    def finish(self) -> None:
+        """Writes what was put off: the sums over workers that no tower waits for, all together."""
+        if self._across is not None and self._late:
+            across = self._across
+            self._graph.inline(lambda *parts: across.sums(parts), list(self._late.values()), list(self._late))
+
+    def _gathered_over_workers(self, own: Given, axis: int, entries: Any, name: str) -> str:
+        """The rows of all workers, each with so many entries along an axis."""
+        across = self._across
+        assert across is not None
+        sizes = [size for i, size in enumerate(own.spec.shape) if i != axis]
+        if not isinstance(entries, int) or None in sizes:
+            return self._over_workers(lambda rows: across.gathered(rows, axis), [own], name)
+        home = self._graph.home
+        rows = self._graph.once(
+            "rows of this worker",
+            lambda: self._graph.add("AddN", self._feeds.own_rows, home, "rows", N=len(self._devices), T=tf.int32),
+        )
+        one = Given(rows, tf.TensorSpec([], tf.int32), home)
+        counts = self._graph.once("rows of workers", lambda: self._over_workers(across.counts, [one], "rows"))
+        of_workers = Given(counts, tf.TensorSpec([None], tf.int32), home)
+        return self._over_workers(lambda rows, counts: across.gathered(rows, axis, counts * entries), [own, of_workers], name)
+
+    def _over_workers(self, exchange: Callable[..., Any], given: Sequence[Given], name: str) -> str:
+        result = self._graph.reserve(f"workers/{name}")
+        self._graph.inline(lambda *tensors: [exchange(*tensors)], given, [result])
+        return result
+
+    def _filled(self, like: str, value: Any, dtype: tf.DType, tower: int) -> str:
+        device = self._devices[tower]
+        shape = self._graph.add("Shape", [like], device, "shape", T=dtype, out_type=tf.int32)
+        value = self._graph.constant(value, dtype, device)
+        return self._graph.add("Fill", [shape, value], device, "nothing", T=dtype, index_type=tf.int32)
 
     def _if_alive(
         self, part: str, tower: int, dtype: tf.DType, otherwise: Callable[[str, int], str], other: str | None = None
     ) -> str:
         """The part of a tower that has rows of its own; of one that has borrowed a row, something else.
 
-        Switch and Merge pass a tensor on without a copy. The last tower always has rows: B(N-1)//N < B.
+        Switch and Merge pass a tensor on without a copy. The last tower of one worker always has rows: B(N-1)//N < B.
         """
-        if tower == len(self._devices) - 1:
+        if tower == len(self._devices) - 1 and self._across is None:
             return part
         device = self._devices[tower]
 
@@ -224,9 +292,21 @@ class Forms:
         if segments > 1:
             split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
             parts = [pieces[segment] for segment in range(segments) for pieces in split]
+        if self._across is not None:
+            count, home = len(self._devices), self._homes.of_whole(output)
+            sizes = [None if i == axis else size for i, size in enumerate(self._propagation.static(output).spec().shape)]
+            spec = tf.TensorSpec(sizes, dtype)
+            each = [self._concatenated(output, parts[i : i + count], axis) for i in range(0, len(parts), count)]
+            parts = [
+                self._gathered_over_workers(Given(own, spec, home), axis, block, f"gather/{output[0]}")
+                for own, block in zip(each, placement.blocks, strict=True)
+            ]
+        return self._concatenated(output, parts, axis)
+
+    def _concatenated(self, output: Output, parts: list[str], axis: int) -> str:
         if len(parts) == 1:
             return parts[0]
-        home = self._homes.of_whole(output)
+        home, dtype = self._homes.of_whole(output), self._propagation.static(output).dtype
         inputs = [*parts, self._graph.constant(axis, device=home)]
         return self._graph.add("ConcatV2", inputs, home, f"gather/{output[0]}", N=len(parts), T=dtype, Tidx=tf.int32)
 
@@ -258,11 +338,23 @@ class Forms:
         if self._propagation.facts[output].placement == Partial():
             return self.part(output, tower)
         whole = self.whole(output)
-        if tower == len(self._devices) - 1:
+        if tower == len(self._devices) - 1 and self._across is None:
             return whole
         dtype = self._propagation.static(output).dtype
-        return self._graph.once(
+        zeros = self._graph.once(
             ("zeros", output), lambda: self._graph.add("ZerosLike", [whole], self._graph.home, "zeros", T=dtype)
+        )
+        if self._across is None:
+            return zeros
+        # Of the towers of all workers, the one that has the first row.
+        is_first = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
+        has_first = self._graph.once(
+            ("has_first", tower),
+            lambda: self._graph.add("LogicalAnd", [is_first, self._feeds.is_alive[tower]], self._graph.home, "has_first"),
+        )
+        return self._graph.once(
+            ("part", output, tower),
+            lambda: self._graph.add("SelectV2", [has_first, whole, zeros], self._graph.home, "part", T=dtype),
         )
 
     def _constant_on(self, output: Output, tower: int) -> str:

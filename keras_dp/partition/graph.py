@@ -1,7 +1,7 @@
 """A traced graph: its nodes in the order of their dependence, with all calls of functions replaced by their bodies."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -277,19 +277,24 @@ def _static(name: str, tensor: Tensor, said: tf.TensorShape) -> Static:
 def _in_order(nodes: Sequence[Any]) -> Iterable[Any]:
     """The nodes, each behind those whose outputs it takes."""
     by_name = {node.name: node for node in nodes}
+    places = {node.name: i for i, node in enumerate(nodes)}
+
+    def sources(node: Any) -> Iterator[str]:
+        # Not in the order of names: the workers' may differ, where one has made layers that others have not.
+        return iter(sorted({name.lstrip("^").split(":")[0] for name in node.input}, key=places.__getitem__))
+
     seen: set[str] = set()
     for root in nodes:
         if root.name in seen:
             continue
         seen.add(root.name)
-        stack = [(root, iter(root.input))]
+        stack = [(root, sources(root))]
         while stack:
             node, inputs = stack[-1]
-            for name in inputs:
-                source = name.lstrip("^").split(":")[0]
+            for source in inputs:
                 if source not in seen:
                     seen.add(source)
-                    stack.append((by_name[source], iter(by_name[source].input)))
+                    stack.append((by_name[source], sources(by_name[source])))
                     break
             else:
                 stack.pop()

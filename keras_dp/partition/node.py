@@ -47,6 +47,10 @@ class Static:
         """How many axes the tensor has, if that is known."""
         return None if self.shape is None else len(self.shape)
 
+    def spec(self) -> tf.TensorSpec:
+        """As TensorFlow says it."""
+        return tf.TensorSpec(self.shape and [size if isinstance(size, int) else None for size in self.shape], self.dtype)
+
 
 class Node:
     """A node, with what is known of its inputs.

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
+from keras_dp.partition.across import Across
 from keras_dp.partition.building import Builder
 from keras_dp.partition.forms import Exchange, Feeds
 from keras_dp.partition.graph import Traced, traced_step
@@ -56,11 +57,13 @@ class Partition:
         traced: the graph of the step.
         propagation: the placement of each tensor, and the plan for each node.
         exchanges: where towers meet.
+        variables: those that the step uses.
     """
 
     traced: Traced
     propagation: Propagation
     exchanges: list[Exchange]
+    variables: Sequence[tf.Variable]
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -69,7 +72,12 @@ class Partition:
 
 
 def run_partitioned(
-    step: Callable[..., Any], arguments: Sequence[Argument], rows: RowCounts, devices: Sequence[str], home: str
+    step: Callable[..., Any],
+    arguments: Sequence[Argument],
+    rows: RowCounts,
+    devices: Sequence[str],
+    home: str,
+    across: Across | None = None,
 ) -> tuple[Any, Partition]:
     """Runs a step on the towers' slices of a batch, with the result of one device and the whole batch.
 
@@ -82,27 +90,29 @@ def run_partitioned(
         arguments: the tensors.
         rows: of the batch and of each slice.
         devices: of the N towers.
-        home: the device of whatever happens once.
+        home: the device of whatever happens once, on each worker.
+        across: what the workers tell each other, of which each runs the step on its towers; None for one worker alone.
 
     Returns:
         What the step returns, of the whole batch, and how it was partitioned.
     """
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
-    builder, outputs, effects = build(traced, arguments, devices, home)
+    builder, outputs, effects = build(traced, arguments, devices, home, across=across)
     results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition(traced, builder.propagation, builder.forms.exchanges)
+    partition = Partition(traced, builder.propagation, builder.forms.exchanges, trace.variables())
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
 
 def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], devices: Sequence[str], home: str) -> Partition:
     """How a step would be partitioned, without running it. The arguments are those of `run_partitioned`."""
-    traced = traced_step(Trace(step, [argument.spec for argument in arguments]).concrete)
+    trace = Trace(step, [argument.spec for argument in arguments])
+    traced = traced_step(trace.concrete)
     builder, _, _ = build(traced, arguments, devices, home)
-    return Partition(traced, builder.propagation, builder.forms.exchanges)
+    return Partition(traced, builder.propagation, builder.forms.exchanges, trace.variables())
 
 
 class Trace:
@@ -121,6 +131,11 @@ class Trace:
             self.concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
         forget_custom_gradients(self.concrete.graph)
 
+    def variables(self) -> list[tf.Variable]:
+        """Those that the step uses, in the order in which it comes to them."""
+        by_handle = {id(variable.handle): variable for variable in self.concrete.variables}
+        return [by_handle[id(tensor)] for tensor in self.concrete.captured_inputs if id(tensor) in by_handle]
+
     def _leaves(self) -> list[Any]:
         return tf.nest.flatten(self._result, expand_composites=True)
 
@@ -136,7 +151,12 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def build(
-    traced: Traced, arguments: Sequence[Argument], devices: Sequence[str], home: str, more: Collection[str] = ()
+    traced: Traced,
+    arguments: Sequence[Argument],
+    devices: Sequence[str],
+    home: str,
+    more: Collection[str] = (),
+    across: Across | None = None,
 ) -> tuple[Builder, list[str], list[str]]:
     """Propagates placements and builds the graph, until whatever is needed at home can be had there.
 
@@ -146,6 +166,7 @@ def build(
         devices: of the N towers.
         home: the device of whatever happens once.
         more: names of tensors that are wanted besides the outputs.
+        across: what the workers tell each other, as in `run_partitioned`.
 
     Returns:
         The builder, and how it calls the outputs, with those tensors behind them, and the effects.
@@ -158,7 +179,7 @@ def build(
     at_home: set[str] = set()
     while True:
         try:
-            builder = Builder(Propagation(traced, facts, at_home), devices, home, feeds)
+            builder = Builder(Propagation(traced, facts, at_home), devices, home, feeds, across)
             return builder, *builder.build([*traced.outputs, *more], traced.effects)
         except CannotGatherError as error:
             if error.node in at_home:

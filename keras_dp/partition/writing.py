@@ -1,11 +1,29 @@
 """Write the nodes of a graph: new ones, each with a name of its own, and copies of others."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
+
+from keras_dp.partition.graph import control_inputs, data_inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A tensor of the graph that a function is given.
+
+    Attributes:
+        name: of the tensor.
+        spec: its type.
+        device: where it is.
+    """
+
+    name: str
+    spec: tf.TensorSpec
+    device: str
 
 
 class GraphWriter:
@@ -51,9 +69,20 @@ class GraphWriter:
         operation: str | None = None,
     ) -> str:
         """Writes a copy of a node, with other inputs, on a device, and returns its name."""
+        return self._write(definition, self._unique(name), device, inputs, controls, operation)
+
+    def _write(
+        self,
+        definition: Any,
+        name: str,
+        device: str,
+        inputs: Sequence[str],
+        controls: Iterable[str],
+        operation: str | None = None,
+    ) -> str:
         node = self.graph_def.node.add()
         node.CopyFrom(definition)
-        node.name, node.device, node.op = self._unique(name), device, operation or definition.op
+        node.name, node.device, node.op = name, device, operation or definition.op
         # Colocation names an operation that there need not be.
         node.attr.pop("_class", None)
         node.attr.pop("_gradient_op_type", None)
@@ -116,6 +145,34 @@ class GraphWriter:
             self.add("Pack", lengths, self.home, "length", N=rank, T=tf.int32, axis=0),
         ]
         return self.add("Slice", inputs, self.home, "cut", T=dtype, Index=tf.int32)
+
+    def reserve(self, name: str) -> str:
+        """A name for a node that will be written later; others may take it as an input before."""
+        return self._unique(name)
+
+    def inline(self, function: Callable[..., Any], given: Sequence[Given], results: Sequence[str]) -> None:
+        """Writes the operations of a function of some tensors.
+
+        Args:
+            function: takes as many tensors, returns as many, and makes no other functions, such as branches.
+            given: the tensors.
+            results: for each the name of what becomes of it, as `reserve` gave it.
+        """
+        with tf.Graph().as_default() as graph, tf.device(given[0].device):
+            own = []
+            for tensor in given:
+                with tf.device(tensor.device):
+                    own.append(tf.compat.v1.placeholder(tensor.spec.dtype, tensor.spec.shape))
+            ends = [tf.identity(result) for result in function(*own)]
+        names = {placeholder.op.name: tensor.name for placeholder, tensor in zip(own, given, strict=True)}
+        reserved = {end.op.name: result for end, result in zip(ends, results, strict=True)}
+        for definition in graph.as_graph_def().node:
+            if definition.name not in names:
+                sources = [name.partition(":") for name in data_inputs(definition)]
+                inputs = [names[name] + colon + port for name, colon, port in sources]
+                controls = [f"^{names[name].split(':')[0]}" for name in control_inputs(definition)]
+                name = reserved.get(definition.name) or self._unique(f"{results[0]}/{definition.name}")
+                names[definition.name] = self._write(definition, name, definition.device, inputs, controls)
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
         """Whatever `make` makes, the first time."""

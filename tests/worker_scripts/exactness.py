@@ -14,7 +14,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from comparison import assert_same, assert_same_script, fit, fit_evaluate_predict
+from comparison import assert_same, assert_same_script, fit, fit_evaluate_predict, values
 
 import keras_dp
 
@@ -376,6 +376,184 @@ def shards_of_the_user(towers):
         assert own is None or len(own) == parts[workers.index][1]
 
 
+@keras.saving.register_keras_serializable()
+class Coupled(keras.Model):
+    """A step of the user's own with two optimizers, in which rows meet rows, and random numbers and sparse gradients occur."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(20, 4)
+        self.encoder = keras.Sequential(
+            [keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dropout(0.4), keras.layers.Dense(4)]
+        )
+        self.critic = keras.layers.Dense(1)
+        self.critic_optimizer = keras.optimizers.SGD(0.05, momentum=0.875)
+        self.generator = keras.random.SeedGenerator(17)
+
+    def call(self, x, training=False):
+        return self.critic(self.encoder(x, training=training))
+
+    def train_step(self, data):
+        x, tokens = data
+        with tf.GradientTape(persistent=True) as tape:
+            code = self.encoder(x, training=True)
+            code = code + keras.ops.mean(self.embedding(tokens), axis=1)
+            code = code + 0.1 * keras.random.normal(keras.ops.shape(code), dtype="float64", seed=self.generator)
+            # Each row against each other one, and the largest and the smallest of all.
+            likeness = code @ keras.ops.transpose(code)
+            own = keras.ops.arange(keras.ops.shape(code)[0])
+            contrast = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(own, likeness, from_logits=True))
+            spread = keras.ops.max(code, axis=0) - keras.ops.min(code, axis=0)
+            middle = keras.ops.sort(x[:, 0])[keras.ops.shape(x)[0] // 2]
+            critic_loss = keras.ops.mean(keras.ops.square(self.critic(tf.stop_gradient(code)) - middle))
+            loss = contrast + 0.1 * keras.ops.mean(spread) + 0.01 * keras.ops.mean(self.critic(code))
+        weights = [*self.encoder.trainable_variables, *self.embedding.trainable_variables]
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.critic_optimizer.apply(
+            tape.gradient(critic_loss, self.critic.trainable_variables), self.critic.trainable_variables
+        )
+        return {"loss": loss, "critic": critic_loss, "all": keras.ops.all(x > -9.0), "any": keras.ops.any(x > 1.0)}
+
+
+@case
+def own_steps(towers):
+    """A step of the user's own, also with a last batch of one row; variables that exist only once it is traced."""
+    data = (numbers(13, 5), labels(13 * 3, 20).reshape(13, 3))
+
+    def script(model):
+        model.compile(optimizer=keras.optimizers.Adam(0.01))
+        histories = [model.fit(*data, batch_size=size, epochs=2, shuffle=False, verbose=0).history for size in (4, 13)]
+        inner = getattr(model, "inner_model", model)
+        return [
+            histories,
+            values(inner.critic_optimizer),
+            inner.generator.state.numpy(),
+            model.predict(data[0], batch_size=5, verbose=0),
+        ]
+
+    assert_same_script(Coupled, script, towers)
+
+
+@case
+def own_steps_of_models_whose_seeds_differ(towers):
+    """What a step makes while it is traced, from other seeds and by other names on each worker, is the first worker's."""
+    keras.utils.set_random_seed(100 + workers.index)
+    for _ in range(workers.index):
+        [keras.layers.Dense(1) for _ in range(8)], keras.Sequential()
+    parallel = keras_dp.DataParallelModel(Coupled(), devices=towers)
+    parallel.compile(optimizer="adam")
+    parallel.fit(numbers(8, 5), labels(8 * 3, 20).reshape(8, 3), batch_size=4, epochs=2, verbose=0)
+    optimizers = [parallel.inner_model.optimizer, parallel.inner_model.critic_optimizer]
+    everything = [*parallel.get_weights(), *(value for optimizer in optimizers for value in values(optimizer))]
+    flat = np.concatenate([value.astype("float64").reshape(-1) for value in everything])
+    for other in workers.collectives.exchange(flat.tobytes()):
+        np.testing.assert_array_equal(np.frombuffer(other), flat)
+
+
+@case
+def own_steps_on_shards(towers):
+    """Sequences of other lengths in each batch, in shards of which the last worker's has no more, or never had any."""
+
+    class Sequences(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden = keras.layers.Conv1D(3, 2, padding="same", activation="tanh")
+            self.head = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.head(self.hidden(x))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                hidden = self.hidden(x)
+                by_time = keras.ops.mean(hidden, axis=0)
+                highest = keras.ops.max(hidden, axis=0)
+                order = keras.ops.sort(hidden, axis=0)[0]
+                loss = keras.ops.mean(keras.ops.square(self.head(hidden) - y[:, None, None]))
+                loss = loss + keras.ops.mean(by_time * highest) + 0.1 * keras.ops.mean(keras.ops.abs(order))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss, "length": keras.ops.shape(x)[1], "rows": keras.ops.shape(x)[0]}
+
+    lengths = (4, 6, 3)
+    batches = [(numbers(5, length, 2, seed=length), numbers(5, seed=length)) for length in lengths]
+    signature = (tf.TensorSpec((None, None, 2), tf.float64), tf.TensorSpec((None,), tf.float64))
+
+    def dataset_of(parts):
+        return tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=signature).apply(
+            tf.data.experimental.assert_cardinality(len(parts))
+        )
+
+    def shard(batch, count):
+        """This worker's rows of a batch that is divided among the first few workers."""
+        return tuple(part[5 * workers.index // count : 5 * (workers.index + 1) // count] for part in batch)
+
+    # The last worker has rows of the first batch alone, or never had any.
+    for first in (workers.count, workers.count - 1):
+        own = [shard(batch, workers.count - 1 if k else first) for k, batch in enumerate(batches)]
+        own = [batch for batch in own if len(batch[1])]
+
+        def script(model):
+            is_parallel = isinstance(model, keras_dp.DataParallelModel)
+            model.compile(optimizer="adam")
+            data = dataset_of(own) if is_parallel else dataset_of(batches)  # noqa: B023
+            return model.fit(data, epochs=2, verbose=0, **({"sharded": True} if is_parallel else {})).history
+
+        assert_same_script(Sequences, script, towers)
+
+
+@case
+def whole_and_ragged_tensors(towers):
+    """Tensors that are not cut, ragged ones, which stay whole, and others of which the whole is asked for."""
+
+    class Lookup(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.scale = keras.layers.Dense(2)
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                found = keras.ops.take(data["table"], data["index"], axis=0)
+                lengths = keras.ops.cast(data["ragged"].row_lengths(), "float64")[:, None]
+                order = tf.argsort(data["x"][:, 0])
+                hidden = self.scale(keras.ops.take(data["x"], order, axis=0) + found * lengths)
+                loss = keras.ops.mean(keras.ops.square(hidden)) + tf.reduce_mean(data["ragged"].to_tensor())
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    ragged = tf.ragged.constant([[1.0] * (i % 4) for i in range(9)], dtype="float64")
+    parts = {"x": numbers(9, 3), "index": labels(9, 4), "ragged": ragged}
+    data = tf.data.Dataset.from_tensor_slices(parts).batch(4).map(lambda batch: {**batch, "table": numbers(4, 3, seed=2)})
+
+    def script(model):
+        model.compile(optimizer="adam")
+        return model.fit(data, epochs=2, verbose=0).history
+
+    assert_same_script(Lookup, script, towers, {"whole": ["table"]})
+
+
+@case
+def metrics_and_masks_with_dropout(towers):
+    """Random numbers are one device's where the step is partitioned; AUC; masks and sample weights."""
+
+    def build():
+        tokens = keras.Input((6,), dtype="int32")
+        hidden = keras.layers.Embedding(9, 4, mask_zero=True)(tokens)
+        hidden = keras.layers.Dropout(0.5, seed=3)(keras.layers.LSTM(3)(hidden))
+        return keras.Model(tokens, keras.layers.Dense(1, activation="sigmoid")(hidden))
+
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(1, 9, (11, 6)) * (np.arange(6) < rng.integers(1, 7, (11, 1)))
+    data = (tokens, labels(11, 2), rng.uniform(0.1, 2.0, 11))
+
+    def compiled():
+        metrics = {"metrics": [keras.metrics.AUC(name="auc")], "weighted_metrics": ["accuracy"]}
+        return {"optimizer": keras.optimizers.Adam(0.01), "loss": "binary_crossentropy", **metrics}
+
+    script = lambda model: fit_evaluate_predict(model, compiled, [(data, 5)])  # noqa: E731
+    assert_same_script(build, script, towers, {"engine": "partition"})
+
+
 @case
 def seeds_that_differ(towers):
     """Workers whose scripts have set different seeds train one model all the same: the first worker's."""
@@ -557,9 +735,19 @@ def differences_are_named(towers):
     fit_differently()
 
 
+class Partitioned(keras_dp.DataParallelModel):
+    """A model whose steps, also those of Keras, are partitioned."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **{"engine": "partition", **options})
+
+
+towers_engine = keras_dp.DataParallelModel
 wanted = sys.argv[2:] or list(CASES)
 for name in wanted:
-    for num_towers in (1, 2):
+    engine, _, name = name.rpartition(":")
+    keras_dp.DataParallelModel = Partitioned if engine == "partition" else towers_engine
+    for num_towers in (2,) if engine == "partition" else (1, 2):
         keras.utils.clear_session()
         keras.config.set_floatx("float64")
         keras.utils.set_random_seed(7)

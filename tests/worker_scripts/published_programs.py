@@ -1,0 +1,34 @@
+"""Each published program trains on one device, and partitioned on the towers of all workers: every worker compares for itself.
+
+Prints a line for each program, "passed <program>" or "FAILED <program>" with the traceback; then "done".
+"""
+
+import sys
+import time
+import traceback
+
+import keras
+from comparison import TOLERANCE, assert_same
+from programs.catalogue import PROGRAMS
+from test_programs import plain, run
+
+import keras_dp
+
+keras_dp.use_logical_cpus(2)
+workers = keras_dp.connect_workers(timeout=60, start_timeout=120)
+assert workers.count == int(sys.argv[1])
+keras.config.set_floatx("float64")
+
+part, parts = map(int, sys.argv[2:4])
+for name in sys.argv[4:] or list(PROGRAMS)[part::parts]:
+    begin = time.monotonic()
+    try:
+        received = run(name, lambda model: keras_dp.DataParallelModel(model, devices=2, engine="partition"))
+        assert_same(plain(name), received, TOLERANCE["float64"])
+        print(f"passed {name}, {time.monotonic() - begin:.1f} s")
+    except keras_dp.WorkerLostError:
+        raise
+    except Exception:
+        print(f"FAILED {name}\n{traceback.format_exc()}")
+    workers.agree({"the program": name})
+print("done")
