@@ -4,6 +4,7 @@ import inspect
 
 import tensorflow as tf
 
+from keras_dp.partition.own import own_part, total_of_own
 from keras_dp.partition.rules.drawing import DRAWS
 from keras_dp.partition.rules.elementwise import BINARY, UNARY
 from keras_dp.partition.rules.registry import types
@@ -22,7 +23,6 @@ _LINEAR = {
     "Identity",
     "Neg",
     "StopGradient",
-    "Snapshot",
     "PreventGradient",
     "Add",
     "AddV2",
@@ -222,6 +222,9 @@ def _products():
     yield Sample(("MatrixDiagPartV3",), lambda x: tf.linalg.diag_part(x), ("Bkk",))
     yield Sample(("Bitcast",), lambda x: R.Bitcast(input=x, type=tf.int32), ("Ba",))
     yield Sample(("Bitcast",), lambda x: R.Bitcast(input=R.Bitcast(input=x, type=tf.int32), type=tf.float64), ("Ba",))
+    yield Sample(("Snapshot",), lambda x: R.Snapshot(input=x), ("BaC",), partial=(0,))
+    # A linear function of what each tower has for itself is one of the sum.
+    yield Sample(("Snapshot",), lambda x: total_of_own(2.0 * own_part(tf.reduce_sum(x, 0)) / 3.0), ("BaC",))
 
 
 def _symmetric(x):
