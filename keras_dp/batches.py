@@ -176,7 +176,11 @@ def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
     """The rows of some slices that follow each other, of nested tensors for the global batch."""
     begin = slices[0].begin
     end = begin + tf.add_n([part.rows for part in slices])
-    return keras.tree.map_structure(lambda leaf: slice_rows(leaf, begin, end) if leaf.shape.rank else leaf, whole)
+
+    def own(leaf: Any) -> Any:
+        return leaf if tf.is_tensor(leaf) and leaf.shape.rank == 0 else slice_rows(leaf, begin, end)
+
+    return keras.tree.map_structure(own, whole)
 
 
 def _agree_beside_rows(leaves: Sequence[Any]) -> list[Any]:

@@ -22,6 +22,16 @@ def test_slice_i_has_rows_from_b_i_over_n(rows, num_slices):
         np.testing.assert_array_equal(part.data["x"], x[begin : max(end, begin + 1)])
 
 
+def test_rows_of_some_slices():
+    batch = {"x": tf.range(7), "ragged": tf.ragged.range(tf.range(7)), "mean": tf.constant(2.0), "nothing": None}
+    slices = batches.cut({"x": batch["x"]}, 6)[2:4]
+    own = batches.own_rows(batch, slices)
+    assert [part.rows.numpy() for part in slices] == [1, 1]
+    np.testing.assert_array_equal(own["x"], [2, 3])
+    assert own["ragged"].to_list() == [[0, 1], [0, 1, 2]]
+    assert (own["mean"], own["nothing"]) == (2.0, None)
+
+
 def test_the_own_rows_of_all_slices_are_the_batch():
     x = np.arange(10.0).reshape(5, 2)
     for num_slices in (1, 2, 3, 8):

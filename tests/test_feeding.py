@@ -9,7 +9,9 @@ from keras import layers
 
 import keras_dp
 from keras_dp.batches import Slice
+from keras_dp.collectives import Collectives
 from keras_dp.feeding import SliceFeed
+from keras_dp.whole_tensors import WholeTensors
 
 rng = np.random.default_rng(0)
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
@@ -32,6 +34,19 @@ def test_slices_are_cut_on_the_host_in_the_input_pipeline():
     assert [len(part.data[0]) for part in parts] == [1, 2, 2]
     assert all("CPU:0" in part.data[0].device for part in parts)
     np.testing.assert_array_equal(np.concatenate([part.data[0] for part in parts]), X[:5])
+
+
+def test_shards_have_no_tensors_that_stay_whole():
+    class TwoWorkers(Collectives):
+        count = 2
+
+        def __init__(self):
+            pass
+
+    feed = SliceFeed(DEVICES[:2], lambda: False, lambda spec: None, TwoWorkers(), WholeTensors(("2",)))
+    feed.takes_shards = True
+    with pytest.raises(ValueError, match=r"must be the same for all.*Received: whole=\['2'\]"):
+        feed.experimental_distribute_dataset(dataset())
 
 
 def test_a_users_own_autotuning_is_kept():

@@ -53,6 +53,19 @@ def test_workers_match_one_device(count, cases, tmp_path):
         assert len(passed) == 2 * (len(cases) or ALL_CASES) - partitioned, passed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_published_programs_train_on_workers(part, tmp_path):
+    """The programs of test_programs.py on two workers with two towers each."""
+    with Workers("published_programs.py", 2, tmp_path, 2, part, 10) as workers:
+        codes = workers.start().wait(seconds=500)
+        outputs = [workers.output(i) for i in range(2)]
+    assert codes == [0, 0], "\n".join(output[-3000:] for output in outputs)
+    for output in outputs:
+        assert output.rstrip().endswith("done")
+        assert "FAILED" not in output, output[output.index("FAILED") :]
+
+
 def test_the_others_name_a_worker_that_is_killed(tmp_path):
     with Workers("training.py", 3, tmp_path, 0.4, tmp_path / "backup", "--epochs", 1000) as workers:
         workers.start().wait_for_output("epoch 2")

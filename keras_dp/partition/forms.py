@@ -68,7 +68,7 @@ class Instances:
     shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
-def neutral_element(reduction: str, dtype: tf.DType) -> Any:
+def _neutral_element(reduction: str, dtype: tf.DType) -> Any:
     """What changes nothing in a maximum and the like."""
     if reduction in ("all", "any"):
         return reduction == "all"
@@ -184,6 +184,18 @@ class Forms:
         return self._over_workers(lambda part: across.reduced(part, "sum"), [given], name)
 
     def _reduced(self, output: Output, reduction: str, dtype: tf.DType) -> str:
+        own = self._reduced_by_towers(output, reduction, dtype)
+        if self._across is None:
+            return own
+        across, name = self._across, f"{reduction}/{output[0]}"
+        given = Given(own, self._propagation.static(output).spec(), self._homes.of_whole(output))
+        if reduction == "sum" and output not in self.early:
+            total = self._graph.reserve(f"workers/{name}")
+            self._late[total] = given
+            return total
+        return self._over_workers(lambda part: across.reduced(part, reduction), [given], name)
+
+    def _reduced_by_towers(self, output: Output, reduction: str, dtype: tf.DType) -> str:
         parts = [self.part(output, tower) for tower in range(len(self._devices))]
         last, count = parts[-1], len(parts)
         name = f"{reduction}/{output[0]}"
@@ -193,28 +205,18 @@ class Forms:
             if neutral is not None:
                 return self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
             # In a maximum, whatever another tower has, too, changes nothing; but a whole worker may have no rows.
-            return dead if self._across is None else self._filled(dead, neutral_element(reduction, dtype), dtype, tower)
+            return dead if self._across is None else self._filled(dead, _neutral_element(reduction, dtype), dtype, tower)
 
         instead = None if neutral or self._across else last
         alive = [self._if_alive(part, tower, dtype, nothing, instead) for tower, part in enumerate(parts)]
         home = self._homes.of_whole(output)
         if reduction == "sum":
-            own = self._graph.add("AddN", alive, home, name, N=count, T=dtype)
-        else:
-            stacked = self._graph.add("Pack", alive, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
-            operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
-            types = {} if reduction in ("all", "any") else {"T": dtype}
-            first = self._graph.constant(0, device=home)
-            own = self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
-        if self._across is None:
-            return own
-        given = Given(own, self._propagation.static(output).spec(), home)
-        if reduction == "sum" and output not in self.early:
-            total = self._graph.reserve(f"workers/{name}")
-            self._late[total] = given
-            return total
-        across = self._across
-        return self._over_workers(lambda part: across.reduced(part, reduction), [given], name)
+            return self._graph.add("AddN", alive, home, name, N=count, T=dtype)
+        stacked = self._graph.add("Pack", alive, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
+        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
+        types = {} if reduction in ("all", "any") else {"T": dtype}
+        first = self._graph.constant(0, device=home)
+        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
 
     def finish(self) -> None:
         """Writes what was put off: the sums over workers that no tower waits for, all together."""
@@ -293,6 +295,7 @@ class Forms:
             split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
             parts = [pieces[segment] for segment in range(segments) for pieces in split]
         if self._across is not None:
+            # Segment by segment: the workers' rows of each follow each other.
             count, home = len(self._devices), self._homes.of_whole(output)
             sizes = [None if i == axis else size for i, size in enumerate(self._propagation.static(output).spec().shape)]
             spec = tf.TensorSpec(sizes, dtype)

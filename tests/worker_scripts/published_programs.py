@@ -1,6 +1,7 @@
-"""Each published program trains on one device, and partitioned on the towers of all workers: every worker compares for itself.
+"""Some published programs train on one device, and on the towers of all workers: every worker compares for itself.
 
-Prints a line for each program, "passed <program>" or "FAILED <program>" with the traceback; then "done".
+Prints a line for each program, "passed <program>" or "FAILED <program>" with the traceback; then "done". The arguments are the
+number of workers, which part of the programs to run, and of how many.
 """
 
 import sys
@@ -19,8 +20,8 @@ workers = keras_dp.connect_workers(timeout=60, start_timeout=120)
 assert workers.count == int(sys.argv[1])
 keras.config.set_floatx("float64")
 
-part, parts = map(int, sys.argv[2:4])
-for name in sys.argv[4:] or list(PROGRAMS)[part::parts]:
+part, parts = map(int, sys.argv[2:])
+for name in list(PROGRAMS)[part::parts]:
     begin = time.monotonic()
     try:
         received = run(name, lambda model: keras_dp.DataParallelModel(model, devices=2, engine="partition"))
