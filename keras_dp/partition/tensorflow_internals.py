@@ -25,6 +25,19 @@ def is_stateful(operation_type: str) -> bool:
     return definition is None or definition.is_stateful
 
 
+def results_of(node: Any) -> list[tuple[str, tf.DType]]:
+    """How functions call each result of a node, as "name:0", and its dtype."""
+    results = []
+    for result in op_def_registry.get(node.op).output_arg:
+        if result.type_list_attr:
+            dtypes = list(node.attr[result.type_list_attr].list.type)
+        else:
+            dtype = node.attr[result.type_attr].type if result.type_attr else result.type
+            dtypes = [dtype] * (node.attr[result.number_attr].i if result.number_attr else 1)
+        results += [(f"{result.name}:{i}", tf.as_dtype(dtype)) for i, dtype in enumerate(dtypes)]
+    return results
+
+
 def add_function(function: Any, graph: tf.Graph) -> None:
     """Makes a FunctionDef known to TensorFlow, for as long as there is a graph; those that import its calls keep that alive."""
     context.context().add_function_def(function)
