@@ -214,9 +214,7 @@ def import_partitioned(
     builder: Builder, tensors: dict[str, Callable[[], Tensor]], outputs: Sequence[str], effects: Sequence[str]
 ) -> list[Tensor]:
     """Runs the partitioned graph in the current one, and gives its outputs."""
-    graph, nodes = tf.compat.v1.get_default_graph(), builder.graph.graph_def.node
-    used = {name.lstrip("^").split(":")[0] for node in nodes for name in node.input}.union(outputs)
-    return call(nodes, {name: graph.capture(tensors[name]()) for name in tensors if name in used}, outputs, effects)
+    return call(builder.graph, tensors, outputs, effects)
 
 
 def keep_alive(concrete: Any, partition: Partition) -> None:
