@@ -2,13 +2,13 @@
 
 import tensorflow as tf
 
-from keras_dp.simplification import needed_nodes, simplify
+from keras_dp.partition.simplification import needed_nodes, simplify
 
 
 def simplified(function, *specs):
     """The kinds of the nodes that are left of a function's graph, and the names of its results."""
     graph = tf.function(function, autograph=False).get_concrete_function(*specs).graph
-    nodes, fetches = simplify(graph, graph.as_graph_def(), [tensor.name for tensor in graph.outputs])
+    nodes, fetches = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs])
     return [node.op for node in nodes], fetches, nodes
 
 
@@ -62,7 +62,7 @@ def test_variables_are_read_as_often_as_before():
 
     graph = tf.function(read_write_read, autograph=False).get_concrete_function().graph
     operations = [f"^{operation.name}" for operation in graph.control_outputs]
-    nodes, _ = simplify(graph, graph.as_graph_def(), [tensor.name for tensor in graph.outputs] + operations)
+    nodes, _ = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs] + operations)
     assert [node.op for node in nodes].count("ReadVariableOp") >= 2
     assert "AssignAddVariableOp" in [node.op for node in nodes]
 
