@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.tensorflow_internals import add_function, handle_data
+from keras_dp.partition.tensorflow_internals import add_function, graphs_around, handle_data
 from keras_dp.partition.writing import GraphWriter
 
 Tensor = Any
@@ -43,7 +43,8 @@ def call(
     for name in effects:
         function.control_ret[name] = name
         function.signature.control_output.append(name)
-    add_function(function, graph)
+    for around in graphs_around(graph):
+        add_function(function, around)
     return tf.raw_ops.StatefulPartitionedCall(args=list(given.values()), Tout=dtypes, f=function.signature.name)
 
 

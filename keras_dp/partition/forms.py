@@ -143,10 +143,15 @@ class Forms:
         last, count = parts[-1], len(parts)
         name = f"{reduction}/{output[0]}"
         neutral = {"sum": "ZerosLike", "prod": "OnesLike"}.get(reduction)
+        shape = self._propagation.static(output).shape
 
         def nothing(dead: str, tower: int) -> str:
-            # In a maximum, whatever another tower has, too, changes nothing.
-            return dead if neutral is None else self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
+            if neutral is None:
+                # In a maximum, whatever another tower has, too, changes nothing.
+                return dead
+            if reduction == "sum" and shape is not None and all(isinstance(size, int) for size in shape):
+                return self._graph.once(("nothing", dtype, *shape, tower), lambda: self._zeros(shape, tower, dtype))
+            return self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
 
         instead = None if neutral else last
         alive = [self._if_alive(part, tower, dtype, nothing, instead) for tower, part in enumerate(parts)]
@@ -158,6 +163,17 @@ class Forms:
         types = {} if reduction in ("all", "any") else {"T": dtype}
         first = self._graph.constant(0, device=home)
         return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+
+    def _zeros(self, shape: list[int], tower: int, dtype: tf.DType) -> str:
+        """Zeros on a tower that has no rows of its own."""
+        device = self._devices[tower]
+        zero = self._graph.constant(0, dtype, device)
+        dead = self._graph.once(
+            ("switch", zero, tower),
+            lambda: self._graph.add("Switch", [zero, self._feeds.is_alive[tower]], device, "alive", T=dtype),
+        )
+        sizes = self._graph.constant(shape, tf.int32, device)
+        return self._graph.add("Fill", [sizes, dead], device, "nothing", T=dtype, index_type=tf.int32)
 
     def _if_alive(
         self, part: str, tower: int, dtype: tf.DType, otherwise: Callable[[str, int], str], other: str | None = None

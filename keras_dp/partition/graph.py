@@ -239,7 +239,6 @@ def _analyzed(
     for node in inlined.nodes:
         # Colocation names an operation that may have been inlined.
         node.attr.pop("_class", None)
-        node.attr.pop("_gradient_op_type", None)
         # Nothing needs to wait for an argument.
         inputs = [name for name in node.input if name[1:] not in specs or not name.startswith("^")]
         del node.input[:]

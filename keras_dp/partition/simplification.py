@@ -5,7 +5,7 @@ from typing import Any
 
 from keras_dp.partition.tensorflow_internals import is_stateful
 
-# What they say is about gradients, of which there are none to be taken any more.
+# What some of them say is about gradients, of which none are taken any more.
 _IDENTITIES = ("Identity", "IdentityN", "PreventGradient", "StopGradient")
 
 
@@ -42,8 +42,9 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
         inputs = [resolved(source) for source in given if source[0] != "^"]
         controls = {control for source in given if source[0] == "^" for control in awaited.get(source, (source,))}
         del node.input[:]
-        # Colocation names an operation that may be gone.
+        # Colocation names an operation that may be gone, and no gradients are taken any more.
         node.attr.pop("_class", None)
+        node.attr.pop("_gradient_op_type", None)
         if _is_identity(node, inputs, arguments) and not controls:
             passed |= {f"{name}:{k}" if k else name: source for k, source in enumerate(inputs)}
             awaited[f"^{name}"] = [f"^{source.partition(':')[0]}" for source in inputs]

@@ -13,7 +13,7 @@ from keras_dp.partition.forms import Exchange, Feeds
 from keras_dp.partition.graph import Traced, traced_step
 from keras_dp.partition.placements import Facts, Shard
 from keras_dp.partition.propagation import CannotGatherError, Gathered, Propagation
-from keras_dp.partition.tensorflow_internals import forget_custom_gradients
+from keras_dp.partition.tensorflow_internals import forget_custom_gradients, graphs_around
 
 Tensor = Any
 
@@ -219,5 +219,5 @@ def import_partitioned(
 
 def keep_alive(concrete: Any, partition: Partition) -> None:
     """Functions of branches, loops and Python live as long as the graphs that call them."""
-    graph = tf.compat.v1.get_default_graph()
-    graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete, partition]
+    for graph in graphs_around(tf.compat.v1.get_default_graph()):
+        graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete, partition]

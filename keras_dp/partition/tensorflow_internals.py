@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
 
 Tensor = Any
@@ -43,6 +43,15 @@ def add_function(function: Any, graph: tf.Graph) -> None:
     context.context().add_function_def(function)
     name = function.signature.name
     weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
+
+
+def graphs_around(graph: tf.Graph) -> list[tf.Graph]:
+    """A graph of a function, and those in which this is traced: while one is there, the function may be called."""
+    around = []
+    while isinstance(graph, func_graph.FuncGraph):
+        around.append(graph)
+        graph = graph.outer_graph
+    return around
 
 
 def forget_custom_gradients(graph: tf.Graph) -> None:

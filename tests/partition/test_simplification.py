@@ -1,8 +1,11 @@
-"""A tower's graph is simplified before it is copied: fewer nodes, the same results."""
+"""A step's graph is simplified before it is copied: fewer nodes, the same results and effects."""
 
+import numpy as np
 import tensorflow as tf
 
+from keras_dp.partition.graph import traced_step
 from keras_dp.partition.simplification import needed_nodes, simplify
+from partition.proofs import partitioned_step, run
 
 
 def simplified(function, *specs):
@@ -91,3 +94,91 @@ def test_needed_nodes_are_those_behind_a_name():
     graph = tf.function(lambda x: (tf.exp(x), tf.sin(x))).get_concrete_function(VECTOR).graph
     (sine,) = [operation.name for operation in graph.get_operations() if operation.type == "Sin"]
     assert needed_nodes(graph.as_graph_def().node, [f"{sine}:0"]) == {sine, "x"}
+
+
+def test_several_identities_of_one_operation_go():
+    def function(x):
+        first, second = tf.identity_n([tf.exp(x), tf.sin(x)])
+        return first - second
+
+    kinds, _, nodes = simplified(function, VECTOR)
+    assert sorted(kinds) == ["Exp", "Placeholder", "Sin", "Sub"]
+    assert list(nodes[-1].input) == ["Exp", "Sin"]
+
+
+def test_reads_of_a_variable_are_one_as_long_as_nobody_writes():
+    variable, other = tf.Variable(1.0), tf.Variable(1.0)
+
+    def function():
+        before = variable.read_value() + tf.exp(variable.read_value())
+        other.assign_add(before)
+        variable.assign_add(before)
+        return before, variable.read_value() + tf.exp(variable.read_value())
+
+    graph = tf.function(function, autograph=False).get_concrete_function().graph
+    operations = [f"^{operation.name}" for operation in graph.control_outputs if operation.type != "ReadVariableOp"]
+    nodes, _ = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs] + operations)
+    reads = [node for node in nodes if node.op == "ReadVariableOp"]
+    assert len(reads) == 2
+    # The first comes before the write, the second behind it.
+    (write,) = (node for node in nodes if node.op == "AssignAddVariableOp" and node.input[0] == reads[0].input[0])
+    assert [name for name in write.input if name.startswith("^")] == [f"^{reads[0].name}"]
+    assert f"^{write.name}" in reads[1].input
+
+
+def test_whatever_waits_for_what_goes_waits_for_what_stands_for_it():
+    def function(x):
+        first, second = tf.exp(x), tf.exp(x)
+        with tf.control_dependencies([tf.identity(second)]):
+            return tf.sin(x) + first
+
+    _, _, nodes = simplified(function, VECTOR)
+    (exponential,) = [node.name for node in nodes if node.op == "Exp"]
+    (sine,) = [node for node in nodes if node.op == "Sin"]
+    assert f"^{exponential}" in sine.input
+
+
+def test_effects_keep_their_order_on_towers():
+    """Each write sees what was written before, in one step after the other."""
+    variable, seen = tf.Variable(1.0), tf.Variable(tf.zeros([3]))
+
+    def step(x):
+        total = tf.reduce_sum(x)
+        seen.scatter_nd_update([[0]], [variable + total])
+        variable.assign(variable * 2.0)
+        seen.scatter_nd_update([[1]], [variable + total])
+        variable.assign_add(total)
+        seen.scatter_nd_update([[2]], [variable + total])
+        return tf.identity(variable)
+
+    partitioned, partition = partitioned_step(step, [tf.TensorSpec([None], tf.float32)], [True])
+    # Simplified: the sum is there once, and each value of the variable is read once.
+    assert [node.op for node in partition.traced.nodes].count("ReadVariableOp") == 3
+    for _ in range(2):
+        before = variable.numpy()
+        (result,) = tf.nest.flatten(partitioned(tf.constant([1.0, 2.0, 3.0, 4.0])))
+        assert float(result) == 2 * before + 10 == float(variable)
+        np.testing.assert_array_equal(seen, [before + 10, 2 * before + 10, 2 * before + 20])
+
+
+def test_a_traced_step_knows_the_shapes_that_were_said():
+    def step(x):
+        flat = tf.reshape(x, tf.cast(tf.random.uniform([2], 1, 2), tf.int32))
+        flat.set_shape([None, 7])
+        return tf.exp(flat)
+
+    traced = traced_step(tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([None, 7])))
+    (name,) = [node.name for node in traced.nodes if node.op == "Exp"]
+    assert traced.statics[name][0].shape[1] == 7
+
+
+def test_a_sum_that_is_spread_over_rows_is_cut_nowhere():
+    """The gradient of batch normalization: what each row gets of a sum, it makes of the sum."""
+
+    def step(x):
+        return tf.reduce_sum((x - tf.broadcast_to(tf.reduce_sum(x, axis=0, keepdims=True), tf.shape(x))) ** 2)
+
+    x = np.random.default_rng(0).uniform(size=(7, 5))
+    (result,), partition = run(step, [x])
+    np.testing.assert_allclose(result, ((x - x.sum(0)) ** 2).sum())
+    assert [exchange.kind for exchange in partition.exchanges] == ["sum", "sum"]
