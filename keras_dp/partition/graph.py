@@ -280,17 +280,18 @@ class _Inferred(Static):
     """
 
     def __init__(self, name: str, tensor: Tensor, said: tf.TensorShape | None):
-        self.__dict__.update(dtype=tensor.dtype, _name=name, _tensor=tensor, _said=said)
+        self.__dict__.update(dtype=tensor.dtype, of=(name, tensor, said))
 
     @functools.cached_property
-    def shape(self) -> list[Any] | None:  # type: ignore[override]
+    def shape(self) -> list[Any] | None:
         """A list of `int`s and of `Size`s by name; None if the rank is not known."""
-        shape = self._tensor.shape
-        if self._said is not None and shape.is_compatible_with(self._said):
-            shape = shape.merge_with(self._said)
+        name, tensor, said = self.__dict__["of"]
+        shape = tensor.shape
+        if said is not None and shape.is_compatible_with(said):
+            shape = shape.merge_with(said)
         if shape.rank is None:
             return None
-        return [Size.named(f"{self._name}[{axis}]") if size is None else size for axis, size in enumerate(shape)]
+        return [Size.named(f"{name}[{axis}]") if size is None else size for axis, size in enumerate(shape)]
 
 
 class _Statics(dict[str, list[Static]]):
