@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +11,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from keras_dp.partition.hoisting import hoisted
 from keras_dp.partition.node import Static
 from keras_dp.partition.rows import Size
-from keras_dp.partition.simplification import simplify
+from keras_dp.partition.simplification import in_order, simplify
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 
 Tensor = Any
@@ -94,9 +94,8 @@ def traced_step(concrete: Any) -> Traced:
     else:
         # TensorFlow has inferred all there is to infer.
         statics = _Statics("", graph, {}, {})
-        nodes = list(_in_order(inlined.nodes))
         traced = Traced(
-            *(nodes, statics, library, arguments, handles, inlined.outputs, inlined.effects, graph, graph, graph.inputs)
+            *(inlined.nodes, statics, library, arguments, handles, inlined.outputs, inlined.effects, graph, graph, graph.inputs)
         )
     captured = concrete.captured_inputs
     given = dict(zip(arguments[len(arguments) - len(captured) :], captured, strict=True))
@@ -255,7 +254,7 @@ def _analyzed(
             graph_def, {f"{name}:0": tensor for name, tensor in feeds.items() if name in used}, name=""
         )
     return Traced(
-        list(_in_order(inlined.nodes)),
+        list(in_order(inlined.nodes)),
         _Statics(prefix, graph, {name: tensor.op.name for name, tensor in feeds.items()}, said),
         library,
         arguments,
@@ -323,25 +322,3 @@ def _places(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if tensor.dtype == tf.resource and device.device_type:
             places[name] = f"{device.device_type}:{device.device_index or 0}"
     return places
-
-
-def _in_order(nodes: Sequence[Any]) -> Iterable[Any]:
-    """The nodes, each behind those whose outputs it takes."""
-    by_name = {node.name: node for node in nodes}
-    seen: set[str] = set()
-    for root in nodes:
-        if root.name in seen:
-            continue
-        seen.add(root.name)
-        stack = [(root, iter(root.input))]
-        while stack:
-            node, inputs = stack[-1]
-            for name in inputs:
-                source = name.lstrip("^").split(":")[0]
-                if source not in seen:
-                    seen.add(source)
-                    stack.append((by_name[source], iter(by_name[source].input)))
-                    break
-            else:
-                stack.pop()
-                yield node

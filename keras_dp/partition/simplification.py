@@ -16,11 +16,12 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
     did. Two reads of a variable are one if they wait for the same: between these, nothing has to write.
 
     Args:
-        nodes: NodeDefs, each behind those whose outputs it takes; they are changed.
+        nodes: NodeDefs, which are changed.
         fetches: names of tensors, "operation:0", and of operations, "^operation".
 
     Returns:
-        The nodes, and the names by which the fetches are found among them: "operation" for the first result of one.
+        The nodes, each behind those whose outputs it takes, and the names by which the fetches are found among them:
+        "operation" for the first result of one.
     """
     nodes = list(nodes)
     needed = needed_nodes(nodes, fetches)
@@ -35,9 +36,7 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
         node, colon, port = name.partition(":")
         return passed.get(name) or f"{merged.get(node, node)}{colon}{port}"
 
-    for node in nodes:
-        if node.name not in needed:
-            continue
+    for node in in_order([node for node in nodes if node.name in needed]):
         name, given = node.name, list(node.input)
         inputs = [resolved(source) for source in given if source[0] != "^"]
         controls = {control for source in given if source[0] == "^" for control in awaited.get(source, (source,))}
@@ -64,6 +63,28 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
         kept.append(node)
     found = [[resolved(name.removesuffix(":0"))] if name[0] != "^" else awaited.get(name, [name]) for name in fetches]
     return kept, [name for names in found for name in names]
+
+
+def in_order(nodes: Sequence[Any]) -> Iterable[Any]:
+    """The nodes, each behind those whose outputs it takes."""
+    by_name = {node.name: node for node in nodes}
+    seen: set[str] = set()
+    for root in nodes:
+        if root.name in seen:
+            continue
+        seen.add(root.name)
+        stack = [(root, iter(root.input))]
+        while stack:
+            node, inputs = stack[-1]
+            for name in inputs:
+                source = name.lstrip("^").split(":")[0]
+                if source not in seen:
+                    seen.add(source)
+                    stack.append((by_name[source], iter(by_name[source].input)))
+                    break
+            else:
+                stack.pop()
+                yield node
 
 
 def needed_nodes(nodes: Iterable[Any], names: Iterable[str]) -> set[str]:
