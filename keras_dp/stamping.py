@@ -9,8 +9,8 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.batches import Slice, row_spec
 from keras_dp.collectives import Collectives, next_place
+from keras_dp.partition.simplification import needed_nodes, simplify
 from keras_dp.partition.user_lines import user_line
-from keras_dp.simplification import needed_nodes, simplify
 from keras_dp.towers import NOT_AT_TOP_LEVEL, SEED_STEP, Common, Tower, enter_tower
 
 Tensor = Any
@@ -107,7 +107,7 @@ def _stamp(
     """
     placeholders = [tensor.op.name for tensor in tower.inputs]
     operations = [f"^{operation.name}" for operation in tower.control_outputs]
-    nodes, fetches = simplify(tower, graph_def, [tensor.name for tensor in tower.outputs] + operations)
+    nodes, fetches = simplify(graph_def.node, [tensor.name for tensor in tower.outputs] + operations)
     summed = [node.input[0] for node in nodes if node.name in sums]
     everywhere = needed_nodes(nodes, [*summed, *(name for i, name in enumerate(fetches) if i not in common)])
     needed_by = [{node.name for node in nodes}] + [everywhere] * (len(devices) - 1)

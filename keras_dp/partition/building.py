@@ -78,7 +78,7 @@ class Builder:
                     make(definition)
         results = [self.forms.whole(output) for output in wanted]
         self.forms.finish()
-        variables = frozenset(self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name))
+        variables = [self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name)]
         hold_back_writes(self.graph, variables, self.forms.meetings)
         return results, [name[1:] for effect in effects for name in self._controls(effect)]
 

@@ -190,7 +190,7 @@ class Forms:
         across, name = self._across, f"{reduction}/{output[0]}"
         given = Given(own, self._propagation.static(output).spec(), self._homes.of_whole(output))
         if reduction == "sum" and output not in self.early:
-            total = self._graph.reserve(f"workers/{name}")
+            total = self._graph.reserve(f"workers/{name}", dtype)
             self._late[total] = given
             return total
         return self._over_workers(lambda part: across.reduced(part, reduction), [given], name)
@@ -200,12 +200,18 @@ class Forms:
         last, count = parts[-1], len(parts)
         name = f"{reduction}/{output[0]}"
         neutral = {"sum": "ZerosLike", "prod": "OnesLike"}.get(reduction)
+        shape = self._propagation.static(output).shape
 
         def nothing(dead: str, tower: int) -> str:
-            if neutral is not None:
-                return self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
-            # In a maximum, whatever another tower has, too, changes nothing; but a whole worker may have no rows.
-            return dead if self._across is None else self._filled(dead, _neutral_element(reduction, dtype), dtype, tower)
+            if neutral is None and self._across is None:
+                # In a maximum, whatever another tower has, too, changes nothing.
+                return dead
+            if neutral is None:
+                # But a whole worker may have no rows.
+                return self._filled(dead, _neutral_element(reduction, dtype), dtype, tower)
+            if reduction == "sum" and shape is not None and all(isinstance(size, int) for size in shape):
+                return self._graph.once(("nothing", dtype, *shape, tower), lambda: self._zeros(shape, tower, dtype))
+            return self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
 
         instead = None if neutral or self._across else last
         alive = [self._if_alive(part, tower, dtype, nothing, instead) for tower, part in enumerate(parts)]
@@ -242,7 +248,7 @@ class Forms:
         return self._over_workers(lambda rows, counts: across.gathered(rows, axis, counts * entries), [own, of_workers], name)
 
     def _over_workers(self, exchange: Callable[..., Any], given: Sequence[Given], name: str) -> str:
-        result = self._graph.reserve(f"workers/{name}")
+        result = self._graph.reserve(f"workers/{name}", given[0].spec.dtype)
         self._graph.inline(lambda *tensors: [exchange(*tensors)], given, [result])
         return result
 
@@ -251,6 +257,17 @@ class Forms:
         shape = self._graph.add("Shape", [like], device, "shape", T=dtype, out_type=tf.int32)
         value = self._graph.constant(value, dtype, device)
         return self._graph.add("Fill", [shape, value], device, "nothing", T=dtype, index_type=tf.int32)
+
+    def _zeros(self, shape: list[int], tower: int, dtype: tf.DType) -> str:
+        """Zeros on a tower that has no rows of its own."""
+        device = self._devices[tower]
+        zero = self._graph.constant(0, dtype, device)
+        dead = self._graph.once(
+            ("switch", zero, tower),
+            lambda: self._graph.add("Switch", [zero, self._feeds.is_alive[tower]], device, "alive", T=dtype),
+        )
+        sizes = self._graph.constant(shape, tf.int32, device)
+        return self._graph.add("Fill", [sizes, dead], device, "nothing", T=dtype, index_type=tf.int32)
 
     def _if_alive(
         self, part: str, tower: int, dtype: tf.DType, otherwise: Callable[[str, int], str], other: str | None = None

@@ -1,7 +1,8 @@
 """A traced graph: its nodes in the order of their dependence, with all calls of functions replaced by their bodies."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from keras_dp.partition.hoisting import hoisted
 from keras_dp.partition.node import Static
 from keras_dp.partition.rows import Size
+from keras_dp.partition.simplification import in_order, simplify
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 
 Tensor = Any
@@ -71,27 +73,46 @@ class Traced:
 
 
 def traced_step(concrete: Any) -> Traced:
-    """The graph of a concrete function, calls inlined."""
+    """The graph of a concrete function, calls inlined, and simplified."""
     graph = concrete.graph
     graph_def = graph.as_graph_def()
     library = {function.signature.name: function for function in graph_def.library.function}
+    arguments = [tensor.op.name for tensor in graph.inputs]
+    handles = {name: handle_data(tensor) for name, tensor in zip(arguments, graph.inputs, strict=True)}
     inlined = _Inlined(
         list(graph_def.node),
         [tensor.name.removesuffix(":0") for tensor in graph.outputs],
         [operation.name for operation in graph.control_outputs],
     )
-    with graph.as_default():
-        while any(map(_is_inlined, inlined.nodes)):
-            inlined = _inline(inlined, library)
-    inlined.nodes = [node for call in inlined.nodes for node in _hoisted(call, library, graph)]
-    placeholders = [tensor.op.name for tensor in graph.inputs]
-    specs = {
-        name: (tensor.dtype, tensor.shape, handle_data(tensor)) for name, tensor in zip(placeholders, graph.inputs, strict=True)
-    }
-    traced = _analyzed(inlined, specs, placeholders, library, "", graph, shapes_of=graph)
+    if any(node.op in CALLS for node in inlined.nodes):
+        with graph.as_default():
+            while any(map(_is_inlined, inlined.nodes)):
+                inlined = _inline(inlined, library)
+        inlined.nodes = [node for call in inlined.nodes for node in _hoisted(call, library, graph)]
+        specs = {tensor.op.name: (tensor.dtype, tensor.shape, handles[tensor.op.name]) for tensor in graph.inputs}
+        traced = _analyzed(inlined, specs, arguments, library, "", graph, shapes_of=graph)
+    else:
+        # TensorFlow has inferred all there is to infer.
+        statics = _Statics("", graph, {}, {})
+        traced = Traced(
+            *(inlined.nodes, statics, library, arguments, handles, inlined.outputs, inlined.effects, graph, graph, graph.inputs)
+        )
     captured = concrete.captured_inputs
-    given = dict(zip(placeholders[len(placeholders) - len(captured) :], captured, strict=True))
-    return dataclasses.replace(traced, places=_places(given))
+    given = dict(zip(arguments[len(arguments) - len(captured) :], captured, strict=True))
+    return dataclasses.replace(_simplified(traced), places=_places(given))
+
+
+def _simplified(traced: Traced) -> Traced:
+    """The same graph without what is not needed, or computed twice."""
+    types = {node.name: node.op for node in traced.nodes}
+    # To read a variable is no effect.
+    effects = [f"^{name}" for name in traced.effects if types[name] != "ReadVariableOp"]
+    arguments = [f"^{name}" for name in traced.arguments]
+    nodes, names = simplify(traced.nodes, [*traced.outputs, *effects, *arguments])
+    count = len(traced.outputs)
+    found = [name[1:] for name in dict.fromkeys(names[count:])]
+    effects = [name for name in found if name not in traced.handles]
+    return dataclasses.replace(traced, nodes=nodes, outputs=names[:count], effects=effects)
 
 
 def traced_function(caller: Traced, name: str, shapes: Sequence[Any], handles: Sequence[Any]) -> Traced:
@@ -226,35 +247,71 @@ def _analyzed(
     # Python code has said of some tensors what TensorFlow would not infer, with `set_shape`.
     operations = shapes_of.get_operations() if shapes_of else []
     said = {tensor.name: tensor.shape for operation in operations for tensor in operation.outputs}
-    unknown = tf.TensorShape(None)
     with tf.Graph().as_default() as graph:
         feeds = {name: placeholder(*spec) for name, spec in specs.items()}
         used = {source.lstrip("^").split(":")[0] for node in graph_def.node for source in node.input}
         tf.graph_util.import_graph_def(
             graph_def, {f"{name}:0": tensor for name, tensor in feeds.items() if name in used}, name=""
         )
-        statics = {
-            node.name: [
-                _static(prefix + name, tensor, said.get(name, unknown))
-                for name, tensor in ((f"{node.name}:{k}", tensor) for k, tensor in enumerate(tensors))
-            ]
-            for node in inlined.nodes
-            for tensors in [[feeds[node.name]] if node.name in feeds else graph.get_operation_by_name(node.name).outputs]
-        }
-    nodes = list(_in_order(inlined.nodes))
-    handles = {name: specs[name][2] for name in arguments}
     return Traced(
-        nodes,
-        statics,
+        list(in_order(inlined.nodes)),
+        _Statics(prefix, graph, {name: tensor.op.name for name, tensor in feeds.items()}, said),
         library,
         arguments,
-        handles,
+        {name: specs[name][2] for name in arguments},
         inlined.outputs,
         inlined.effects,
         traced,
         graph,
         [feeds[name] for name in arguments],
     )
+
+
+class _Inferred(Static):
+    """The dtype and shape of a tensor of a graph.
+
+    Few shapes are asked for, and TensorFlow takes its time to tell them.
+
+    Args:
+        name: of the tensor, for its sizes.
+        tensor: the tensor.
+        said: what is known of its shape besides; None if nothing is.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, said: tf.TensorShape | None):
+        self.__dict__.update(dtype=tensor.dtype, of=(name, tensor, said))
+
+    @functools.cached_property
+    def shape(self) -> list[Any] | None:
+        """A list of `int`s and of `Size`s by name; None if the rank is not known."""
+        name, tensor, said = self.__dict__["of"]
+        shape = tensor.shape
+        if said is not None and shape.is_compatible_with(said):
+            shape = shape.merge_with(said)
+        if shape.rank is None:
+            return None
+        return [Size.named(f"{name}[{axis}]") if size is None else size for axis, size in enumerate(shape)]
+
+
+class _Statics(dict[str, list[Static]]):
+    """What TensorFlow knows of the outputs of a graph's operations, by the names that these have where they were traced.
+
+    Args:
+        prefix: of the names of sizes.
+        graph: the graph.
+        names: of operations that have others in the graph.
+        said: what is known of shapes besides, by tensor.
+    """
+
+    def __init__(self, prefix: str, graph: tf.Graph, names: Mapping[str, str], said: Mapping[str, tf.TensorShape]):
+        super().__init__()
+        self._prefix, self._graph, self._names, self._said = prefix, graph, names, said
+
+    def __missing__(self, name: str) -> list[Static]:
+        outputs = self._graph.get_operation_by_name(self._names.get(name, name)).outputs
+        tensors = [(f"{name}:{k}", tensor) for k, tensor in enumerate(outputs)]
+        self[name] = [_Inferred(f"{self._prefix}{called}", tensor, self._said.get(called)) for called, tensor in tensors]
+        return self[name]
 
 
 def _places(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -265,37 +322,3 @@ def _places(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if tensor.dtype == tf.resource and device.device_type:
             places[name] = f"{device.device_type}:{device.device_index or 0}"
     return places
-
-
-def _static(name: str, tensor: Tensor, said: tf.TensorShape) -> Static:
-    shape = tensor.shape.merge_with(said) if tensor.shape.is_compatible_with(said) else tensor.shape
-    if shape.rank is None:
-        return Static(tensor.dtype, None)
-    return Static(tensor.dtype, [Size.named(f"{name}[{axis}]") if size is None else size for axis, size in enumerate(shape)])
-
-
-def _in_order(nodes: Sequence[Any]) -> Iterable[Any]:
-    """The nodes, each behind those whose outputs it takes."""
-    by_name = {node.name: node for node in nodes}
-    places = {node.name: i for i, node in enumerate(nodes)}
-
-    def sources(node: Any) -> Iterator[str]:
-        # Not in the order of names: the workers' may differ, where one has made layers that others have not.
-        return iter(sorted({name.lstrip("^").split(":")[0] for name in node.input}, key=places.__getitem__))
-
-    seen: set[str] = set()
-    for root in nodes:
-        if root.name in seen:
-            continue
-        seen.add(root.name)
-        stack = [(root, sources(root))]
-        while stack:
-            node, inputs = stack[-1]
-            for source in inputs:
-                if source not in seen:
-                    seen.add(source)
-                    stack.append((by_name[source], sources(by_name[source])))
-                    break
-            else:
-                stack.pop()
-                yield node

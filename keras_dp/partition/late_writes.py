@@ -1,6 +1,6 @@
 """All or nothing: variables are written when all towers have met, so that a step that fails before leaves them as they were."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from keras_dp.partition.graph import data_inputs
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -10,7 +10,7 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape
 _CHECKS = ("Assert", "EagerPyFunc", "PyFunc")
 
 
-def hold_back_writes(graph: GraphWriter, variables: frozenset[str], meetings: Collection[str]) -> None:
+def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Collection[str]) -> None:
     """Has whatever writes variables wait for all meetings and checks of a step.
 
     What leads to another meeting or check, as the update of one network before that of another one in the same step, cannot
@@ -21,14 +21,15 @@ def hold_back_writes(graph: GraphWriter, variables: frozenset[str], meetings: Co
         variables: names of the tensors that refer to variables.
         meetings: names of the nodes where towers meet.
     """
-    nodes = list(graph.graph_def.node)
+    nodes = list(graph.function.node_def)
+    handles = {graph.given[name] for name in variables if name in graph.given}
     awaited = {name.split(":")[0] for name in meetings} | {node.name for node in nodes if node.op in _CHECKS}
     leading: set[str] = set()
     late = []
     for node in reversed(nodes):
         if node.name in leading or node.name in awaited:
             leading.update(name.lstrip("^").split(":")[0] for name in node.input)
-        elif is_stateful(node.op) and node.op not in _READS and not variables.isdisjoint(data_inputs(node)):
+        elif is_stateful(node.op) and node.op not in _READS and not handles.isdisjoint(data_inputs(node)):
             late.append(node)
     present = sorted(awaited.intersection(node.name for node in nodes))
     if late and present:

@@ -6,15 +6,15 @@ from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
 
 from keras_dp.partition.across import Across
 from keras_dp.partition.building import Builder
+from keras_dp.partition.calling import call
 from keras_dp.partition.forms import Exchange, Feeds
 from keras_dp.partition.graph import Traced, traced_step
 from keras_dp.partition.placements import Facts, Shard
 from keras_dp.partition.propagation import CannotGatherError, Gathered, Propagation
-from keras_dp.partition.tensorflow_internals import forget_custom_gradients
+from keras_dp.partition.tensorflow_internals import forget_custom_gradients, graphs_around
 
 Tensor = Any
 
@@ -234,23 +234,11 @@ def _same(tensor: Tensor) -> Tensor:
 def import_partitioned(
     builder: Builder, tensors: dict[str, Callable[[], Tensor]], outputs: Sequence[str], effects: Sequence[str]
 ) -> list[Tensor]:
-    """Puts the partitioned graph into the current one, and gives its outputs."""
-    used = {name.lstrip("^").split(":")[0] for node in builder.graph.graph_def.node for name in node.input}
-    graph = tf.compat.v1.get_default_graph()
-    feeds = {f"{name}:0": graph.capture(tensors[name]()) for name in tensors if name in used or name in outputs}
-    graph_def = graph_pb2.GraphDef(versions=tf.compat.v1.Graph().graph_def_versions)
-    graph_def.node.extend(builder.graph.graph_def.node)
-    graph_def.library.function.extend(builder.propagation.traced.library.values())
-    names = [name if ":" in name else f"{name}:0" for name in outputs]
-    used_feeds = {name: tensor for name, tensor in feeds.items() if name[:-2] in used}
-    wanted = [name for name in names if name not in feeds]
-    imported = iter(tf.graph_util.import_graph_def(graph_def, used_feeds, [*wanted, *effects], name="partitioned"))
-    results = [feeds[name] if name in feeds else next(imported) for name in names]
-    with tf.control_dependencies(list(imported)):
-        return [tf.identity(tensor) for tensor in results]
+    """Runs the partitioned graph in the current one, and gives its outputs."""
+    return call(builder.graph, tensors, outputs, effects)
 
 
 def keep_alive(concrete: Any, partition: Partition) -> None:
     """Functions of branches, loops and Python live as long as the graphs that call them."""
-    graph = tf.compat.v1.get_default_graph()
-    graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete, partition]
+    for graph in graphs_around(tf.compat.v1.get_default_graph()):
+        graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete, partition]

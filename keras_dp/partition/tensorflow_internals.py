@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
 
 Tensor = Any
@@ -25,11 +25,33 @@ def is_stateful(operation_type: str) -> bool:
     return definition is None or definition.is_stateful
 
 
+def results_of(node: Any) -> list[tuple[str, tf.DType]]:
+    """How functions call each result of a node, as "name:0", and its dtype."""
+    results = []
+    for result in op_def_registry.get(node.op).output_arg:
+        if result.type_list_attr:
+            dtypes = list(node.attr[result.type_list_attr].list.type)
+        else:
+            dtype = node.attr[result.type_attr].type if result.type_attr else result.type
+            dtypes = [dtype] * (node.attr[result.number_attr].i if result.number_attr else 1)
+        results += [(f"{result.name}:{i}", tf.as_dtype(dtype)) for i, dtype in enumerate(dtypes)]
+    return results
+
+
 def add_function(function: Any, graph: tf.Graph) -> None:
     """Makes a FunctionDef known to TensorFlow, for as long as there is a graph; those that import its calls keep that alive."""
     context.context().add_function_def(function)
     name = function.signature.name
     weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
+
+
+def graphs_around(graph: tf.Graph) -> list[tf.Graph]:
+    """A graph of a function, and those in which this is traced: while one is there, the function may be called."""
+    around = []
+    while isinstance(graph, func_graph.FuncGraph):
+        around.append(graph)
+        graph = graph.outer_graph
+    return around
 
 
 def forget_custom_gradients(graph: tf.Graph) -> None:

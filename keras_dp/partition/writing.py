@@ -1,14 +1,19 @@
-"""Write the nodes of a graph: new ones, each with a name of its own, and copies of others."""
+"""Write the nodes of a graph: new ones, each with a name of its own, and copies of others.
+
+They are those of a function: that reaches TensorFlow as a whole, where a graph takes each node by itself, in Python.
+"""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework import function_pb2
 
-from keras_dp.partition.graph import control_inputs, data_inputs
+from keras_dp.partition.graph import control_inputs, data_inputs, output_of
+from keras_dp.partition.tensorflow_internals import results_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +38,23 @@ class GraphWriter:
         home: the device of nodes for which no other is said.
 
     Attributes:
-        graph_def: the graph so far.
+        function: the nodes so far, as those of a function without arguments.
+        given: for each tensor that nodes take, and none gives, what the function's argument is to be called.
     """
 
     def __init__(self, home: str):
         self.home = home
-        self.graph_def = graph_pb2.GraphDef()
+        self.function = function_pb2.FunctionDef()
+        self.given: dict[str, str] = {}
         self._made: dict[Any, Any] = {}
         self._names: dict[str, int] = {}
+        self._results: dict[str, list[tuple[str, tf.DType]]] = {}
+        self._results_of_copied: dict[str, list[tuple[str, tf.DType]]] = {}
 
     def add(self, operation: str, inputs: Sequence[str], device: str, name: str, **attributes: Any) -> str:
         """Writes a new node, and returns its name."""
-        node = self.graph_def.node.add(op=operation, name=self._unique(name), device=device)
-        node.input.extend(inputs)
+        node = self.function.node_def.add(op=operation, name=self._unique(name), device=_full_name(device))
+        node.input.extend(map(self._input, inputs))
         for attribute, value in attributes.items():
             if isinstance(value, tf.DType):
                 node.attr[attribute].type = value.as_datatype_enum
@@ -57,7 +66,9 @@ class GraphWriter:
                 node.attr[attribute].list.type.extend(dtype.as_datatype_enum for dtype in value)
             else:
                 node.attr[attribute].tensor.CopyFrom(value)
-        return str(node.name)
+        made = str(node.name)
+        self._results[made] = results_of(node)
+        return made
 
     def copy(
         self,
@@ -69,7 +80,13 @@ class GraphWriter:
         operation: str | None = None,
     ) -> str:
         """Writes a copy of a node, with other inputs, on a device, and returns its name."""
-        return self._write(definition, self._unique(name), device, inputs, controls, operation)
+        made = self._unique(name)
+        known = None if operation else self._results_of_copied.get(definition.name)
+        node = self._write(definition, made, device, inputs, controls, operation)
+        self._results[made] = results_of(node) if known is None else known
+        if not operation:
+            self._results_of_copied[definition.name] = self._results[made]
+        return made
 
     def _write(
         self,
@@ -79,16 +96,27 @@ class GraphWriter:
         inputs: Sequence[str],
         controls: Iterable[str],
         operation: str | None = None,
-    ) -> str:
-        node = self.graph_def.node.add()
+    ) -> Any:
+        node = self.function.node_def.add()
         node.CopyFrom(definition)
-        node.name, node.device, node.op = name, device, operation or definition.op
-        # Colocation names an operation that there need not be.
-        node.attr.pop("_class", None)
-        node.attr.pop("_gradient_op_type", None)
+        node.name, node.device = name, _full_name(device)
+        if operation:
+            node.op = operation
         del node.input[:]
-        node.input.extend([*inputs, *sorted(set(controls))])
-        return str(node.name)
+        node.input.extend(map(self._input, inputs))
+        node.input.extend(sorted(set(controls)))
+        return node
+
+    def inside(self, name: str) -> tuple[str, tf.DType | None]:
+        """How the function calls a tensor, and its dtype, None if the function is given it."""
+        node, port = output_of(name)
+        if node not in self._results:
+            return self.given.setdefault(name, f"given_{len(self.given)}"), None
+        result, dtype = self._results[node][port]
+        return f"{node}:{result}", dtype
+
+    def _input(self, name: str) -> str:
+        return name if name[0] == "^" else self.inside(name)[0]
 
     def binary(self, operation: str, a: str, b: str, dtype: tf.DType = tf.int32, device: str | None = None) -> str:
         """A node of two operands of the same type, of which there is one."""
@@ -146,9 +174,11 @@ class GraphWriter:
         ]
         return self.add("Slice", inputs, self.home, "cut", T=dtype, Index=tf.int32)
 
-    def reserve(self, name: str) -> str:
-        """A name for a node that will be written later; others may take it as an input before."""
-        return self._unique(name)
+    def reserve(self, name: str, dtype: tf.DType) -> str:
+        """A name for a tensor that will be written later; nodes may take it before."""
+        made = self._unique(name)
+        self._results[made] = [("output", dtype)]
+        return made
 
     def inline(self, function: Callable[..., Any], given: Sequence[Given], results: Sequence[str]) -> None:
         """Writes the operations of a function of some tensors.
@@ -172,7 +202,8 @@ class GraphWriter:
                 inputs = [names[name] + colon + port for name, colon, port in sources]
                 controls = [f"^{names[name].split(':')[0]}" for name in control_inputs(definition)]
                 name = reserved.get(definition.name) or self._unique(f"{results[0]}/{definition.name}")
-                names[definition.name] = self._write(definition, name, definition.device, inputs, controls)
+                self._results[name] = results_of(self._write(definition, name, definition.device, inputs, controls))
+                names[definition.name] = name
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
         """Whatever `make` makes, the first time."""
@@ -184,3 +215,9 @@ class GraphWriter:
         count = self._names.get(name, 0)
         self._names[name] = count + 1
         return name if count == 0 else self._unique(f"{name}_{count}")
+
+
+@functools.cache
+def _full_name(device: str) -> str:
+    """A device as TensorFlow's runtime reads it: "/device:CPU:0" for "CPU:0"."""
+    return str(tf.DeviceSpec.from_string(device).to_string())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from keras_dp.partition.graph import Traced
 from keras_dp.partition.placements import Partial, Shard
 from keras_dp.partition.propagation import Propagation
 from keras_dp.partition.step import Argument, RowCounts, run_partitioned
@@ -135,7 +136,7 @@ def prove(sample: Sample, case: Case) -> set[str]:
         expected = tf.nest.flatten(sample.function(*map(tf.constant, arrays)))
         for one, other in zip(expected, tf.nest.flatten(partitioned(*map(tf.constant, given))), strict=True):
             _compare(one.numpy(), other.numpy())
-    return _spread(partition.propagation) & set(sample.types)
+    return (_spread(partition.propagation) | _gone(partition.traced)) & set(sample.types)
 
 
 def is_right_on_towers(sample: Sample, case: Case) -> bool:
@@ -188,6 +189,11 @@ def _spread(propagation: Propagation) -> set[str]:
     """The types of the operations that towers compute; those in a body that each tower runs by itself, too."""
     types = {node.op for node in propagation.traced.nodes if _is_spread(propagation.plans[node.name])}
     return types.union(*(_spread(body) for body in propagation.bodies if body.obstacle is None))
+
+
+def _gone(traced: Traced) -> set[str]:
+    """The types of the operations of which none is left once the graph is simplified: all are on towers."""
+    return {operation.type for operation in traced.graph.get_operations()} - {node.op for node in traced.nodes}
 
 
 def _parts(array: np.ndarray, rows: int, seed: int) -> np.ndarray:

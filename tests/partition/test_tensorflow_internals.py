@@ -69,7 +69,7 @@ def test_body_of_a_function():
 
     @tf.function(autograph=False)
     def outer(x):
-        return inner(x) + tf.function(lambda y: inner(y) * 2.0)(x)
+        return inner(x) + tf.function(lambda y: inner(y + 1.0) * 2.0)(x)
 
     concrete = outer.get_concrete_function(tf.TensorSpec([None, 4]))
     traced = traced_step(concrete)
@@ -78,3 +78,34 @@ def test_body_of_a_function():
     assert "PartitionedCall" not in types
     assert types.count("Split") == 2
     assert sum("halves" in node.name for node in traced.nodes) >= 2
+
+
+def test_results_of_nodes_have_the_names_that_functions_have_for_them():
+    def function(x, y):
+        first, second = tf.split(x, 2, axis=1)
+        values, indices = tf.math.top_k(first)
+        return tf.raw_ops.IdentityN(input=[values, indices, second, y])
+
+    concrete = tf.function(function).get_concrete_function(tf.TensorSpec([None, 4]), tf.TensorSpec([], tf.bool))
+    results = {node.op: tensorflow_internals.results_of(node) for node in concrete.graph.as_graph_def().node}
+    assert results["Split"] == [("output:0", tf.float32), ("output:1", tf.float32)]
+    assert results["TopKV2"] == [("values:0", tf.float32), ("indices:0", tf.int32)]
+    assert results["IdentityN"] == [
+        (f"output:{k}", dtype) for k, dtype in enumerate([tf.float32, tf.int32, tf.float32, tf.bool])
+    ]
+    named = {name for node in concrete.function_def.node_def for name in node.input if name.count(":") == 2}
+    called = {f"{node.name}:{name}" for node in concrete.function_def.node_def for name, _ in results[node.op]}
+    assert named <= called
+
+
+def test_graphs_around_are_those_in_which_a_function_is_traced():
+    found = []
+
+    def traced():
+        found.append(tf.compat.v1.get_default_graph())
+        return tf.zeros([])
+
+    concrete = tf.function(tf.function(traced)).get_concrete_function()
+    assert tensorflow_internals.graphs_around(found[0]) == [found[0], concrete.graph]
+    with tf.Graph().as_default() as graph:
+        assert tensorflow_internals.graphs_around(graph) == []

@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Partial, Replicate, Shard
+from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Replicate, Shard
 from keras_dp.partition.rows import Number, Rows, depends_on_rows, divide, exactly, multiply, product
 from keras_dp.partition.rules.labels import axes, by_labels
 from keras_dp.partition.rules.linearity import linear
@@ -150,7 +150,7 @@ def broadcast_to(node: Node) -> Plan | None:
     """Repeats entries until the tensor has a shape, which may count rows."""
     target, rank, placement = node.inputs[1].numbers, node.rank(0), node.inputs[0].placement
     along = None if target is None else _only_rows(target)
-    if target is None or rank is None or along is None or isinstance(placement, Partial):
+    if target is None or rank is None or along is None:
         return None
     blocks, axis = target[along].blocks, along - (len(target) - rank)
     result = Facts(Shard(along, blocks), shape=_plain(target))

@@ -1,0 +1,115 @@
+"""Simplify the graph of a step before it is copied: whatever goes here, goes once for each tower."""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
+
+from keras_dp.partition.tensorflow_internals import is_stateful
+
+# What some of them say is about gradients, of which none are taken any more.
+_IDENTITIES = ("Identity", "IdentityN", "PreventGradient", "StopGradient")
+
+
+def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """The nodes that some tensors and operations need, without those that compute what another one does.
+
+    Whatever waits for an operation that goes, waits for what stands for it, so that effects happen in the order in which they
+    did. Two reads of a variable are one if they wait for the same: between these, nothing has to write.
+
+    Args:
+        nodes: NodeDefs, which are changed.
+        fetches: names of tensors, "operation:0", and of operations, "^operation".
+
+    Returns:
+        The nodes, each behind those whose outputs it takes, and the names by which the fetches are found among them:
+        "operation" for the first result of one.
+    """
+    nodes = list(nodes)
+    needed = needed_nodes(nodes, fetches)
+    arguments = {node.name for node in nodes if node.op == "Placeholder"}
+    passed: dict[str, str] = {}
+    merged: dict[str, str] = {}
+    awaited: dict[str, list[str]] = {}
+    known: dict[Any, str] = {}
+    kept = []
+
+    def resolved(name: str) -> str:
+        node, colon, port = name.partition(":")
+        return passed.get(name) or f"{merged.get(node, node)}{colon}{port}"
+
+    for node in in_order([node for node in nodes if node.name in needed]):
+        name, given = node.name, list(node.input)
+        inputs = [resolved(source) for source in given if source[0] != "^"]
+        controls = {control for source in given if source[0] == "^" for control in awaited.get(source, (source,))}
+        del node.input[:]
+        # Colocation names an operation that may be gone, and no gradients are taken any more.
+        node.attr.pop("_class", None)
+        node.attr.pop("_gradient_op_type", None)
+        if _is_identity(node, inputs, arguments) and not controls:
+            passed |= {f"{name}:{k}" if k else name: source for k, source in enumerate(inputs)}
+            awaited[f"^{name}"] = [f"^{source.partition(':')[0]}" for source in inputs]
+            continue
+        if node.op != "Const":
+            # A constant is there.
+            inputs += sorted(controls)
+        if not _has_own_result(node):
+            node.name = ""
+            first = known.setdefault((node.SerializeToString(deterministic=True), *inputs), name)
+            node.name = name
+            if first != name:
+                merged[name] = first
+                awaited[f"^{name}"] = [f"^{first}"]
+                continue
+        node.input.extend(inputs)
+        kept.append(node)
+    found = [[resolved(name.removesuffix(":0"))] if name[0] != "^" else awaited.get(name, [name]) for name in fetches]
+    return kept, [name for names in found for name in names]
+
+
+def in_order(nodes: Sequence[Any]) -> Iterable[Any]:
+    """The nodes, each behind those whose outputs it takes."""
+    by_name = {node.name: node for node in nodes}
+    places = {node.name: i for i, node in enumerate(nodes)}
+
+    def sources(node: Any) -> Iterator[str]:
+        # Not in the order of names: the workers' may differ, where one has made layers that others have not.
+        return iter(sorted({name.lstrip("^").partition(":")[0] for name in node.input}, key=places.__getitem__))
+
+    seen: set[str] = set()
+    for root in nodes:
+        if root.name in seen:
+            continue
+        seen.add(root.name)
+        stack = [(root, sources(root))]
+        while stack:
+            node, inputs = stack[-1]
+            for source in inputs:
+                if source not in seen:
+                    seen.add(source)
+                    stack.append((by_name[source], sources(by_name[source])))
+                    break
+            else:
+                stack.pop()
+                yield node
+
+
+def needed_nodes(nodes: Iterable[Any], names: Iterable[str]) -> set[str]:
+    """The names of the nodes that tensors or operations depend on, and of those that yield them."""
+    inputs_of = {node.name: node.input for node in nodes}
+    needed: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop().lstrip("^").partition(":")[0]
+        if name not in needed:
+            needed.add(name)
+            waiting.extend(inputs_of[name])
+    return needed
+
+
+def _is_identity(node: Any, inputs: Iterable[str], arguments: Container[str]) -> bool:
+    """Whether a node gives what it is given; one that stands for an argument stays, since it may be a result."""
+    return node.op in _IDENTITIES and not node.device and all(name not in arguments for name in inputs)
+
+
+def _has_own_result(node: Any) -> bool:
+    """Whether another node of the same kind with the same inputs may give something else: state, randomness, an input."""
+    return node.op == "Placeholder" or (is_stateful(node.op) and node.op != "ReadVariableOp")

@@ -1,0 +1,184 @@
+"""A step's graph is simplified before it is copied: fewer nodes, the same results and effects."""
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.graph import traced_step
+from keras_dp.partition.simplification import needed_nodes, simplify
+from partition.proofs import partitioned_step, run
+
+
+def simplified(function, *specs):
+    """The kinds of the nodes that are left of a function's graph, and the names of its results."""
+    graph = tf.function(function, autograph=False).get_concrete_function(*specs).graph
+    nodes, fetches = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs])
+    return [node.op for node in nodes], fetches, nodes
+
+
+VECTOR = tf.TensorSpec([None], tf.float32)
+
+
+def test_what_is_computed_twice_is_computed_once():
+    kinds, fetches, nodes = simplified(lambda x: (tf.exp(x * 2.0), tf.exp(x * 2.0), tf.exp(x * 3.0)), VECTOR)
+    assert kinds.count("Exp") == kinds.count("Mul") == 2
+    assert kinds.count("Const") == 2
+    assert fetches[0] == fetches[1] != fetches[2]
+    # What is left refers to nothing that is gone.
+    names = {node.name for node in nodes}
+    assert all(name.lstrip("^").split(":")[0] in names for node in nodes for name in [*node.input, *fetches])
+
+
+def test_identities_go_and_their_inputs_stay():
+    kinds, fetches, nodes = simplified(lambda x: tf.identity(tf.stop_gradient(tf.identity(tf.exp(x)))), VECTOR)
+    assert kinds == ["Placeholder", "Exp"]
+    assert fetches == [nodes[1].name]
+
+
+def test_an_input_that_is_a_result_stays_behind_an_identity():
+    kinds, _, _ = simplified(tf.identity, VECTOR)
+    assert kinds == ["Placeholder", "Identity"]
+
+
+def test_results_of_operations_with_several_keep_their_number():
+    def second_of_two(x):
+        _, second = tf.split(tf.exp(x), 2)
+        return tf.identity(second) + tf.exp(x)[0]
+
+    _, _, nodes = simplified(second_of_two, tf.TensorSpec([4], tf.float32))
+    (split,) = [node.name for node in nodes if node.op == "Split"]
+    assert any(f"{split}:1" in node.input for node in nodes)
+
+
+def test_random_numbers_are_drawn_as_often_as_before():
+    kinds, _, _ = simplified(lambda: (tf.random.uniform([2], seed=1), tf.random.uniform([2], seed=1)))
+    assert kinds.count("RandomUniform") == 2
+
+
+def test_variables_are_read_as_often_as_before():
+    """Between two reads, somebody may have written."""
+    variable = tf.Variable(1.0)
+
+    def read_write_read():
+        before = variable.read_value()
+        variable.assign_add(1.0)
+        return before, variable.read_value()
+
+    graph = tf.function(read_write_read, autograph=False).get_concrete_function().graph
+    operations = [f"^{operation.name}" for operation in graph.control_outputs]
+    nodes, _ = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs] + operations)
+    assert [node.op for node in nodes].count("ReadVariableOp") >= 2
+    assert "AssignAddVariableOp" in [node.op for node in nodes]
+
+
+def test_a_device_that_was_named_is_kept():
+    def on_another_device(x):
+        with tf.device("CPU:1"):
+            there = tf.identity(tf.exp(x))
+        return there + tf.exp(x)
+
+    kinds, _, _ = simplified(on_another_device, VECTOR)
+    assert kinds.count("Exp") == 2
+    assert "Identity" in kinds
+
+
+def test_what_nothing_needs_is_left_out():
+    def function(x):
+        tf.exp(x)
+        return tf.sin(x)
+
+    kinds, _, _ = simplified(function, VECTOR)
+    assert kinds == ["Placeholder", "Sin"]
+
+
+def test_needed_nodes_are_those_behind_a_name():
+    graph = tf.function(lambda x: (tf.exp(x), tf.sin(x))).get_concrete_function(VECTOR).graph
+    (sine,) = [operation.name for operation in graph.get_operations() if operation.type == "Sin"]
+    assert needed_nodes(graph.as_graph_def().node, [f"{sine}:0"]) == {sine, "x"}
+
+
+def test_several_identities_of_one_operation_go():
+    def function(x):
+        first, second = tf.identity_n([tf.exp(x), tf.sin(x)])
+        return first - second
+
+    kinds, _, nodes = simplified(function, VECTOR)
+    assert sorted(kinds) == ["Exp", "Placeholder", "Sin", "Sub"]
+    assert list(nodes[-1].input) == ["Exp", "Sin"]
+
+
+def test_reads_of_a_variable_are_one_as_long_as_nobody_writes():
+    variable, other = tf.Variable(1.0), tf.Variable(1.0)
+
+    def function():
+        before = variable.read_value() + tf.exp(variable.read_value())
+        other.assign_add(before)
+        variable.assign_add(before)
+        return before, variable.read_value() + tf.exp(variable.read_value())
+
+    graph = tf.function(function, autograph=False).get_concrete_function().graph
+    operations = [f"^{operation.name}" for operation in graph.control_outputs if operation.type != "ReadVariableOp"]
+    nodes, _ = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs] + operations)
+    reads = [node for node in nodes if node.op == "ReadVariableOp"]
+    assert len(reads) == 2
+    # The first comes before the write, the second behind it.
+    (write,) = (node for node in nodes if node.op == "AssignAddVariableOp" and node.input[0] == reads[0].input[0])
+    assert [name for name in write.input if name.startswith("^")] == [f"^{reads[0].name}"]
+    assert f"^{write.name}" in reads[1].input
+
+
+def test_whatever_waits_for_what_goes_waits_for_what_stands_for_it():
+    def function(x):
+        first, second = tf.exp(x), tf.exp(x)
+        with tf.control_dependencies([tf.identity(second)]):
+            return tf.sin(x) + first
+
+    _, _, nodes = simplified(function, VECTOR)
+    (exponential,) = [node.name for node in nodes if node.op == "Exp"]
+    (sine,) = [node for node in nodes if node.op == "Sin"]
+    assert f"^{exponential}" in sine.input
+
+
+def test_effects_keep_their_order_on_towers():
+    """Each write sees what was written before, in one step after the other."""
+    variable, seen = tf.Variable(1.0), tf.Variable(tf.zeros([3]))
+
+    def step(x):
+        total = tf.reduce_sum(x)
+        seen.scatter_nd_update([[0]], [variable + total])
+        variable.assign(variable * 2.0)
+        seen.scatter_nd_update([[1]], [variable + total])
+        variable.assign_add(total)
+        seen.scatter_nd_update([[2]], [variable + total])
+        return tf.identity(variable)
+
+    partitioned, partition = partitioned_step(step, [tf.TensorSpec([None], tf.float32)], [True])
+    # Simplified: the sum is there once, and each value of the variable is read once.
+    assert [node.op for node in partition.traced.nodes].count("ReadVariableOp") == 3
+    for _ in range(2):
+        before = variable.numpy()
+        (result,) = tf.nest.flatten(partitioned(tf.constant([1.0, 2.0, 3.0, 4.0])))
+        assert float(result) == 2 * before + 10 == float(variable)
+        np.testing.assert_array_equal(seen, [before + 10, 2 * before + 10, 2 * before + 20])
+
+
+def test_a_traced_step_knows_the_shapes_that_were_said():
+    def step(x):
+        flat = tf.reshape(x, tf.cast(tf.random.uniform([2], 1, 2), tf.int32))
+        flat.set_shape([None, 7])
+        return tf.exp(flat)
+
+    traced = traced_step(tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([None, 7])))
+    (name,) = [node.name for node in traced.nodes if node.op == "Exp"]
+    assert traced.statics[name][0].shape[1] == 7
+
+
+def test_a_sum_that_is_spread_over_rows_is_cut_nowhere():
+    """The gradient of batch normalization: what each row gets of a sum, it makes of the sum."""
+
+    def step(x):
+        return tf.reduce_sum((x - tf.broadcast_to(tf.reduce_sum(x, axis=0, keepdims=True), tf.shape(x))) ** 2)
+
+    x = np.random.default_rng(0).uniform(size=(7, 5))
+    (result,), partition = run(step, [x])
+    np.testing.assert_allclose(result, ((x - x.sum(0)) ** 2).sum())
+    assert [exchange.kind for exchange in partition.exchanges] == ["sum", "sum"]
