@@ -1,6 +1,7 @@
 """All or nothing: variables are written when all towers have met, so that a step that fails before leaves them as they were."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
+from typing import Any
 
 from keras_dp.partition.graph import data_inputs
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -13,8 +14,8 @@ _CHECKS = ("Assert", "EagerPyFunc", "PyFunc")
 def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Collection[str]) -> None:
     """Has whatever writes variables wait for all meetings and checks of a step.
 
-    What leads to another meeting or check, as the update of one network before that of another one in the same step, cannot
-    wait for it, and is written when it is reached.
+    Only what depends on the batch waits. What leads to another meeting or check, as the update of one network before that of
+    another one in the same step, cannot wait for it, and is written when it is reached.
 
     Args:
         graph: the partitioned graph, in the order in which its nodes depend on each other.
@@ -24,15 +25,28 @@ def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Col
     nodes = list(graph.function.node_def)
     handles = {graph.given[name] for name in variables if name in graph.given}
     awaited = {name.split(":")[0] for name in meetings} | {node.name for node in nodes if node.op in _CHECKS}
+    # What does not depend on the batch, as the count of the steps, happens on one device even when the data have ended.
+    of_batch = awaited.union(graph.given.values()) - handles
+    for node in nodes:
+        if not of_batch.isdisjoint(map(_node_of, data_inputs(node))):
+            of_batch.add(node.name)
     leading: set[str] = set()
     late = []
     for node in reversed(nodes):
         if node.name in leading or node.name in awaited:
-            leading.update(name.lstrip("^").split(":")[0] for name in node.input)
-        elif is_stateful(node.op) and node.op not in _READS and not handles.isdisjoint(data_inputs(node)):
+            leading.update(map(_node_of, node.input))
+        elif node.name in of_batch and _writes(node, handles):
             late.append(node)
     present = sorted(awaited.intersection(node.name for node in nodes))
     if late and present:
         barrier = graph.add("NoOp", [f"^{name}" for name in present], graph.home, "all_have_met")
         for node in late:
             node.input.append(f"^{barrier}")
+
+
+def _writes(node: Any, handles: Set[str]) -> bool:
+    return is_stateful(node.op) and node.op not in _READS and not handles.isdisjoint(data_inputs(node))
+
+
+def _node_of(name: str) -> str:
+    return name.lstrip("^").split(":")[0]
