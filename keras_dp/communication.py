@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dp import keras_seams, placement
 from keras_dp.batches import Slice
 from keras_dp.model import DataParallelModel
+from keras_dp.partition.calling import node_by_node
 
 Tensor = Any
 Graph = Any
@@ -148,7 +149,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     batch = parallel._host_batch(*batch)
     with tf.device("CPU:0"):
         slices = parallel._feed.cut(batch)
-    with _untouched(parallel), _without_xla(parallel):
+    with _untouched(parallel), _without_xla(parallel), node_by_node():
         step, graphs = _run_and_collect(parallel.train_step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
     copies, unsized = _copies(step, graphs)

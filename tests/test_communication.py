@@ -181,3 +181,12 @@ def test_refuses_what_has_no_step():
     eager.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="does not run eagerly"):
         keras_dp.communication_report(eager, (np.ones((4, 12)), np.ones((4, 4))))
+
+
+def test_copies_of_a_partitioned_step_have_their_sizes():
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), 2, engine="partition")
+    parallel.compile("sgd", "mse")
+    report = keras_dp.communication_report(parallel, (np.ones((8, 4)), np.ones((8, 1))))
+    assert report.copies
+    assert all(copies.bytes for copies in report.copies)
+    assert not report.unsized

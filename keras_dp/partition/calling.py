@@ -1,17 +1,20 @@
 """Call the nodes that were written, as a function."""
 
+import contextlib
+import contextvars
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.tensorflow_internals import add_function, graphs_around, handle_data
+from keras_dp.partition.tensorflow_internals import add_function, body_of, graphs_around, handle_data
 from keras_dp.partition.writing import GraphWriter
 
 Tensor = Any
 
 _NUMBERS = itertools.count()
+_NODE_BY_NODE: contextvars.ContextVar[bool] = contextvars.ContextVar("node_by_node", default=False)
 
 
 def call(
@@ -43,9 +46,31 @@ def call(
     for name in effects:
         function.control_ret[name] = name
         function.signature.control_output.append(name)
+    if _NODE_BY_NODE.get():
+        return _imported(function, list(given.values()))
     for around in graphs_around(graph):
         add_function(function, around)
     return tf.raw_ops.StatefulPartitionedCall(args=list(given.values()), Tout=dtypes, f=function.signature.name)
+
+
+@contextlib.contextmanager
+def node_by_node() -> Iterator[None]:
+    """Has nodes put into the current graph itself, where they can be looked at, and not called."""
+    token = _NODE_BY_NODE.set(True)
+    try:
+        yield
+    finally:
+        _NODE_BY_NODE.reset(token)
+
+
+def _imported(function: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    body, names = body_of(function)
+    arguments = {f"{argument.name}:0": tensor for argument, tensor in zip(function.signature.input_arg, given, strict=True)}
+    wanted = [names[function.ret[result.name]] for result in function.signature.output_arg]
+    effects = list(function.signature.control_output)
+    found = tf.graph_util.import_graph_def(body, arguments, [*wanted, *effects], name="partitioned")
+    with tf.control_dependencies(found[len(wanted) :]):
+        return [tf.identity(tensor) for tensor in found[: len(wanted)]]
 
 
 def _add_argument(function: Any, i: int, name: str, tensor: Tensor) -> None:
