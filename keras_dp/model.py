@@ -545,6 +545,7 @@ class DataParallelModel(JoinedModel):
         self._forget_traces()
         self._compiled_with = weakref.ref(keras_seams.loss_tracker(model))
         self._is_synchronized = False
+        self._synchronized.clear()
 
     @property
     def optimizer(self) -> Any:
