@@ -246,8 +246,9 @@ class DataParallelModel(JoinedModel):
         model = self.inner_model
         run = getattr(model, f"{name}_step")
         optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
-
         synchronized = [layer for layer in batch_norms(model) if is_synchronized(layer)]
+        accumulates_rows = self.optimizer is not None and self.optimizer.accumulate == "rows"
+        is_spread = len({placement.home(variable) for variable in model.trainable_weights}) > 1
 
         def step(data: Any) -> Any:
             with contextlib.ExitStack() as stack:
@@ -256,8 +257,9 @@ class DataParallelModel(JoinedModel):
                     stack.enter_context(keras_seams.replaced(layer, "synchronized", False))
                 if self._batch_norm != "sync":
                     stack.enter_context(local_batch_norm(self._batch_norm, synchronized))
-                if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
-                    stack.enter_context(self.optimizer.in_step(count_rows(data, whole=self._whole)))
+                if name == "train" and self.optimizer is not None and (accumulates_rows or is_spread):
+                    rows = count_rows(data, whole=self._whole) if accumulates_rows else None
+                    stack.enter_context(self.optimizer.in_step(rows))
                 stack.enter_context(sending_gradients_as(self._gradient_dtype, optimizers))
                 return run(data)
 

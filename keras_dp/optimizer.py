@@ -148,16 +148,18 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
             return self.inner_optimizer.apply(grads, trainable_variables)
 
     @contextlib.contextmanager
-    def in_step(self, rows: Tensor) -> Iterator[None]:
+    def in_step(self, rows: Tensor | None) -> Iterator[None]:
         """Has a step that is traced, and knows the inner optimizer alone, apply gradients as this optimizer does.
 
         Args:
-            rows: B, the rows of the global batch.
+            rows: B, the rows of the global batch; for `accumulate="rows"`.
         """
         inner_optimizer = self.inner_optimizer
         own = inner_optimizer.apply
 
         def apply(grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> Any:
+            if trainable_variables is not None:
+                grads = [_beside(gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)]
             with keras_seams.replaced(inner_optimizer, "apply", own):
                 return self.apply(grads, trainable_variables, rows)
 
@@ -181,6 +183,14 @@ def sending_gradients_as(dtype: str | None, optimizers: Sequence[keras.optimizer
 
             stack.enter_context(keras_seams.replaced(optimizer, "apply", apply))
         yield
+
+
+def _beside(gradient: Gradient, variable: Any) -> Gradient:
+    """A dense gradient on the device of its variable."""
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    with tf.device(placement.home(variable)):
+        return tf.identity(gradient)
 
 
 def _sent_as(gradient: Gradient, dtype: str | None) -> Gradient:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.partition.across import Across
-from keras_dp.partition.graph import Output, name_of
+from keras_dp.partition.graph import Output, data_inputs, name_of, output_of
 from keras_dp.partition.homes import Homes
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError, Propagation, axes_to_sum
@@ -196,9 +196,42 @@ class Forms:
         return self._over_workers(lambda part: across.reduced(part, reduction), [given], name)
 
     def _reduced_by_towers(self, output: Output, reduction: str, dtype: tf.DType) -> str:
+        home, name, count = self._homes.of_whole(output), f"{reduction}/{output[0]}", len(self._devices)
+        if reduction == "sum":
+            sent = self._narrowest(output)
+            narrow = self._propagation.static(sent).dtype
+            parts = self._alive_parts(sent, reduction, narrow)
+            if narrow != dtype:
+                parts = [self._graph.add("Cast", [part], home, "received", SrcT=narrow, DstT=dtype) for part in parts]
+            return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
+        parts = self._alive_parts(output, reduction, dtype)
+        stacked = self._graph.add("Pack", parts, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
+        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
+        types = {} if reduction in ("all", "any") else {"T": dtype}
+        first = self._graph.constant(0, device=home)
+        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+
+    def _narrowest(self, output: Output) -> Output:
+        """What towers send of their parts: what these were cast from, if that takes fewer bytes."""
+        narrowest = output
+        while True:
+            name = output[0]
+            definition = self._propagation.nodes[name]
+            is_cast = definition.op == "Cast" and self._propagation.static(output).dtype.is_floating
+            if not (is_cast or definition.op in ("Identity", "Snapshot")) or self._propagation.plans[name].is_at_home:
+                return narrowest
+            output = output_of(data_inputs(definition)[0])
+            dtype, least = self._propagation.static(output).dtype, self._propagation.static(narrowest).dtype
+            if not dtype.is_floating or output[0] not in self._instances.towers:
+                return narrowest
+            if dtype.size > least.size:
+                # It was rounded on the way.
+                return narrowest
+            narrowest = output if dtype.size < least.size else narrowest
+
+    def _alive_parts(self, output: Output, reduction: str, dtype: tf.DType) -> list[str]:
+        """The towers' parts, of those that have rows; of the others, what changes nothing."""
         parts = [self.part(output, tower) for tower in range(len(self._devices))]
-        last, count = parts[-1], len(parts)
-        name = f"{reduction}/{output[0]}"
         neutral = {"sum": "ZerosLike", "prod": "OnesLike"}.get(reduction)
         shape = self._propagation.static(output).shape
 
@@ -210,19 +243,11 @@ class Forms:
                 # But a whole worker may have no rows.
                 return self._filled(dead, _neutral_element(reduction, dtype), dtype, tower)
             if reduction == "sum" and shape is not None and all(isinstance(size, int) for size in shape):
-                return self._graph.once(("nothing", dtype, *shape, tower), lambda: self._zeros(shape, tower, dtype))
+                return str(self._graph.once(("nothing", dtype, *shape, tower), lambda: self._zeros(shape, tower, dtype)))
             return self._graph.add(neutral, [dead], self._devices[tower], "nothing", T=dtype)
 
-        instead = None if neutral or self._across else last
-        alive = [self._if_alive(part, tower, dtype, nothing, instead) for tower, part in enumerate(parts)]
-        home = self._homes.of_whole(output)
-        if reduction == "sum":
-            return self._graph.add("AddN", alive, home, name, N=count, T=dtype)
-        stacked = self._graph.add("Pack", alive, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
-        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
-        types = {} if reduction in ("all", "any") else {"T": dtype}
-        first = self._graph.constant(0, device=home)
-        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+        instead = None if neutral or self._across else parts[-1]
+        return [self._if_alive(part, tower, dtype, nothing, instead) for tower, part in enumerate(parts)]
 
     def finish(self) -> None:
         """Writes what was put off: the sums over workers that no tower waits for, all together."""

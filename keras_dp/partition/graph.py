@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
-from keras_dp.partition.hoisting import hoisted
+from keras_dp.partition.hoisting import hoisted, hoisted_loops
 from keras_dp.partition.node import Static
 from keras_dp.partition.rows import Size
 from keras_dp.partition.simplification import in_order, simplify
@@ -84,11 +84,11 @@ def traced_step(concrete: Any) -> Traced:
         [tensor.name.removesuffix(":0") for tensor in graph.outputs],
         [operation.name for operation in graph.control_outputs],
     )
-    if any(node.op in CALLS for node in inlined.nodes):
+    if any(node.op in (*CALLS, "While") for node in inlined.nodes):
         with graph.as_default():
             while any(map(_is_inlined, inlined.nodes)):
                 inlined = _inline(inlined, library)
-        inlined.nodes = [node for call in inlined.nodes for node in _hoisted(call, library, graph)]
+        inlined.nodes = _hoisted(inlined.nodes, library, graph)
         specs = {tensor.op.name: (tensor.dtype, tensor.shape, handles[tensor.op.name]) for tensor in graph.inputs}
         traced = _analyzed(inlined, specs, arguments, library, "", graph, shapes_of=graph)
     else:
@@ -155,16 +155,23 @@ def _is_inlined(node: Any) -> bool:
     return node.op in CALLS and not node.attr["_XlaMustCompile"].b
 
 
-def _hoisted(node: Any, library: dict[str, Any], graph: tf.Graph) -> list[Any]:
-    """A node, and before a call that stays one, the reads of its variables."""
-    if node.op not in CALLS:
-        return [node]
-    nodes, function = hoisted(node, library)
-    name = function.signature.name
-    if name not in library:
-        library[name] = function
-        add_function(function, graph)
-    return nodes
+def _hoisted(nodes: Sequence[Any], library: dict[str, Any], graph: tf.Graph) -> list[Any]:
+    """The nodes, and before loops, and before calls that stay calls, the reads of their variables."""
+    made, functions = hoisted_loops(nodes, library)
+    result: list[Any] = []
+    for node in made:
+        if node.op in CALLS:
+            reads_and_call, function = hoisted(node, library)
+            result += reads_and_call
+            functions.append(function)
+        else:
+            result.append(node)
+    for function in functions:
+        name = function.signature.name
+        if name not in library:
+            library[name] = function
+            add_function(function, graph)
+    return result
 
 
 def _inline(graph: _Inlined, library: Mapping[str, Any]) -> _Inlined:

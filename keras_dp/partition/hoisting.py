@@ -1,10 +1,12 @@
-"""Read variables before the calls that read them, so that these take tensors alone and can run on any device."""
+"""Read variables before the calls and loops that read them, so that these take tensors alone and can run on any device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
+
+from keras_dp.partition.tensorflow_internals import is_stateful
 
 _RESOURCE = tf.resource.as_datatype_enum
 
@@ -40,6 +42,79 @@ def hoisted(call: Any, library: Mapping[str, Any]) -> tuple[list[Any], Any]:
     made.attr["f"].func.name = taking_values.signature.name
     made.attr.pop("_read_only_resource_inputs", None)
     return [*reads, made], taking_values
+
+
+def hoisted_loops(nodes: Sequence[Any], library: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Reads the variables of loops before these, where the rounds do nothing with a variable but read it.
+
+    A loop that is left without effects becomes a stateless one.
+
+    Args:
+        nodes: of a graph, which are changed.
+        library: the functions, by name.
+
+    Returns:
+        The nodes, the reads among them, and the functions that the loops run now, which take the values.
+    """
+    made: list[Any] = []
+    functions: list[Any] = []
+    invariant: dict[str, str] = {}
+    for node in nodes:
+        if node.op == "While":
+            reads, taking_values = _hoisted_loop(node, library, invariant)
+            made += reads
+            functions += taking_values
+        made.append(node)
+    for node in made:
+        for i, name in enumerate(node.input):
+            while name in invariant:
+                name = node.input[i] = invariant[name]
+    return made, functions
+
+
+def _hoisted_loop(loop: Any, library: Mapping[str, Any], invariant: dict[str, str]) -> tuple[list[Any], list[Any]]:
+    cond, body = (library[loop.attr[attribute].func.name] for attribute in ("cond", "body"))
+    dtypes = _dtypes_of_invariants(cond, body)
+    if not dtypes:
+        return [], []
+    reads = []
+    controls = [name for name in loop.input if name.startswith("^")]
+    for i, dtype in dtypes.items():
+        name = f"{loop.name}/{body.signature.input_arg[i].name}/read"
+        read = node_def_pb2.NodeDef(name=name, op="ReadVariableOp", device=loop.device)
+        read.input.extend([loop.input[i], *controls])
+        read.attr["dtype"].type = dtype
+        reads.append(read)
+        invariant[f"{loop.name}:{i}" if i else loop.name] = loop.input[i]
+        loop.input[i] = read.name
+        loop.attr["T"].list.type[i] = dtype
+        if loop.attr["output_shapes"].list.shape:
+            loop.attr["output_shapes"].list.shape[i].unknown_rank = True
+    loop.attr.pop("_read_only_resource_inputs", None)
+    functions = []
+    for attribute, function in (("cond", cond), ("body", body)):
+        made = _taking_values(function, {function.signature.input_arg[i].name: dtype for i, dtype in dtypes.items()})
+        loop.attr[attribute].func.name = made.signature.name
+        functions.append(made)
+    for i, dtype in dtypes.items():
+        functions[1].signature.output_arg[i].ClearField("handle_data")
+        functions[1].signature.output_arg[i].type = dtype
+    if not any(is_stateful(node.op) for function in functions for node in function.node_def):
+        loop.op = "StatelessWhile"
+    return reads, functions
+
+
+def _dtypes_of_invariants(cond: Any, body: Any) -> dict[int, int]:
+    """The dtypes of the variables that a loop only reads, by the number of the argument."""
+    found = {}
+    read = _dtypes_of_reads(body)
+    for i, argument in enumerate(body.signature.input_arg):
+        name = cond.signature.input_arg[i].name
+        is_returned = body.ret[body.signature.output_arg[i].name] == argument.name
+        is_only_read = all(node.op == "ReadVariableOp" for node in cond.node_def if name in node.input)
+        if argument.name in read and is_returned and is_only_read:
+            found[i] = read[argument.name]
+    return found
 
 
 def _dtypes_of_reads(function: Any) -> dict[str, int]:
