@@ -56,7 +56,7 @@ def batch_norm_mode(mode: str) -> Iterator[dict[BatchNormalization, list[Moments
             if mode == "first":
                 of_batch = _of_first_tower(used)
             else:
-                of_batch = pooled(used) if mask is None else _moments_of_batch(layer, inputs, mask)
+                of_batch = pooled(used, cross_tower_sum) if mask is None else _moments_of_batch(layer, inputs, mask)
             before[layer] = [variable.value for variable in layer.non_trainable_variables]
         taken.setdefault(layer, []).append(of_batch)
         return used.mean, used.variance
@@ -151,15 +151,19 @@ def masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callabl
     return Moments(tf.squeeze(count), tf.squeeze(mean), tf.squeeze(variance))
 
 
-def pooled(own: Moments) -> Moments:
+def pooled(own: Moments, total: Callable[[Tensor], Tensor]) -> Moments:
     """The moments of the global batch, from those of each tower's slice.
 
     By the law of total variance: the mean of the variances plus the variance of the means, both weighted with the counts
     (Chan, Golub and LeVeque 1983, formulas 2.1a and 2.1b, for any number of parts).
+
+    Args:
+        own: the moments of the tower's slice.
+        total: the sum over the towers.
     """
-    count = cross_tower_sum(own.count)
-    mean = cross_tower_sum(own.count * own.mean) / count
-    squares = cross_tower_sum(own.count * (own.variance + tf.math.squared_difference(own.mean, mean)))
+    count = total(own.count)
+    mean = total(own.count * own.mean) / count
+    squares = total(own.count * (own.variance + tf.math.squared_difference(own.mean, mean)))
     return Moments(count, mean, squares / count)
 
 

@@ -11,27 +11,22 @@ import tensorflow as tf
 from keras.layers import BatchNormalization
 
 from keras_dp import keras_seams
-from keras_dp.batch_norm import Moments, masked_moments
+from keras_dp.batch_norm import Moments, masked_moments, pooled
 from keras_dp.partition.own import own_part, total_of_own
 
 Tensor = Any
 
 
 @contextlib.contextmanager
-def local_batch_norm(
-    mode: str, synchronized: Collection[BatchNormalization]
-) -> Iterator[dict[BatchNormalization, list[Moments]]]:
+def local_batch_norm(mode: str, synchronized: Collection[BatchNormalization]) -> Iterator[None]:
     """Has every `keras.layers.BatchNormalization` normalize each slice with its own moments.
 
     Args:
         mode: which moments the moving statistics are updated with: "local" for those of the global batch, "first" for those of
             the first tower that has rows.
         synchronized: the layers that normalize with the moments of the global batch nevertheless.
-
-    Yields:
-        For each layer that normalizes so, the moments of the global batch, one for each of its calls.
     """
-    taken: dict[BatchNormalization, list[Moments]] = {}
+    of_batch: dict[BatchNormalization, Moments] = {}
     with contextlib.ExitStack() as stack:
 
         def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -39,16 +34,13 @@ def local_batch_norm(
                 return keras_seams.own_moments(layer, inputs, mask)
             own = _moments(layer, inputs, mask, own_part)
             if mode == "local":
-                of_batch = pooled(own) if mask is None else _moments(layer, inputs, mask, tf.identity)
-                if layer not in taken:
-                    stack.enter_context(
-                        keras_seams.updated_by(layer, lambda: (taken[layer][-1].mean, taken[layer][-1].variance))
-                    )
-                taken.setdefault(layer, []).append(of_batch)
+                if layer not in of_batch:
+                    stack.enter_context(keras_seams.updated_by(layer, lambda: (of_batch[layer].mean, of_batch[layer].variance)))
+                of_batch[layer] = pooled(own, total_of_own) if mask is None else _moments(layer, inputs, mask, tf.identity)
             return own.mean, own.variance
 
         stack.enter_context(keras_seams.replaced_moments(layer_moments))
-        yield taken
+        yield
 
 
 def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, total: Callable[[Tensor], Tensor]) -> Moments:
@@ -63,15 +55,3 @@ def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, tot
     mean = total(tf.reduce_sum(inputs, axes, keepdims=True)) / count
     variance = total(tf.reduce_sum(tf.math.squared_difference(inputs, mean), axes, keepdims=True)) / count
     return Moments(count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
-
-
-def pooled(own: Moments) -> Moments:
-    """The moments of the global batch, from those of each tower's slice.
-
-    By the law of total variance: the mean of the variances plus the variance of the means, both weighted with the counts
-    (Chan, Golub and LeVeque 1983, formulas 2.1a and 2.1b, for any number of parts).
-    """
-    count = total_of_own(own.count)
-    mean = total_of_own(own.count * own.mean) / count
-    squares = total_of_own(own.count * (own.variance + tf.math.squared_difference(own.mean, mean)))
-    return Moments(count, mean, squares / count)

@@ -252,7 +252,7 @@ class DataParallelModel(JoinedModel):
 
         def step(data: Any) -> Any:
             with contextlib.ExitStack() as stack:
-                for layer in batch_norms(model):
+                for layer in synchronized:
                     # Keras would take E[x^2] - E[x]^2, which is wrong beside a large mean. Partitioned, all are synchronized.
                     stack.enter_context(keras_seams.replaced(layer, "synchronized", False))
                 if self._batch_norm != "sync":

@@ -65,7 +65,7 @@ def test_masked_moments_divide_by_n_plus_epsilon():
 
 def pooled_moments(x, num_towers):
     def pooled(tower):
-        return batch_norm.pooled(batch_norm.own_moments(tower.slice.data, [0, 1]))
+        return batch_norm.pooled(batch_norm.own_moments(tower.slice.data, [0, 1]), keras_dp.cross_tower_sum)
 
     return on_towers(pooled, x, num_towers)[0]
 

@@ -172,10 +172,8 @@ class Forms:
         kept = []
         for tower, device in enumerate(self._devices):
             part = self.part(output, tower)
-            begins = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
-            is_first = self._graph.add("LogicalAnd", [begins, self._feeds.is_alive[tower]], self._graph.home, "is_first")
             zeros = self._graph.add("ZerosLike", [part], device, "zeros", T=dtype)
-            kept.append(self._graph.add("SelectV2", [is_first, part, zeros], device, "of_first", T=dtype))
+            kept.append(self._graph.add("SelectV2", [self._has_first(tower), part, zeros], device, "of_first", T=dtype))
         home, name = self._homes.of_whole(output), f"first/{output[0]}"
         own, across = self._graph.add("AddN", kept, home, name, N=len(kept), T=dtype), self._across
         if across is None:
@@ -391,15 +389,20 @@ class Forms:
         )
         if self._across is None:
             return zeros
-        # Of the towers of all workers, the one that has the first row.
-        is_first = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
-        has_first = self._graph.once(
-            ("has_first", tower),
-            lambda: self._graph.add("LogicalAnd", [is_first, self._feeds.is_alive[tower]], self._graph.home, "has_first"),
-        )
+        has_first = self._has_first(tower)
         return self._graph.once(
             ("part", output, tower),
             lambda: self._graph.add("SelectV2", [has_first, whole, zeros], self._graph.home, "part", T=dtype),
+        )
+
+    def _has_first(self, tower: int) -> str:
+        """Whether a tower has the first row of the batch: one of the towers of all workers has."""
+        begins = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
+        return str(
+            self._graph.once(
+                ("has_first", tower),
+                lambda: self._graph.add("LogicalAnd", [begins, self._feeds.is_alive[tower]], self._graph.home, "has_first"),
+            )
         )
 
     def _constant_on(self, output: Output, tower: int) -> str:
