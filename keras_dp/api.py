@@ -25,9 +25,9 @@ from keras_dp.model import DataParallelModel
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.placement import use_logical_cpus
 from keras_dp.recalibration import recalibrate_batch_norm
+from keras_dp.retired import cross_tower_sum, gather_rows
 from keras_dp.step_check import check_step
 from keras_dp.sync_batch_norm import SyncBatchNormalization, convert_batch_norm
-from keras_dp.towers import cross_tower_sum
 from keras_dp.workers import WorkerGroup, WorkerLostError, connect_workers
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "connect_workers",
     "convert_batch_norm",
     "cross_tower_sum",
+    "gather_rows",
     "optimizers",
     "recalibrate_batch_norm",
     "schedules",

@@ -1,10 +1,10 @@
-"""BatchNormalization on towers: over the global batch, or over each tower's own slice.
+"""The moments of batch normalizations: of the global batch, or of each tower's own slice.
 
-The wrapped model is not rewritten. While a tower is traced, every `keras.layers.BatchNormalization` takes its moments here.
+While a step is traced, every `keras.layers.BatchNormalization` takes its moments here.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -12,8 +12,7 @@ import tensorflow as tf
 from keras.layers import BatchNormalization
 
 from keras_dp import keras_seams
-from keras_dp.sync_batch_norm import is_synchronized
-from keras_dp.towers import cross_tower_sum, tower_in_trace
+from keras_dp.partition.own import own_part, total_of_own
 
 Tensor = Any
 
@@ -22,7 +21,7 @@ class Moments(NamedTuple):
     """Moments over all axes but that of the C channels.
 
     Attributes:
-        count: what sums over the entries were divided by: a scalar, or C numbers where they differ.
+        count: what sums over the entries were divided by, a scalar.
         mean: C means.
         variance: C biased variances.
     """
@@ -33,110 +32,70 @@ class Moments(NamedTuple):
 
 
 @contextlib.contextmanager
-def batch_norm_mode(mode: str) -> Iterator[dict[BatchNormalization, list[Moments]]]:
-    """Has every `keras.layers.BatchNormalization` in the tower work in a mode.
+def batch_norm_mode(
+    mode: str, synchronized: Collection[BatchNormalization]
+) -> Iterator[dict[BatchNormalization, list[Moments]]]:
+    """Has every `keras.layers.BatchNormalization` work in a mode.
 
     Args:
         mode: "sync" normalizes with the moments of the global batch. "local" normalizes each slice with its own moments, and
-            the moving statistics are those of the global batch; layers that say so themselves stay synchronized. "first" is
-            the same, but the moving statistics are those of the first tower that has rows.
+            updates the moving statistics with those of the global batch; "first" updates them with those of the first tower
+            that has rows.
+        synchronized: the layers that normalize with the moments of the global batch in every mode.
 
     Yields:
-        For each layer, the moments that its moving statistics were updated with, one for each of its calls.
+        For each layer, the moments that it took of the global batch, one for each of its calls; none in the mode "first".
     """
-    taken: dict[BatchNormalization, list[Moments]] = {}
-    before: dict[BatchNormalization, list[Tensor]] = {}
+    of_batch: dict[BatchNormalization, list[Moments]] = {}
+    with contextlib.ExitStack() as stack:
 
-    def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        correct_moving_statistics(layer)
-        if mode == "sync" or is_synchronized(layer):
-            used = of_batch = _moments_of_batch(layer, inputs, mask)
-        else:
-            used = _moments_of_slice(layer, inputs, mask)
-            if mode == "first":
-                of_batch = _of_first_tower(used)
-            else:
-                of_batch = pooled(used, cross_tower_sum) if mask is None else _moments_of_batch(layer, inputs, mask)
-            before[layer] = [variable.value for variable in layer.non_trainable_variables]
-        taken.setdefault(layer, []).append(of_batch)
-        return used.mean, used.variance
+        def update_with_batch(layer: BatchNormalization) -> None:
+            if layer not in of_batch:
+                update = keras_seams.updated_by(layer, lambda: (of_batch[layer][-1].mean, of_batch[layer][-1].variance))
+                stack.enter_context(update)
 
-    def correct_moving_statistics(layer: BatchNormalization) -> None:
-        """The layer has updated them with the moments that it used: once more, with those of the batch."""
-        if layer in before:
-            for variable, value in zip(layer.non_trainable_variables, before.pop(layer), strict=True):
-                variable.assign(value)
-            keras_seams.update_moving_statistics(layer, taken[layer][-1].mean, taken[layer][-1].variance)
+        def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+            if mode == "sync" or layer in synchronized:
+                used = _moments(layer, inputs, mask, tf.identity)
+                of_batch.setdefault(layer, []).append(used)
+                return used.mean, used.variance
+            used = _moments(layer, inputs, mask, own_part)
+            if mode == "local":
+                update_with_batch(layer)
+                whole = pooled(used, total_of_own) if mask is None else _moments(layer, inputs, mask, tf.identity)
+                of_batch.setdefault(layer, []).append(whole)
+            return used.mean, used.variance
 
-    with keras_seams.replaced_moments(layer_moments):
-        yield taken
-        for layer in taken:
-            correct_moving_statistics(layer)
+        stack.enter_context(keras_seams.replaced_moments(layer_moments))
+        yield of_batch
 
 
-def _moments_of_slice(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> Moments:
-    axes = keras_seams.reduction_axes(layer)
-    return own_moments(inputs, axes) if mask is None else masked_moments(inputs, mask, axes, tf.identity)
+def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, total: Callable[[Tensor], Tensor]) -> Moments:
+    """Moments of a layer's inputs; `total` makes the sums over the rows what they are of: a slice, or the global batch.
 
-
-def _moments_of_batch(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> Moments:
-    axes = keras_seams.reduction_axes(layer)
-    return global_moments(inputs, axes) if mask is None else masked_moments(inputs, mask, axes, cross_tower_sum)
-
-
-def own_moments(inputs: Tensor, axes: list[int]) -> Moments:
-    """Mean and biased variance of the slice over `axes`, in two passes; see `global_moments`."""
-    mean, variance = tf.nn.moments(inputs, axes)
-    return Moments(_count(inputs, axes), mean, variance)
-
-
-def global_moments(inputs: Tensor, axes: list[int]) -> Moments:
-    """Mean and biased variance of the global batch over `axes`.
-
-    Two passes, mean = sum(x) / n and variance = sum((x - mean)^2) / n, as `tf.nn.moments` on one device: accurate also where
-    the mean is large beside the deviation, and never negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the
-    Sample Variance", section 1). The towers exchange 2C + 1 numbers in two rounds, and 2C in one round for the gradient, which
-    is (g_mean + 2 (x - mean) g_variance) / n: around the mean, the derivative of the variance by the mean is zero.
-
-    Args:
-        inputs: a tensor of floats.
-        axes: what to reduce: all axes but that of the channels.
+    In two passes, as `tf.nn.moments` on one device: accurate also where the mean is large beside the deviation, and never
+    negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", section 1).
     """
-    tower = tower_in_trace()
-    alive = tower.alive(inputs.dtype)
-    beside = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
-
-    def broadcast(channels: Tensor) -> Tensor:
-        return channels if beside[-1] == -1 else tf.reshape(channels, beside)
-
-    x = tf.stop_gradient(inputs)
-    count = cross_tower_sum(_count(x, axes))
-    mean = cross_tower_sum(tf.reduce_sum(x, axes)) / count
-    squares = cross_tower_sum(tf.reduce_sum(tf.math.squared_difference(x, broadcast(mean)), axes))
-
-    def gradient(of_moments: Tensor) -> Tensor:
-        of_mean, of_variance = tf.unstack(tower.mark(of_moments) * (alive / count))
-        return (inputs - broadcast(mean)) * broadcast(2 * of_variance) + broadcast(of_mean)
-
-    mean, variance = tf.unstack(tower.derive(tf.stack([mean, squares / count]), inputs, gradient))
-    return Moments(count, mean, variance)
+    axes = keras_seams.reduction_axes(layer)
+    if mask is not None:
+        return _masked_moments(inputs, mask, axes, total)
+    count = total(tf.reduce_sum(tf.ones(tf.shape(inputs)[:1], inputs.dtype)))
+    for axis in axes:
+        if axis:
+            count *= tf.cast(tf.shape(inputs)[axis], inputs.dtype)
+    mean = total(tf.reduce_sum(inputs, axes, keepdims=True)) / count
+    variance = total(tf.reduce_sum(tf.math.squared_difference(inputs, mean), axes, keepdims=True)) / count
+    return Moments(count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
 
 
-def _count(inputs: Tensor, axes: list[int]) -> Tensor:
-    return tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), axes)), inputs.dtype)
-
-
-def masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
-    """Mean and variance over the valid entries, divided by n + epsilon as Keras does.
-
-    The towers exchange 2C + 1 numbers (3C if the channels are not on the last axis), and 2C for the gradient, in two rounds
-    each.
+def _masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
+    """Moments over the valid entries, divided by n + epsilon as Keras does.
 
     Args:
         inputs: rank R.
         mask: rank R - 1, true where the entries along the last axis count.
         axes: what to reduce: all axes but that of the channels.
-        total: `cross_tower_sum` for the moments of the global batch, `tf.identity` for those of the slice.
+        total: as in `_moments`.
     """
     last = inputs.shape.rank - 1
     valid = tf.expand_dims(tf.cast(mask, tf.bool), -1)
@@ -165,10 +124,3 @@ def pooled(own: Moments, total: Callable[[Tensor], Tensor]) -> Moments:
     mean = total(own.count * own.mean) / count
     squares = total(own.count * (own.variance + tf.math.squared_difference(own.mean, mean)))
     return Moments(count, mean, squares / count)
-
-
-def _of_first_tower(own: Moments) -> Moments:
-    """The moments of the first tower that has rows, which is the one whose rows begin the global batch."""
-    tower = tower_in_trace()
-    is_first = tf.logical_and(tower.slice.begin == 0, tower.slice.rows > 0)
-    return Moments(*(cross_tower_sum(tf.where(is_first, moment, tf.zeros_like(moment))) for moment in own))

@@ -66,7 +66,10 @@ def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) ->
     """B, the number of rows that all tensors of the batch agree on, but those that stay whole, as an int32 scalar."""
     leaves = [leaf for leaf in whole.cut_leaves(batch).values() if tf.is_tensor(leaf)]
     if not leaves:
-        raise ValueError(f"A batch needs at least one tensor to cut into slices. Received: batch={batch}")
+        raise ValueError(
+            "A batch needs at least one tensor to cut into slices, by its first axis. If these are single rows, make batches "
+            f"of them: dataset.batch(32). Received: batch={batch}"
+        )
     refuse_other_rows(batch, whole)
     rows = [_rows(leaf) for leaf in leaves]
     agree = [
@@ -88,18 +91,14 @@ _SAME_ROWS = (
 
 
 def refuse_other_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> None:
-    """Raises a ValueError if the tensors of a batch, or their types, are known to have no rows, or different numbers."""
+    """Raises a ValueError if the tensors of a batch, or their types, are known to have different numbers of rows."""
     by_path = {path: leaf.shape for path, leaf in whole.cut_leaves(batch).items() if leaf.shape.rank is not None}
     shapes = by_path.values()
     named = [f"{shape} ({path})" if path else str(shape) for path, shape in by_path.items()]
     received = f"Received tensors of shapes {', '.join(named)}."
-    if all(shape.rank == 0 or shape[:1].is_fully_defined() for shape in shapes):
+    if all(shape[:1].is_fully_defined() for shape in shapes):
         received += " If these are single rows, make batches of them: dataset.batch(32)."
-    if any(shape.rank == 0 for shape in shapes):
-        raise ValueError(
-            f"Every tensor of a batch needs a first axis of rows, so that the batch can be cut into slices. {received}"
-        )
-    if len({shape[0] for shape in shapes if shape.rank} - {None}) > 1:
+    if len({shape[0] for shape in shapes} - {None}) > 1:
         raise ValueError(f"{_SAME_ROWS} {received}")
 
 
@@ -114,10 +113,16 @@ def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
     return leaf[begin:end]
 
 
+def own_spec(leaf: Any) -> Any:
+    """The type of a tensor, or its type spec, as it is; None for what is not a tensor."""
+    spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+    return spec if isinstance(spec, tf.TypeSpec) and hasattr(spec, "shape") else None
+
+
 def row_spec(leaf: Any, rows: int | None = None) -> Any:
     """The type of a tensor, or its type spec, with a number of rows, None for any; None for what is not a tensor."""
-    spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
-    if not isinstance(spec, tf.TypeSpec) or not hasattr(spec, "shape"):
+    spec = own_spec(leaf)
+    if spec is None:
         return None
     shape = [rows, *spec.shape[1:]] if spec.shape.rank else spec.shape
     if isinstance(spec, tf.SparseTensorSpec):
@@ -130,7 +135,7 @@ def row_spec(leaf: Any, rows: int | None = None) -> Any:
 def known_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> int | None:
     """The number of rows of a batch, of tensors or their types, if all that are cut are known to have it."""
     shapes = [tf.TensorShape(leaf.shape) for leaf in whole.cut_leaves(batch).values()]
-    rows = {shape[0] if shape.rank else None for shape in shapes}
+    rows = {None if shape.rank is None else shape[0] for shape in shapes}
     return rows.pop() if len(rows) == 1 else None
 
 
@@ -145,29 +150,23 @@ def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
 
 
 def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTensors = _ALL_CUT) -> Any:
-    """What the towers computed for their slices, put together to what it is for the global batch, without borrowed rows.
-
-    A scalar, as one of a model's outputs may be, becomes the mean over the rows.
+    """The batch of which slices were cut, without borrowed rows.
 
     Args:
         parts: N nested tensors of the same structure.
-        slices: the N slices that they were computed for.
+        slices: the N slices whose rows they are.
         whole: says which tensors are the same in all parts.
     """
 
     def put_together(stays: bool, *leaves: Any) -> Any:
         if leaves[0] is None or stays:
             return leaves[0]
-        if leaves[0].shape.rank == 0:
-            return _mean_scalar(leaves, slices)
         own = [
             slice_rows(leaf, tf.constant(0), _rows(leaf) * tf.minimum(part.rows, 1))
             for leaf, part in zip(leaves, slices, strict=True)
         ]
-        if isinstance(own[0], tf.SparseTensor):
-            return tf.sparse.concat(axis=0, sp_inputs=own)
-        with tf.control_dependencies(_agree_beside_rows(own)):
-            return tf.concat(own, axis=0)
+        is_sparse = isinstance(own[0], tf.SparseTensor)
+        return tf.sparse.concat(axis=0, sp_inputs=own) if is_sparse else tf.concat(own, axis=0)
 
     return keras.tree.map_structure(put_together, keras.tree.pack_sequence_as(parts[0], whole.of(parts[0])), *parts)
 
@@ -181,25 +180,6 @@ def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
         return leaf if tf.is_tensor(leaf) and leaf.shape.rank == 0 else slice_rows(leaf, begin, end)
 
     return keras.tree.map_structure(own, whole)
-
-
-def _agree_beside_rows(leaves: Sequence[Any]) -> list[Any]:
-    """Checks that the slices' outputs have one shape, for dense tensors whose shape is not known while tracing."""
-    if isinstance(leaves[0], tf.RaggedTensor) or leaves[0].shape[1:].is_fully_defined():
-        return []
-    message = (
-        "The outputs for the slices of a batch do not fit together: all axes but the rows must have one length. A model that "
-        "pads its inputs to the longest row pads each slice by itself; pad them before, or to a fixed length."
-    )
-    checks = [tf.debugging.assert_equal(tf.shape(leaf)[1:], tf.shape(leaves[0])[1:], message=message) for leaf in leaves[1:]]
-    return [check for check in checks if check is not None]
-
-
-def _mean_scalar(leaves: Sequence[Tensor], slices: Sequence[Slice]) -> Tensor:
-    if not leaves[0].dtype.is_floating:
-        return leaves[-1]
-    shares = [tf.cast(part.rows, tf.float64) / tf.cast(part.batch_rows, tf.float64) for part in slices]
-    return tf.add_n([leaf * tf.cast(share, leaf.dtype) for leaf, share in zip(leaves, shares, strict=True)])
 
 
 def _rows(leaf: Any) -> Tensor:

@@ -9,7 +9,8 @@ import keras
 import tensorflow as tf
 
 from keras_dp import choices, keras_seams
-from keras_dp.batches import as_tensor
+from keras_dp.any_rows import AnyRows, StepFunction
+from keras_dp.batches import as_tensor, refuse_other_rows
 from keras_dp.callbacks import InputWait
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, NO_BATCHES, SliceFeed, empty_prediction_refused
@@ -32,6 +33,9 @@ class JoinedModel(ModelWrapper):
     """
 
     _feed: SliceFeed
+    train_function: Any
+    test_function: Any
+    predict_function: Any
 
     def __init__(self, inner_model: keras.Model):
         super().__init__(inner_model)
@@ -233,6 +237,28 @@ class JoinedModel(ModelWrapper):
         """Says which devices train, before they do."""
         raise NotImplementedError
 
+    def make_train_function(self, force: bool = False) -> None:
+        """Makes the function of `fit`, if there is none; see `keras.Model.make_train_function`."""
+        if self.train_function is None or force:
+            super().make_train_function(force=True)
+            self.train_function = self._for_any_rows(self.train_function, self.train_step)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Makes the function of `evaluate`, if there is none; see `keras.Model.make_test_function`."""
+        if self.test_function is None or force:
+            super().make_test_function(force=True)
+            self.test_function = self._for_any_rows(self.test_function, self.test_step)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Makes the function of `predict`, if there is none; see `keras.Model.make_predict_function`."""
+        if self.predict_function is None or force:
+            super().make_predict_function(force=True)
+            if not self._is_eager():
+                self.predict_function = AnyRows(self.predict_function, self._feed)
+
+    def _for_any_rows(self, function: Callable[[Any], Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return function if self._is_eager() else StepFunction(function, step, self._feed, self.steps_per_execution)
+
     def _forget_traces(self) -> None:
         """Has all steps traced anew, also those that a loop under way goes on with."""
         self.train_function = self.test_function = self.predict_function = None
@@ -309,6 +335,7 @@ class JoinedModel(ModelWrapper):
         with tf.device(HOST):
             batch = keras.tree.map_structure(as_tensor, batch)
         if not self._is_eager():
+            refuse_other_rows(batch, self._feed.whole)
             self._prepare(batch)
         return batch
 

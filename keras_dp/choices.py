@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeAlias, get_args
 BatchNorm: TypeAlias = Literal["sync", "local", "first"]
 LossScope: TypeAlias = Literal["auto", "tower", "batch"]
 GradientType: TypeAlias = Literal["bfloat16", "float16", None]
-Engine: TypeAlias = Literal["auto", "towers", "partition"]
 Step: TypeAlias = Literal["train", "test", "predict"]
 Rows: TypeAlias = Literal["all", "shard"]
 Reduction: TypeAlias = Literal["sum", "mean"]

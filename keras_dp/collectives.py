@@ -54,12 +54,11 @@ class Collectives:
             ranks = self.gather(tf.constant([index])).numpy().tolist()
             self._order = [ranks.index(i) for i in range(count)]
 
-    def sum(self, x: Tensor, place: int | None = None) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over all workers, on every worker, on the device of `x`; it has the same shape on each.
 
         Args:
             x: a tensor of numbers.
-            place: the operation's, as `next_place` gives it; None for the next one of the current graph.
         """
         if self.count == 1:
             return x
@@ -67,11 +66,11 @@ class Collectives:
         with tf.device(_sending_device(sent)):
             if tf.executing_eagerly() or not sent.shape.is_fully_defined():
                 size = tf.size(sent)
-                flat, arguments = self._padded("sum", tf.reshape(sent, [-1]), place)
+                flat, arguments = self._padded("sum", tf.reshape(sent, [-1]))
                 total = tf.raw_ops.CollectiveReduceV2(input=flat, **arguments, **_ADD)
                 total = tf.reshape(total[:size], tf.shape(sent))
             else:
-                arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape), place))
+                arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape)))
                 if self._hint == "ring":
                     total = tf.raw_ops.CollectiveReduce(input=sent, subdiv_offsets=[0], **arguments, **_ADD)
                 else:
@@ -79,7 +78,7 @@ class Collectives:
                     total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
             return _as_received(total, x)
 
-    def sum_all(self, tensors: Sequence[Any], dtype: Any = None) -> list[Any]:
+    def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
         """The sums of K dense tensors over all workers, packed into buckets of at most `BUCKET_BYTES`.
 
         The last tensors, whose gradients are ready first, go first. A bucket holds tensors of one dtype and device. It is sent
@@ -87,16 +86,17 @@ class Collectives:
 
         Args:
             tensors: K tensors; None stays None.
-            dtype: what is sent and summed, as tensors of `dtype`; None for their own.
         """
         if self.count == 1:
             return list(tensors)
         sums: list[Any] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {}
         full: dict[tuple[Any, str], list[Tensor]] = {}
-        for kind, bucket in _buckets(tensors, dtype):
+        for kind, bucket in _buckets(tensors):
             with tf.device(kind[1]), tf.control_dependencies(full.get(kind, ())):
-                packed = tf.concat([_flat(tensors[piece.tensor], dtype)[piece.begin : piece.end] for piece in bucket], axis=0)
+                packed = tf.concat(
+                    [tf.reshape(tensors[piece.tensor], [-1])[piece.begin : piece.end] for piece in bucket], axis=0
+                )
             full[kind] = [] if tf.executing_eagerly() else [packed]
             parts = tf.split(self.sum(packed), [piece.end - piece.begin for piece in bucket])
             for piece, part in zip(bucket, parts, strict=True):
@@ -104,7 +104,7 @@ class Collectives:
         for i, tensor in enumerate(tensors):
             if i in pieces:
                 whole = tf.concat(pieces[i], axis=0) if len(pieces[i]) > 1 else pieces[i][0]
-                sums[i] = tf.cast(tf.reshape(whole, tensor.shape), tensor.dtype)
+                sums[i] = tf.reshape(whole, tensor.shape)
             elif tensor is not None:
                 sums[i] = self.sum(tensor)
         return sums
@@ -183,17 +183,16 @@ class Collectives:
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(shapes[:, 0])
 
-    def _padded(self, kind: str, flat: Tensor, place: int | None = None) -> tuple[Tensor, dict[str, Any]]:
+    def _padded(self, kind: str, flat: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """A flat tensor padded to a power of two, and the further arguments: so few sizes, each of which needs a key, occur."""
         sizes = tf.constant([2**i for i in range(_SIZES)], tf.int64)
         exponent = tf.searchsorted(sizes, [tf.size(flat, tf.int64)])[0]
         padded = tf.pad(flat, [[0, tf.cast(sizes[exponent], tf.int32) - tf.size(flat)]])
-        key = _FIRST_LATE_KEY + self._key(kind, flat.dtype, (), place, _LATE_PLACES) * _SIZES + exponent
+        key = _FIRST_LATE_KEY + self._key(kind, flat.dtype, (), _LATE_PLACES) * _SIZES + exponent
         return padded, {**self._arguments(flat, key), "ordering_token": []}
 
-    def _key(self, kind: str, dtype: Any, shape: tuple[int, ...], place: int | None, most: int = _FIRST_LATE_KEY) -> int:
-        if place is None:
-            place = 0 if tf.executing_eagerly() else next_place(tf.compat.v1.get_default_graph())
+    def _key(self, kind: str, dtype: Any, shape: tuple[int, ...], most: int = _FIRST_LATE_KEY) -> int:
+        place = 0 if tf.executing_eagerly() else _next_place(tf.compat.v1.get_default_graph())
         use = (kind, place, dtype.name, shape, most)
         key = zlib.crc32(repr(use).encode()) % most
         while self._uses.setdefault((key, most), use) != use:
@@ -219,7 +218,7 @@ class Collectives:
         return tf.SparseTensor(self.gather(x.indices + offset, entries), self.gather(x.values, entries), shape)
 
 
-def next_place(graph: tf.Graph) -> int:
+def _next_place(graph: tf.Graph) -> int:
     """The number of the next collective operation among those of a graph."""
     place: int = getattr(graph, "_keras_dp_collectives", 0)
     graph._keras_dp_collectives = place + 1
@@ -246,7 +245,7 @@ class _Piece(NamedTuple):
 _ADD = {"merge_op": "Add", "final_op": "Id"}
 
 
-def _buckets(tensors: Sequence[Any], dtype: Any) -> Iterator[tuple[tuple[Any, str], list[_Piece]]]:
+def _buckets(tensors: Sequence[Any]) -> Iterator[tuple[tuple[Any, str], list[_Piece]]]:
     """Pieces that are sent together, at most `BUCKET_BYTES`; with their dtype and device."""
     filling: dict[tuple[Any, str], list[_Piece]] = {}
     room: dict[tuple[Any, str], int] = {}
@@ -254,12 +253,11 @@ def _buckets(tensors: Sequence[Any], dtype: Any) -> Iterator[tuple[tuple[Any, st
         tensor = tensors[i]
         if tensor is None or not tensor.shape.is_fully_defined():
             continue
-        sent = tf.as_dtype(dtype or tensor.dtype)
-        kind = (sent, short_name(tensor.device or _HOST))
+        kind = (tensor.dtype, short_name(tensor.device or _HOST))
         begin, size = 0, math.prod(tensor.shape)
         while begin < size:
             bucket = filling.setdefault(kind, [])
-            left = room.setdefault(kind, BUCKET_BYTES // sent.size)
+            left = room.setdefault(kind, BUCKET_BYTES // tensor.dtype.size)
             end = min(begin + left, size)
             bucket.append(_Piece(i, begin, end))
             room[kind] = left - (end - begin)
@@ -268,10 +266,6 @@ def _buckets(tensors: Sequence[Any], dtype: Any) -> Iterator[tuple[tuple[Any, st
                 yield kind, filling.pop(kind)
                 del room[kind]
     yield from filling.items()
-
-
-def _flat(tensor: Tensor, dtype: Any) -> Tensor:
-    return tf.reshape(tf.cast(tensor, dtype or tensor.dtype), [-1])
 
 
 def _group_key(x: Tensor) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,12 @@ import tensorflow as tf
 
 from keras_dp import keras_seams, placement
 from keras_dp.batches import Slice
+from keras_dp.kinds_of_copies import KINDS, KindsOfCopies
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.calling import node_by_node
 
 Tensor = Any
 Graph = Any
-
-KINDS = ("weights", "gradients", "moments", "inputs", "outputs", "other")
 
 
 class Copies(NamedTuple):
@@ -149,10 +147,11 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     batch = parallel._host_batch(*batch)
     with tf.device("CPU:0"):
         slices = parallel._feed.cut(batch)
-    with _untouched(parallel), _without_xla(parallel), node_by_node():
+    with _untouched(parallel), keras_seams.replaced(parallel, "_jit_compile", False), node_by_node():
+        # XLA works within devices, and would give tensors other names.
         step, graphs = _run_and_collect(parallel.train_step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
-    copies, unsized = _copies(step, graphs)
+    copies, unsized = _copies(parallel, step, graphs)
     return CommunicationReport(
         copies=copies,
         num_towers=parallel.num_towers,
@@ -177,19 +176,8 @@ def _untouched(parallel: DataParallelModel) -> Iterator[None]:
             variable.assign(value)
 
 
-@contextlib.contextmanager
-def _without_xla(parallel: DataParallelModel) -> Iterator[None]:
-    """Towers as they are traced: XLA works within devices, and gives the results of its clusters other names."""
-    compiled = parallel._jit_compile
-    parallel._jit_compile = False
-    try:
-        yield
-    finally:
-        parallel._jit_compile = compiled
-
-
-def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Graph, list[Any]]:
-    """The graph of a step, and those that TensorFlow ran on each device in its place."""
+def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
+    """The concrete function of a step, and those that TensorFlow ran on each device in its place."""
 
     def on_slices(data: list[Any]) -> Any:
         # Which rows each slice has is constant here, so that the sizes of all tensors are known.
@@ -199,7 +187,7 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Graph, list[An
 
     function = tf.function(on_slices, autograph=False)
     data = [part.data for part in slices]
-    traced = function.get_concrete_function(data).graph
+    concrete = function.get_concrete_function(data)
     with tempfile.TemporaryDirectory() as directory:
         writer = tf.summary.create_file_writer(directory)
         with writer.as_default():
@@ -214,12 +202,12 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Graph, list[An
         events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(path)]
     values = [value for event in events for value in event.summary.value]
     (collected,) = [tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0]) for value in values]
-    names = {operation.name for operation in traced.get_operations()}
+    names = {operation.name for operation in concrete.graph.get_operations()}
 
     def known_nodes(graphs: Any) -> int:
         return sum(node.name in names for graph in graphs.partition_graphs for node in graph.node)
 
-    return traced, list(max(collected.function_graphs, key=known_nodes).partition_graphs)
+    return concrete, list(max(collected.function_graphs, key=known_nodes).partition_graphs)
 
 
 @contextlib.contextmanager
@@ -233,9 +221,18 @@ def _graph_optimization_off() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False} | before)
 
 
-def _copies(traced: Graph, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
+def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
     """The copies, and the names of those whose size is not known."""
+    traced = concrete.graph
     slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}
+    captured = dict(zip(map(id, concrete.captured_inputs), traced.inputs[-len(concrete.captured_inputs) :], strict=True))
+
+    def handles(variables: Sequence[Any]) -> list[Tensor]:
+        found = (captured.get(id(variable.value.handle)) for variable in variables)
+        return [handle for handle in found if handle is not None]
+
+    state = parallel.optimizer.variables if parallel.optimizer is not None else []
+    kinds = KindsOfCopies(traced, slices, handles(parallel.trainable_weights), handles(state))
     receivers: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
         received = {node.name: _key(node) for node in graph.node if node.op == "_Recv"}
@@ -253,7 +250,7 @@ def _copies(traced: Graph, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[s
                 elements = _known_elements(node.input[0], traced)
                 if elements is None:
                     unsized.append(node.input[0])
-                kind = _kind(node.input[0], receivers[_key(node)], slices)
+                kind = kinds.kind(node.input[0].split(":")[0], receivers[_key(node)])
                 source, destination = (placement.short_name(node.attr[f"{end}_device"].s.decode()) for end in ("send", "recv"))
                 rows[kind, source, destination].append((elements or 0) * tf.as_dtype(node.attr["T"].type).size)
     ordered = sorted(rows, key=lambda row: (KINDS.index(row[0]), *row[1:]))
@@ -270,16 +267,3 @@ def _known_elements(name: str, traced: Graph) -> int | None:
 
 def _key(node: Any) -> str:
     return str(node.attr["tensor_name"].s) + str(node.attr["recv_device"].s)
-
-
-def _kind(name: str, receivers: Sequence[str], slices: set[str]) -> str:
-    """What a tensor is, from the names of the operations that yield and take it."""
-    if name in slices or name.startswith("inputs/"):
-        return "inputs"
-    if name.startswith("weights/"):
-        return "weights"
-    if any(other.startswith("towers/cross_tower_sums/") for other in [name, *receivers]):
-        return "moments"
-    if any(re.match(r"gradients(_\d+)?/", other) for other in receivers):
-        return "gradients"
-    return "outputs" if name.startswith("towers/") else "other"

@@ -8,22 +8,19 @@ import contextlib
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.legacy.saving import legacy_h5_format
-from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 Tensor = Any
-
-reduce_weighted_values = keras_loss.reduce_weighted_values
 
 
 class SavedAs:
@@ -84,14 +81,19 @@ saving_lib._load_state = _of_shown(saving_lib._load_state)
 legacy_h5_format.save_model_to_hdf5 = _of_shown(legacy_h5_format.save_model_to_hdf5)
 
 
+def is_of_keras_2(value: Any) -> bool:
+    """Whether an object is of Keras 2, which has packages of its own beside Keras 3."""
+    return any(base.__module__.startswith(("tf_keras.", "tensorflow.python.keras.")) for base in type(value).__mro__)
+
+
 def flatten_layers(model: keras.Model) -> list[keras.Layer]:
     """The model and every layer inside it, however deeply nested."""
     return list(model._flatten_layers())
 
 
-def accepts_training(model: keras.Model) -> bool:
-    """Whether `call` takes `training`; Keras does not pass it otherwise."""
-    return bool(model._call_has_training_arg)
+def call_model(model: keras.Model, x: Any, training: bool) -> Any:
+    """A model's outputs, as Keras calls it: with `training` if its `call` takes that."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def is_built(model: keras.Model) -> bool:
@@ -103,8 +105,7 @@ def build(model: keras.Model, x: Any) -> None:
     """Creates the variables of a model, unless it has them, from the type specs of its inputs."""
     if is_built(model):
         return
-    arguments = {"training": False} if accepts_training(model) else {}
-    keras_backend.compute_output_spec(lambda: model(keras.tree.map_structure(_placeholder, x), **arguments))
+    keras_backend.compute_output_spec(lambda: call_model(model, keras.tree.map_structure(_placeholder, x), training=False))
 
 
 def symbolic_build(model: keras.Model, batch: Any) -> None:
@@ -117,11 +118,11 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
 
     def forward() -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_placeholder, batch))
-        y_pred = model(x, training=False) if accepts_training(model) else model(x)
+        y_pred = call_model(model, x, training=False)
         if has_metrics:
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         if has_loss:
-            call_compute_loss(model, x, y, y_pred, sample_weight, training=False)
+            model._compute_loss(x, y, y_pred, sample_weight, training=False)
 
     if has_metrics or has_loss:
         keras_backend.compute_output_spec(forward)
@@ -140,11 +141,6 @@ def _placeholder(spec: Any) -> Any:
     return spec._from_components(parts)
 
 
-def call_compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Tensor:
-    """`model.compute_loss`, also where an override has no `training` argument."""
-    return model._compute_loss(x, y, y_pred, sample_weight, training=training)
-
-
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """The metric behind `loss` in the logs."""
     return model._loss_tracker
@@ -153,39 +149,6 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
 def compile_metrics(model: keras.Model) -> keras.metrics.Metric | None:
     """The container of the metrics given to `compile`; its `metrics` lists them once it is built."""
     return model._compile_metrics
-
-
-def reduces_last_axis(loss_or_metric: Any) -> bool:
-    """Whether a loss or metric around a function works along the last axis, or along another one that is not the rows'."""
-    axis = getattr(loss_or_metric, "_fn_kwargs", {}).get("axis", -1)
-    return isinstance(axis, int) and (axis == -1 or axis > 0)
-
-
-def annotations(output: Tensor) -> dict[str, Tensor | None]:
-    """What Keras knows of a model's output beside its values.
-
-    The mask of its rows, and the logits behind it, from which crossentropies are computed more accurately: Keras's own
-    activations hang them on their results, and behind TensorFlow's it looks up the operation's input.
-    """
-    logits = getattr(output, "_keras_logits", None)
-    operation = getattr(output, "op", None) if logits is None else None
-    behind = {kind: operation.inputs[0] if operation and operation.type == kind else None for kind in _ACTIVATIONS}
-    return {"mask": getattr(output, "_keras_mask", None), "logits": logits, **behind}
-
-
-def annotate(output: Tensor, notes: dict[str, Tensor | None]) -> Tensor:
-    """An output with the same values, about which Keras knows what `annotations` gave."""
-    for kind, activation in _ACTIVATIONS.items():
-        if notes[kind] is not None:
-            output = activation(notes[kind])
-    if notes["mask"] is not None:
-        output._keras_mask = notes["mask"]
-    if notes["logits"] is not None:
-        output._keras_logits = notes["logits"]
-    return output
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
 
 
 def initial_epoch(model: keras.Model) -> int | None:
@@ -346,46 +309,9 @@ def updated_by(layer: keras.layers.BatchNormalization, moments: Callable[[], tup
 
 
 @contextlib.contextmanager
-def replaced_loss_reduction(reduction: Callable[..., Tensor]) -> Iterator[None]:
-    """Has every Keras loss reduce its values with `reduction` (same arguments as `reduce_weighted_values`)."""
-    with replaced(keras_loss, "reduce_weighted_values", _on_this_thread(reduction, reduce_weighted_values)):
-        yield
-
-
-@contextlib.contextmanager
-def replaced_added_loss(total: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Has every model take what a layer gave to `add_loss`, or a regularizer's loss, for `total` of it instead of its sum."""
-    own_total = keras.Model._aggregate_additional_loss
-    aggregate = _on_this_thread(lambda model, loss: total(loss), own_total)
-    with replaced(keras.Model, "_aggregate_additional_loss", aggregate):
-        yield
-
-
-@contextlib.contextmanager
 def replaced_moments(moments: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Has every BatchNormalization take its moments from `moments(layer, inputs, mask)`."""
     with replaced(keras.layers.BatchNormalization, "_moments", _on_this_thread(moments, own_moments)):
-        yield
-
-
-@contextlib.contextmanager
-def watched_updates(
-    metrics: Sequence[keras.metrics.Metric], watch: Callable[[keras.metrics.Metric, list[Any]], None]
-) -> Iterator[None]:
-    """Calls `watch(metric, values)` after each `metric.update_state(*values)`."""
-
-    def watched(metric: keras.metrics.Metric) -> Callable[..., Any]:
-        update_state = metric.update_state
-
-        def update_and_watch(*args: Any, **kwargs: Any) -> None:
-            update_state(*args, **kwargs)
-            watch(metric, keras.tree.flatten((args, kwargs)))
-
-        return update_and_watch
-
-    with contextlib.ExitStack() as stack:
-        for metric in metrics:
-            stack.enter_context(replaced(metric, "update_state", watched(metric)))
         yield
 
 
@@ -406,7 +332,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement on the thread that traces a tower; what other threads do with Keras in the meantime is not changed."""
+    """The replacement on the thread that traces a step; what other threads do with Keras in the meantime is not changed."""
     tracing = threading.get_ident()
 
     @functools.wraps(original)

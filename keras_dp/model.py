@@ -1,7 +1,5 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
-import contextlib
-import dataclasses
 import functools
 import logging
 import warnings
@@ -12,35 +10,32 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_dp import announcement, choices, keras_seams, losses, metrics, placement
+from keras_dp import announcement, choices, keras_seams, placement
 from keras_dp.batches import (
     BATCH_SIZE,
     Slice,
     as_tensor,
-    count_rows,
     cut,
     known_rows,
     own_rows,
+    own_spec,
+    refuse_other_rows,
     row_spec,
     rows_of_batches,
-    whole_batch,
 )
 from keras_dp.calls import JoinedModel
 from keras_dp.choices import refuse_unknown
 from keras_dp.feeding import HOST, SliceFeed
-from keras_dp.local_batch_norm import local_batch_norm
 from keras_dp.lockstep import all_variables
-from keras_dp.optimizer import DataParallelOptimizer, sending_gradients_as
+from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import partition_of
-from keras_dp.partition.user_lines import user_line_of_error
 from keras_dp.partitioned_step import arguments_of, run_on_slices
+from keras_dp.plain_step import plain_step
 from keras_dp.plain_training import PlainTraining
-from keras_dp.stamping import stamp_towers
-from keras_dp.sync_batch_norm import batch_norms, is_synchronized
-from keras_dp.tower_result import TowerResult, Variables, all_or_nothing, assign, combine, of_last_rows
-from keras_dp.tower_step import TowerStep, asks_for_rows, unknown_rows_explained
+from keras_dp.sync_batch_norm import batch_norms
+from keras_dp.unknown_rows import UnknownRows
 from keras_dp.whole_tensors import WholeTensors
 from keras_dp.wrapper import has_own_compile, has_own_step, refuse_strategy
 
@@ -49,31 +44,6 @@ Logs = dict[str, Any]
 Result = TypeVar("Result")
 
 logger = logging.getLogger("keras_dp")
-
-
-def _on_towers(tower_step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A step on N slices in a compiled function; running eagerly, it is the inner model's own step on the whole batch."""
-    name = tower_step.__name__.removesuffix("_step")
-
-    @functools.wraps(tower_step)
-    def step(model: "DataParallelModel", data: Any) -> Any:
-        if model._is_eager():
-            if name == "train" and model.optimizer is not None and model.optimizer.accumulate == "rows":
-                raise ValueError(
-                    'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
-                    'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
-                )
-            return model._on_one_device(getattr(model.inner_model, f"{name}_step"), data)
-        if tf.executing_eagerly():
-            # It was called directly, with a batch.
-            model._follow_inner_model()
-            getattr(model, f"make_{name}_function")()
-            return getattr(model, f"{name}_function")([data] if name == "predict" else iter([data]))
-        if model._engine == "partition":
-            return model._run_partitioned(name, data)
-        return tower_step(model, data)
-
-    return step
 
 
 class DataParallelModel(JoinedModel):
@@ -100,15 +70,11 @@ class DataParallelModel(JoinedModel):
             bytes.
         batch_norm: "sync" normalizes with the moments of the global batch, as one device does. "local" normalizes each slice
             with its own moments and keeps the moving statistics of the global batch; "first" keeps those of the first tower.
-        loss_scope: "tower" computes the loss from each tower's own rows, "batch" from the whole gathered batch, on every
-            tower. "auto" takes "tower" for the losses of Keras, and "batch" for a loss or a `compute_loss` of your own,
-            whose rows might depend on each other. If they do not, "tower" is as exact, and cheaper.
+        loss_scope: has no effect any more, and warns if it is not "auto": whatever a loss does with the rows of a batch, it
+            is the loss of the global batch.
         gradient_dtype: "bfloat16" or "float16" to send gradients from the towers in half the bytes, at the cost of exactness;
             those of a worker's towers are summed in the variable's dtype, those of several workers on the way, in this one.
             None sends them as they are.
-        engine: "towers" splits Keras's own steps; "partition" traces any step, of Keras or of your own, as one device runs it,
-            and splits its graph by rows. "auto" takes "partition" for models with a step or a `fit` of their own, and for
-            batches with `whole` tensors.
         whole: names of tensors of a batch that are not cut into slices, since they have other rows than the batch, such as the
             edges of graphs beside their nodes, or are the same for all rows: keys of dictionaries and indices of tuples, or
             several of those that follow each other, such as "edges" or "0/edges".
@@ -125,26 +91,28 @@ class DataParallelModel(JoinedModel):
         batch_norm: choices.BatchNorm = "sync",
         loss_scope: choices.LossScope = "auto",
         gradient_dtype: choices.GradientType = None,
-        engine: choices.Engine = "auto",
         whole: Sequence[str] = (),
     ):
-        refuse_unknown("engine", engine, choices.Engine)
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
         refuse_unknown("loss_scope", loss_scope, choices.LossScope)
         refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
+        if loss_scope != "auto":
+            warnings.warn(
+                "`loss_scope` has no effect any more: every loss, rows compared with each other or not, is that of the global "
+                f"batch, of which towers compute their parts. Leave it out. Received: loss_scope={loss_scope!r}",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         super().__init__(inner_model)
         self._batch_norm = batch_norm
-        self._loss_scope = loss_scope
         self._gradient_dtype = gradient_dtype
         self._whole = self._chosen_whole(whole)
-        self._engine = self._chosen_engine(engine)
-        self._whole = dataclasses.replace(self._whole, scalars=self._engine == "partition")
         self._devices = tuple(placement.tower_devices(devices))
         self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
         self._told_eager = False
         self._announced = False
         self._told_gathered = False
-        self._told_known_rows = False
+        self._unknown_rows = UnknownRows()
         self._batch_rows: int | None = None
         self._plain_training = PlainTraining(inner_model)
         self._jit_compile = False
@@ -159,7 +127,6 @@ class DataParallelModel(JoinedModel):
             batch_norm=batch_norm,
             loss_scope=loss_scope,
             gradient_dtype=gradient_dtype,
-            engine=engine,
             whole=whole,
         )
         self._place_variables()
@@ -168,69 +135,51 @@ class DataParallelModel(JoinedModel):
     def __repr__(self) -> str:
         return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(self._devices)}>"
 
-    @_on_towers
     def train_step(self, data: Any) -> Logs:
-        """One step of training on N slices: stamp the towers, sum, apply once."""
-        variables = Variables.of(self.inner_model)
-        towers = self._stamp("train", variables, data)
-        gradients = self.optimizer.combine(
-            [tower.gradients for tower in towers], variables.weights, gradient_dtype=self._gradient_dtype
-        )
-        gradients, total = all_or_nothing((gradients, combine(variables, towers, data, self._workers.collectives)))
-        assign(variables, total)
-        if variables.weights:
-            self.optimizer.apply(gradients, variables.weights, data[0].batch_rows)
-        else:
-            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-        return self._update_metrics(variables, towers, data, total)
+        """One step of training on N slices."""
+        return self._step("train", data)
 
-    @_on_towers
     def test_step(self, data: Any) -> Logs:
         """One step of evaluation on N slices."""
-        variables = Variables.of(self.inner_model)
-        towers = self._stamp("test", variables, data)
-        total = all_or_nothing(combine(variables, towers, data, self._workers.collectives))
-        assign(variables, total)
-        return self._update_metrics(variables, towers, data, total)
+        return self._step("test", data)
 
-    @_on_towers
     def predict_step(self, data: Any) -> Any:
         """The outputs for N slices, in the order of the global batch."""
-        variables = Variables.of(self.inner_model)
-        towers = self._stamp("predict", variables, data)
-        assign(variables, combine(variables, towers, data, self._workers.collectives))
-        with tf.device(HOST):
-            outputs = [tower.y_pred for tower in towers]
-            return whole_batch(outputs, data) if self._predicts_shard else self._of_all_workers(outputs, data)
+        return self._step("predict", data)
+
+    def _step(self, name: choices.Step, data: Any) -> Any:
+        """A step on N slices in a compiled function; running eagerly, it is the inner model's own step on the whole batch."""
+        if self._is_eager():
+            if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
+                raise ValueError(
+                    'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
+                    'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
+                )
+            return self._on_one_device(getattr(self.inner_model, f"{name}_step"), data)
+        if tf.executing_eagerly():
+            # It was called directly, with a batch.
+            with tf.device(HOST):
+                data = keras.tree.map_structure(as_tensor, data)
+            refuse_other_rows(data, self._whole)
+            self._follow_inner_model()
+            getattr(self, f"make_{name}_function")()
+            return getattr(self, f"{name}_function")([data] if name == "predict" else iter([data]))
+        return self._run_on_towers(name, data)
 
     def _chosen_whole(self, names: Sequence[str]) -> WholeTensors:
         if isinstance(names, str) or not all(isinstance(name, str) and name.strip("/") for name in names):
             raise ValueError(f'`whole` lists names of tensors of a batch, such as whole=["edges"]. Received: whole={names!r}')
         return WholeTensors(tuple(names))
 
-    def _chosen_engine(self, engine: choices.Engine) -> str:
-        own = has_own_step(self.inner_model)
-        if engine == "towers" and own:
-            raise ValueError(
-                'engine="towers" splits the steps of Keras, and the model has a train_step(), test_step() or predict_step() of '
-                'its own. Leave `engine` out, or give "partition". '
-                f"Received: {self.inner_model.name!r} of type {type(self.inner_model).__name__}"
-            )
-        if engine == "towers" and self._whole.names:
-            raise ValueError(
-                'engine="towers" cuts all tensors of a batch into slices; leave `engine` out for tensors that stay whole. '
-                f"Received: whole={list(self._whole.names)}"
-            )
-        is_refused = own or self._own_loops or self._whole.names
-        return "partition" if engine == "partition" or (engine == "auto" and is_refused) else "towers"
-
-    def _run_partitioned(self, step: str, slices: Sequence[Slice]) -> Any:
+    def _run_on_towers(self, step: choices.Step, slices: Sequence[Slice]) -> Any:
         """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
         run = self._plain_step(step)
         collectives = self._workers.collectives
         known = {variable.value.ref() for variable in all_variables(self.inner_model)} if collectives.count > 1 else set()
-        result, partition = self._with_known_rows(
-            lambda rows: run_on_slices(run, slices, self._whole, rows, self.devices, self._home(), collectives),
+        result, partition = self._unknown_rows.trace(
+            lambda rows: run_on_slices(
+                run, slices, self._whole, rows, self.devices, self._home(), collectives, self._jit_compile
+            ),
             self._feed.known_rows,
         )
         if collectives.count > 1:
@@ -241,48 +190,9 @@ class DataParallelModel(JoinedModel):
             self._tell_gathered(explain(partition, self.devices, self._home(), self._batch_rows or BATCH_SIZE))
         return result
 
-    def _plain_step(self, name: str) -> Callable[[Any], Any]:
-        """A step ("train", "test" or "predict") of the inner model, with whatever is to differ from one device."""
-        model = self.inner_model
-        run = getattr(model, f"{name}_step")
-        optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
-        synchronized = [layer for layer in batch_norms(model) if is_synchronized(layer)]
-        accumulates_rows = self.optimizer is not None and self.optimizer.accumulate == "rows"
-        is_spread = len({placement.home(variable) for variable in model.trainable_weights}) > 1
-
-        def step(data: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for layer in synchronized:
-                    # Keras would take E[x^2] - E[x]^2, which is wrong beside a large mean. Partitioned, all are synchronized.
-                    stack.enter_context(keras_seams.replaced(layer, "synchronized", False))
-                if self._batch_norm != "sync":
-                    stack.enter_context(local_batch_norm(self._batch_norm, synchronized))
-                if name == "train" and self.optimizer is not None and (accumulates_rows or is_spread):
-                    rows = count_rows(data, whole=self._whole) if accumulates_rows else None
-                    stack.enter_context(self.optimizer.in_step(rows))
-                stack.enter_context(sending_gradients_as(self._gradient_dtype, optimizers))
-                return run(data)
-
-        return step
-
-    def _with_known_rows(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
-        """Tries a step with any number of rows, and, if it asks for the number while it is traced, with the data's own."""
-        try:
-            with unknown_rows_explained():
-                return attempt(None)
-        except (TypeError, ValueError) as error:
-            if rows is None or not asks_for_rows(error):
-                raise
-            line = user_line_of_error(error)
-        result = attempt(rows)
-        if not self._told_known_rows:
-            self._told_known_rows = True
-            logger.warning(
-                "The model runs on one device: a step asks for the number of rows while it is traced%s, and towers have "
-                "different ones. keras.ops.shape(x)[0] in place of x.shape[0] leaves it on the towers.",
-                f" ({line})" if line else "",
-            )
-        return result
+    def _plain_step(self, name: choices.Step) -> Callable[[Any], Any]:
+        optimizer = self.optimizer if name == "train" else None
+        return plain_step(self.inner_model, name, optimizer, self._batch_norm, self._gradient_dtype, self._whole)
 
     def _tell_gathered(self, explanation: Explanation) -> None:
         """Warns, once, of operations for which many rows are gathered."""
@@ -310,10 +220,10 @@ class DataParallelModel(JoinedModel):
         refuse_unknown("step", step, choices.Step)
         slices = self._slices_of(batch)
         run, batch_rows = self._plain_step(step), int(slices[0].batch_rows)
-        partition = self._with_known_rows(
+        partition = self._unknown_rows.trace(
             lambda rows: partition_of(*arguments_of(run, slices, self._whole, rows), self.devices, self._home()), batch_rows
         )
-        return explain(partition, self.devices, self._home(), batch_rows)
+        return explain(partition, self.devices, self._home(), batch_rows, self._jit_compile)
 
     def _slices_of(self, batch: Any) -> Sequence[Slice]:
         """The N slices of an eager batch, with all variables created."""
@@ -328,70 +238,6 @@ class DataParallelModel(JoinedModel):
         """The device of whatever a partitioned step does once: where the first variable lives."""
         weights = self.inner_model.weights
         return placement.home(weights[0]) if weights else self._devices[0]
-
-    def _stamp(self, step: str, variables: Variables, slices: Sequence[Slice]) -> list[TowerResult]:
-        """Runs a step ("train", "test" or "predict") of the inner model as one tower on every device."""
-        shared = variables.read(self.inner_model) | {"loss_scale": self._loss_scale() if step == "train" else None}
-        sum_device = self._sum_device(variables)
-
-        def stamp(compute_loss: Callable[..., Tensor]) -> list[TowerResult]:
-            tower = TowerStep(
-                self.inner_model, variables, compute_loss, self._batch_norm, self._gradient_dtype, self._jit_compile
-            )
-            with unknown_rows_explained():
-                return stamp_towers(
-                    tower.trace(step),
-                    *(shared, slices, self.devices, sum_device, variables.native(), self._workers.collectives),
-                )
-
-        if self._loss_scope == "tower":
-            return stamp(losses.tower_loss)
-        if step != "predict" and (self._loss_scope == "batch" or not losses.split_by_rows(self.inner_model)):
-            return stamp(losses.gathered_loss)
-        try:
-            return stamp(losses.rowwise_loss)
-        except losses.NotSplitByRowsError:
-            return stamp(losses.gathered_loss)
-
-    def _sum_device(self, variables: Variables) -> str | None:
-        return placement.home(variables.weights[0]) if variables.weights else self._devices[0]
-
-    def _loss_scale(self) -> Tensor | None:
-        one = tf.ones(())
-        scale = self.optimizer.scale_loss(one)
-        return None if scale is one else scale
-
-    def _update_metrics(
-        self, variables: Variables, towers: list[TowerResult], slices: Sequence[Slice], total: TowerResult
-    ) -> Logs:
-        model = self.inner_model
-        keras_seams.loss_tracker(model).update_state(total.loss, sample_weight=slices[0].batch_rows)
-        for variable, gain in zip(variables.metrics, total.metrics, strict=True):
-            if gain is not None:
-                variable.assign_add(gain if variable.value.dtype.is_floating else tf.round(gain))
-        if metrics.add_up(model, towers[0].y_pred):
-            return model.get_metrics_result()
-        outputs = keras.tree.flatten(self._of_all_workers([tower.y_pred for tower in towers], slices))
-        notes = self._of_all_workers([tower.annotations for tower in towers], slices)
-        annotated = [keras_seams.annotate(output, note) for output, note in zip(outputs, notes, strict=True)]
-        y_pred = keras.tree.pack_sequence_as(towers[0].y_pred, annotated)
-        data = [part.data for part in slices]
-        if not metrics.overrides_compute_metrics(model):
-            # Keras's own does not look at x.
-            data = [(None, *part[1:]) if isinstance(part, tuple | list) else None for part in data]
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._of_all_workers(data, slices))
-        return model.compute_metrics(x, y, y_pred, sample_weight)
-
-    def _of_all_workers(self, parts: Sequence[Any], slices: Sequence[Slice]) -> Any:
-        """What the towers of all workers computed for their slices, put together to what it is for the global batch."""
-        collectives = self._workers.collectives
-
-        def put_together(leaf: Any) -> Any:
-            if leaf is None or leaf.shape.rank != 0:
-                return None if leaf is None else collectives.gather(leaf)
-            return collectives.sum(leaf if leaf.dtype.is_floating else of_last_rows(leaf, slices))
-
-        return keras.tree.map_structure(put_together, whole_batch(parts, slices))
 
     def _announce(self, arguments: dict[str, Any]) -> None:
         rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
@@ -422,15 +268,15 @@ class DataParallelModel(JoinedModel):
             self._place_variables()
             self._synchronize_workers()
             return
-        rows = known_rows(batch, self._whole) if self._engine == "partition" else None
-        self._with_known_rows(functools.partial(self._build_for, batch), rows)
+        rows = known_rows(batch, self._whole)
+        self._unknown_rows.trace(functools.partial(self._build_for, batch), rows)
         keras_seams.seed_states(model)
         self._synchronize_workers()
 
     def _build_for(self, batch: Any, rows: int | None) -> None:
         """Builds the inner model, its metrics and its optimizer for batches of a number of rows, or, if that is None, any."""
         model, stays = self.inner_model, iter(self._whole.of(batch))
-        specs = keras.tree.map_structure(lambda leaf: row_spec(leaf, None if next(stays) else rows), batch)
+        specs = keras.tree.map_structure(lambda leaf: own_spec(leaf) if next(stays) else row_spec(leaf, rows), batch)
         x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
         keras_seams.build(model, x)
         self._place_variables()
@@ -448,8 +294,7 @@ class DataParallelModel(JoinedModel):
             "parameter_device": self.parameter_device,
             "batch_norm": self._batch_norm,
         }
-        facts |= {"loss_scope": self._loss_scope, "gradient_dtype": self._gradient_dtype}
-        return facts | {"steps_per_execution": self.steps_per_execution}
+        return facts | {"gradient_dtype": self._gradient_dtype, "steps_per_execution": self.steps_per_execution}
 
     def _is_eager(self) -> bool:
         is_eager = self.run_eagerly or tf.config.functions_run_eagerly()

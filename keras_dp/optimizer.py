@@ -106,12 +106,8 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         tower_gradients: Sequence[Sequence[Gradient]],
         variables: Sequence[Any],
         reduction: choices.Reduction = "sum",
-        gradient_dtype: str | None = None,
     ) -> list[Gradient]:
-        """The K gradients of the global batch from N x K gradients; see `apply_tower_gradients`.
-
-        Workers send each other gradients of `gradient_dtype`; None for the variables' own.
-        """
+        """The K gradients of the global batch from N x K gradients; see `apply_tower_gradients`."""
         workers = current_workers()
         refuse_unknown("reduction", reduction, choices.Reduction)
         lengths = [len(gradients) for gradients in tower_gradients]
@@ -131,7 +127,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
                 combined.append(
                     total if total is None or reduction == "sum" else scale(total, tf.constant(1 / parts, tf.float64))
                 )
-        return sum_over_workers(combined, variables, workers.collectives, gradient_dtype)
+        return sum_over_workers(combined, variables, workers.collectives)
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -221,9 +217,7 @@ def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
-def sum_over_workers(
-    gradients: Sequence[Gradient], variables: Sequence[Any], collectives: Collectives, gradient_dtype: str | None = None
-) -> list[Gradient]:
+def sum_over_workers(gradients: Sequence[Gradient], variables: Sequence[Any], collectives: Collectives) -> list[Gradient]:
     """The sums over the workers of K gradients; sparse ones, as in `sum_gradients`, are put after each other."""
     if collectives.count == 1:
         return list(gradients)
@@ -233,7 +227,7 @@ def sum_over_workers(
         return is_dense and not getattr(variable, "overwrite_with_gradient", False)
 
     columns = list(zip(gradients, variables, strict=True))
-    sums = collectives.sum_all([g if is_summed(g, variable) else None for g, variable in columns], gradient_dtype)
+    sums = collectives.sum_all([g if is_summed(g, variable) else None for g, variable in columns])
     for i, (gradient, _) in enumerate(columns):
         if isinstance(gradient, tf.IndexedSlices):
             sums[i] = _gather_slices(gradient, collectives)

@@ -24,6 +24,7 @@ def run_on_slices(
     devices: Sequence[str],
     home: str,
     collectives: Collectives,
+    jit_compile: bool = False,
 ) -> tuple[Any, Partition]:
     """Runs a step, written for one device and a whole batch, on N slices of one.
 
@@ -35,13 +36,14 @@ def run_on_slices(
         devices: of the N towers.
         home: the device of whatever happens once.
         collectives: of the workers, each of which has N towers.
+        jit_compile: whether XLA compiles what towers compute between exchanges.
 
     Returns:
         What the step returns for the whole batch, and how it was partitioned.
     """
     of_batch, arguments = arguments_of(step, slices, whole, known_rows, collectives)
     across = AcrossWorkers(collectives) if collectives.count > 1 else None
-    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home, across)
+    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home, across, jit_compile)
 
 
 def rows_of(slices: Sequence[Slice]) -> RowCounts:

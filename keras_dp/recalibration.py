@@ -9,18 +9,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp import keras_seams, placement
-from keras_dp.batch_norm import Moments
+from keras_dp.batch_norm import Moments, batch_norm_mode
 from keras_dp.batches import row_spec
 from keras_dp.feeding import SliceFeed, empty_prediction_refused
 from keras_dp.lockstep import synchronize
-from keras_dp.losses import rowwise_loss
 from keras_dp.model import DataParallelModel
-from keras_dp.stamping import stamp_towers
-from keras_dp.sync_batch_norm import batch_norms
-from keras_dp.tower_result import Variables
-from keras_dp.tower_step import TowerStep
+from keras_dp.partitioned_step import run_on_slices
+from keras_dp.sync_batch_norm import batch_norms, is_synchronized
+from keras_dp.whole_tensors import WholeTensors
 from keras_dp.workers import current_workers
-from keras_dp.wrapper import refuse_stateful, refuse_strategy
+from keras_dp.wrapper import refuse_strategy
 
 Tensor = Any
 
@@ -67,7 +65,7 @@ def recalibrate_batch_norm(
         mode, devices = "sync", placement.tower_devices(None)
     else:
         raise ValueError(f"recalibrate_batch_norm() takes a keras.Model. Received: {model!r} of type {type(model)}")
-    refuse_stateful(model)
+    _refuse_stateful(model)
     if isinstance(data, tuple):
         data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions(), current_workers().losses_named():
@@ -84,6 +82,15 @@ def recalibrate_batch_norm(
         layer.moving_variance.assign(variance)
         if layer.renorm:
             layer.moving_stddev.assign(np.sqrt(variance + layer.epsilon))
+
+
+def _refuse_stateful(model: keras.Model) -> None:
+    for layer in keras_seams.flatten_layers(model):
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"The layer {layer.name!r} is stateful: what it gives depends on the batches before, and recalibration leaves "
+                "its state as it is. Build it with stateful=False."
+            )
 
 
 class _MomentsModel(keras.Model):
@@ -112,14 +119,23 @@ class _MomentsModel(keras.Model):
 
     def predict_step(self, slices: Any) -> list[list[Moments]]:
         """For each batch normalization, for each of its calls, the moments of one batch, with an axis for the batches."""
-        variables = Variables.of(self.model)
-        step = TowerStep(self.model, variables, rowwise_loss, self.batch_norm, gradient_dtype=None, jit_compile=False)
-        shared = variables.read(self.model)
-        towers = stamp_towers(step.moments, shared, slices, self.devices, self.devices[0], variables.native(), self.collectives)
-        for seed, new in zip(variables.seeds, towers[0].seeds, strict=True):
-            if new is not None:
-                seed.assign(new)
-        return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), towers[0].y_pred)
+        moments, _ = run_on_slices(
+            self.moments_of, slices, WholeTensors(), None, self.devices, self.devices[0], self.collectives
+        )
+        return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
+
+    def moments_of(self, data: Any) -> list[list[Moments]]:
+        """The moments of a batch. Of all variables, those of random generators alone are updated."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        layers = batch_norms(self.model)
+        synchronized = [layer for layer in layers if is_synchronized(layer)]
+        with keras.StatelessScope() as scope, batch_norm_mode(self.batch_norm, synchronized) as taken:
+            keras_seams.call_model(self.model, x, training=True)
+        for seed in keras_seams.seed_states(self.model):
+            drawn = scope.get_current_value(seed)
+            if drawn is not None:
+                seed.assign(drawn)
+        return [taken.get(layer, []) for layer in layers]
 
 
 def _population(calls: Sequence[Moments]) -> tuple[Any, Any]:
@@ -138,7 +154,7 @@ def _population(calls: Sequence[Moments]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _compiled_functions() -> Iterator[None]:
-    """Towers are stamped into a graph, also where TensorFlow was told to run functions eagerly."""
+    """Steps are partitioned as graphs, also where TensorFlow was told to run functions eagerly."""
     eager = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(False)
     try:

@@ -82,4 +82,4 @@ def check_step(
         of_batch, arguments = arguments_of(run, slices, parallel._whole, known_rows)
         return compare(of_batch, arguments, rows_of(slices), parallel.devices, parallel._home(), within)
 
-    return StepCheck(step, parallel._with_known_rows(compared, int(slices[0].batch_rows)), within)
+    return StepCheck(step, parallel._unknown_rows.trace(compared, int(slices[0].batch_rows)), within)

@@ -11,17 +11,15 @@ import tensorflow as tf
 class WholeTensors:
     """Says which tensors of a batch stay whole; all others are cut by rows, their first axis.
 
-    That depends on the structure of a batch and on what the user says, never on the sizes of one batch: all tensors that are
-    cut must have the same number of rows.
+    Tensors without an axis do, and those that are named. That depends on the structure of a batch and on what the user says,
+    never on the sizes of one batch: all tensors that are cut must have the same number of rows.
 
     Attributes:
         names: of tensors, or of structures of them: a key of a dictionary or an index of a tuple, or several of those that
             follow each other, such as "edges", "1" or "0/edges".
-        scalars: whether tensors without an axis stay whole; if not, they are refused.
     """
 
     names: tuple[str, ...] = ()
-    scalars: bool = False
 
     def of(self, batch: Any) -> list[bool]:
         """For each leaf of a nested batch, of tensors or their types, whether it stays whole."""
@@ -33,7 +31,7 @@ class WholeTensors:
         return {path_name(path): leaf for (path, leaf), is_whole in leaves if not is_whole and hasattr(leaf, "shape")}
 
     def _is_whole(self, path: tuple[Any, ...], leaf: Any) -> bool:
-        if self.scalars and getattr(leaf, "shape", tf.TensorShape(None)).rank == 0:
+        if getattr(leaf, "shape", tf.TensorShape(None)).rank == 0:
             return True
         return any(f"/{name.strip('/')}/" in f"/{path_name(path)}/" for name in self.names)
 

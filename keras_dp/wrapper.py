@@ -48,7 +48,6 @@ class ModelWrapper(Face, keras.Model):
         if isinstance(inner_model, ModelWrapper):
             raise ValueError(f"The model is a DataParallelModel already; use it as it is. Received: {inner_model.name!r}")
         _refuse_mirrored(inner_model)
-        refuse_stateful(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self._calls_on_towers = 0
         self._own_loops = frozenset(own_loops(inner_model))
@@ -96,8 +95,7 @@ def refuse_strategy() -> None:
 
 def refuse_keras_2(kind: str, value: Any) -> None:
     """Raises a ValueError for a model or optimizer of Keras 2, which has a package of its own beside Keras 3."""
-    modules = [base.__module__ for base in type(value).__mro__]
-    if any(module.startswith(("tf_keras.", "tensorflow.python.keras.")) for module in modules):
+    if keras_seams.is_of_keras_2(value):
         raise ValueError(
             f"This {kind} is of Keras 2, and keras_dp is for Keras 3. Make it with `import keras`, not tf_keras; if it comes "
             f"from tf.keras, unset TF_USE_LEGACY_KERAS. Received: {value!r} of type {type(value)}"
@@ -120,13 +118,3 @@ def has_own_step(model: keras.Model) -> bool:
 def has_own_compile(model: keras.Model) -> bool:
     """Whether a model has a `compile` of its own."""
     return is_own(model, "compile")
-
-
-def refuse_stateful(model: keras.Model) -> None:
-    """Raises a ValueError for a model that keeps a state for each row of a batch."""
-    for layer in keras_seams.flatten_layers(model):
-        if getattr(layer, "stateful", False):
-            raise ValueError(
-                f"The layer {layer.name!r} is stateful: it keeps a state for each row of a fixed batch, and the towers have "
-                "slices of other sizes. Build it with stateful=False, or train the model on one device."
-            )

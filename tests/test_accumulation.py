@@ -69,16 +69,8 @@ def test_uneven_batches_are_one_batch(name, num_towers, weighted):
     assert difference(expected, model.get_weights()) < 1e-9
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_partitioned_steps(name):
-    model = accumulating(name, 3, engine="partition")
-    train_in_parts(model, epochs=3)
-    assert difference(one_batch_at_a_time(OPTIMIZERS[name](), 3), model.get_weights()) < 1e-9
-
-
-@pytest.mark.parametrize("engine", ["towers", "partition"])
-def test_with_variables_on_all_devices(engine):
-    model = accumulating("Adam", parameter_device="sharded", engine=engine)
+def test_with_variables_on_all_devices():
+    model = accumulating("Adam", parameter_device="sharded")
     train_in_parts(model, epochs=3)
     assert difference(one_batch_at_a_time(OPTIMIZERS["Adam"](), 3), model.get_weights()) < 1e-9
 

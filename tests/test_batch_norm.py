@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,43 +12,56 @@ from comparison import assert_same, assert_same_script, assert_same_training, as
 from keras import layers
 
 import keras_dp
-from keras_dp import batch_norm, choices
+from keras_dp import choices
+from keras_dp.batch_norm import batch_norm_mode
 from keras_dp.batches import cut
-from keras_dp.stamping import stamp_towers
+from keras_dp.collectives import Collectives
+from keras_dp.partition.calling import node_by_node
+from keras_dp.partitioned_step import run_on_slices
+from keras_dp.whole_tensors import WholeTensors
 
 rng = np.random.default_rng(0)
 
 
-def on_towers(function, batch, num_towers):
-    """Runs `function(tower)` on the slices of a batch; returns its results, and the sums over the towers that it took."""
+def step_on_towers(function, batch, num_towers, collectives=None):
+    """`function(batch)`, compiled to run on the slices of a batch."""
 
     @tf.function(autograph=False)
     def run():
         devices = [f"CPU:{i}" for i in range(num_towers)]
-        return stamp_towers(lambda tower, shared: function(tower), None, cut(batch, num_towers), devices, "CPU:0")
+        slices = cut(batch, num_towers)
+        return run_on_slices(function, slices, WholeTensors(), None, devices, "CPU:0", collectives or Collectives())[0]
 
-    graph = run.get_concrete_function().graph
-    return run(), [operation for operation in graph.get_operations() if "cross_tower_sums" in operation.name]
+    return run
 
 
-def moments_on_towers(x, num_towers, mask=None):
-    def moments(tower):
-        x, mask = tower.slice.data
-        if mask is None:
-            return batch_norm.global_moments(x, [0, 1])
-        return batch_norm.masked_moments(x, mask, [0, 1], keras_dp.cross_tower_sum)
+def operations_on_towers(*arguments):
+    """The operations of `step_on_towers`."""
+    with node_by_node():
+        return step_on_towers(*arguments).get_concrete_function().graph.get_operations()
 
-    return on_towers(moments, (x, mask), num_towers)[0]
+
+def moments_on_towers(x, num_towers, mask=None, mode="sync"):
+    layer = layers.BatchNormalization()
+    layer.build(x.shape)
+
+    def moments(batch):
+        x, mask = batch
+        with keras.StatelessScope(), batch_norm_mode(mode, []) as taken:
+            layer(x, training=True, mask=mask)
+        return tuple(taken[layer][0])
+
+    return step_on_towers(moments, (x, mask), num_towers)()
 
 
 @pytest.mark.parametrize("num_towers", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3, 10])
-def test_moments_of_the_global_batch_on_every_tower(rows, num_towers):
+def test_moments_of_the_global_batch(rows, num_towers):
     x = rng.normal(size=(rows, 5, 3))
-    for count, mean, variance in moments_on_towers(x, num_towers):
-        np.testing.assert_array_equal(count, rows * 5)
-        np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-14)
-        np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-14)
+    count, mean, variance = moments_on_towers(x, num_towers)
+    np.testing.assert_array_equal(count, rows * 5)
+    np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-14)
+    np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-14)
 
 
 def test_masked_moments_divide_by_n_plus_epsilon():
@@ -57,88 +71,90 @@ def test_masked_moments_divide_by_n_plus_epsilon():
     mean = x[mask].sum(axis=0) / n
     variance = ((x[mask] - mean) ** 2).sum(axis=0) / n
     for num_towers in (1, 2, 4):
-        for count, received_mean, received_variance in moments_on_towers(x, num_towers, mask):
-            np.testing.assert_allclose(count, n, rtol=1e-15)
-            np.testing.assert_allclose(received_mean, mean, rtol=1e-12)
-            np.testing.assert_allclose(received_variance, variance, rtol=1e-12)
-
-
-def pooled_moments(x, num_towers):
-    def pooled(tower):
-        return batch_norm.pooled(batch_norm.own_moments(tower.slice.data, [0, 1]), keras_dp.cross_tower_sum)
-
-    return on_towers(pooled, x, num_towers)[0]
+        count, received_mean, received_variance = moments_on_towers(x, num_towers, mask)
+        np.testing.assert_allclose(count, n, rtol=1e-15)
+        np.testing.assert_allclose(received_mean, mean, rtol=1e-12)
+        np.testing.assert_allclose(received_variance, variance, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 10])
-def test_pooled_moments_are_those_of_the_global_batch(rows):
+def test_moments_of_slices_are_pooled_to_those_of_the_global_batch(rows):
     """Not a mean of variances: the slices have other means and other sizes."""
     x = rng.normal(size=(rows, 5, 3)) + np.arange(rows)[:, None, None]
-    for count, mean, variance in pooled_moments(x, 4):
-        np.testing.assert_array_equal(count, rows * 5)
-        np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-13)
-        np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-13)
+    count, mean, variance = moments_on_towers(x, 4, mode="local")
+    np.testing.assert_array_equal(count, rows * 5)
+    np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-13)
+    np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-13)
 
 
-@pytest.mark.parametrize("moments", [moments_on_towers, pooled_moments])
-def test_large_means_do_not_cost_the_variance(moments):
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_large_means_do_not_cost_the_variance(mode):
     x = (5000 + rng.normal(size=(64, 8, 4))).astype("float32")
     exact = x.astype("float64").var(axis=(0, 1))
     for num_towers in (2, 3):
-        for _, _, variance in moments(x, num_towers):
-            np.testing.assert_allclose(variance, exact, rtol=1e-3)
+        _, _, variance = moments_on_towers(x, num_towers, mode=mode)
+        np.testing.assert_allclose(variance, exact, rtol=1e-3)
 
 
 @pytest.mark.parametrize("value", [0.1, 5000.1, -3e7])
-def test_variance_is_never_negative(value):
+@pytest.mark.parametrize("mode", ["sync", "local"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_variance_is_never_negative(value, mode, masked):
     x = np.full((11, 3, 2), value, "float32")
-    for moments in (moments_on_towers, pooled_moments):
-        for _, _, variance in moments(x, 4):
-            assert np.all(variance.numpy() >= 0)
-    for _, _, variance in moments_on_towers(x, 4, np.ones((11, 3), bool)):
-        assert np.all(variance.numpy() >= 0)
+    _, _, variance = moments_on_towers(x, 4, np.ones((11, 3), bool) if masked else None, mode)
+    assert np.all(variance.numpy() >= 0)
 
 
-def rounds(sums):
-    """How many of the sums over the towers have to wait for each other, at most."""
+def rounds(operations):
+    """How many times, one after the other, something of towers goes where it is put together, and from there to towers."""
     depths = {}
 
     def depth(operation):
         if operation.name not in depths:
             depths[operation.name] = 0  # A loop would end here.
-            below = [depth(tensor.op) for tensor in operation.inputs]
-            depths[operation.name] = max(below, default=0) + (operation in sums)
+            is_home = not operation.name.startswith("partitioned/tower_")
+            arrives = [is_home and tensor.op.name.startswith("partitioned/tower_") for tensor in operation.inputs]
+            below = [depth(tensor.op) + arrival for tensor, arrival in zip(operation.inputs, arrives, strict=True)]
+            depths[operation.name] = max(below, default=0)
         return depths[operation.name]
 
-    return max(depth(operation) for operation in sums)
+    return max(depth(operation) for operation in operations if operation.name.startswith("partitioned/tower_"))
 
 
-@pytest.mark.parametrize(("mask", "rounds_back"), [(None, 1), (rng.random((9, 5)) < 0.6, 2)], ids=["plain", "masked"])
-def test_what_the_towers_exchange(mask, rounds_back):
-    """Forward 2C + 1 numbers in two rounds; backward 2C, in one round without masks, which divide by n + epsilon."""
+@pytest.mark.parametrize(("mask", "exchanged"), [(None, 2), (rng.random((9, 5)) < 0.6, 3)], ids=["plain", "masked"])
+def test_what_the_towers_exchange(mask, exchanged):
+    """Forward 2C numbers in two rounds, and as many backward in one; Keras counts the entries of each channel in a mask."""
     x, channels = rng.normal(size=(9, 5, 8)), 8
     layer = layers.BatchNormalization()
     layer.build(x.shape)
 
-    def forward(tower):
-        x, mask = tower.slice.data
-        scope = keras.StatelessScope([(v, tf.convert_to_tensor(v.value)) for v in layer.variables])
-        with scope, batch_norm.batch_norm_mode("sync"):
+    def forward(batch):
+        x, mask = batch
+        with keras.StatelessScope():
             return layer(x, training=True, mask=mask)
 
-    def backward(tower):
-        x, _ = tower.slice.data
+    def backward(batch):
         with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(forward(tower) ** 3)
-        return tape.gradient(loss, x)
+            tape.watch(batch[0])
+            loss = tf.reduce_sum(forward(batch) ** 3)
+        return tape.gradient(loss, batch[0])
 
-    _, sums = on_towers(forward, (x, mask), 3)
-    assert sum(operation.outputs[0].shape.num_elements() for operation in sums) == 2 * channels + 1
-    assert rounds(sums) == 2
-    _, sums = on_towers(backward, (x, mask), 3)
-    assert sum(operation.outputs[0].shape.num_elements() for operation in sums) == 4 * channels + 1
-    assert rounds(sums) == 2 + rounds_back
+    def sums(operations):
+        found = [operation for operation in operations if operation.name.startswith("partitioned/sum/")]
+        return sum(operation.outputs[0].shape.num_elements() for operation in found)
+
+    def messages(function):
+        with mock.patch.object(Collectives, "gather", lambda self, x: tf.range(self.count)):
+            worker = Collectives(0, 2)
+        operations = operations_on_towers(function, (x, mask), 3, worker)
+        return sum(operation.type.startswith("Collective") for operation in operations)
+
+    steps = [operations_on_towers(step, (x, mask), 3) for step in (forward, backward)]
+    assert list(map(sums, steps)) == [exchanged * channels, 2 * exchanged * channels]
+    assert list(map(rounds, steps)) == [2, 3 if mask is None else 4]
+    # Workers send each other one message forward, or one a round with a mask. One before has their numbers of rows, and one
+    # after all has the rows of the result.
+    assert [messages(step) for step in (forward, backward)] == ([3, 4] if mask is None else [4, 6])
 
 
 RENORM = {"renorm": True, "renorm_clipping": {"rmax": 2.0, "rmin": 0.5, "dmax": 0.5}}
@@ -258,19 +274,6 @@ def test_moments_are_float32_under_mixed_precision(policy):
     np.testing.assert_allclose(norm.moving_variance, exact.var(axis=(0, 1)), rtol=1e-4)
 
 
-def test_time_distributed_over_unknown_steps_is_refused():
-    """Keras makes a loop over them, in which towers cannot meet. Batches of one known length are no matter."""
-    inputs = keras.Input((None, 6))
-    x = layers.TimeDistributed(layers.BatchNormalization())(inputs)
-    parallel = keras_dp.DataParallelModel(keras.Model(inputs, layers.GlobalAveragePooling1D()(x)), devices=2)
-    parallel.compile("sgd", "mse")
-    parallel.train_on_batch(rng.normal(size=(4, 3, 6)), rng.normal(size=(4, 6)))
-    signature = (tf.TensorSpec((None, None, 6)), tf.TensorSpec((None, 6)))
-    dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=signature)
-    with pytest.raises(RuntimeError, match="inside a tf.cond branch, a loop.*cannot meet there"):
-        parallel.fit(dataset, shuffle=False)
-
-
 def test_group_and_layer_normalization_are_left_alone():
     def build():
         inputs = keras.Input((4, 6))
@@ -374,15 +377,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["towers", "partition"])
 @pytest.mark.parametrize("mode", ["local", "first"])
 @pytest.mark.parametrize("model", MODELS)
-def test_other_modes_against_the_slices_one_after_the_other(model, mode, engine):
+def test_other_modes_against_the_slices_one_after_the_other(model, mode):
     """Uneven slices, and one batch with fewer rows than towers."""
     build, shape = MODELS[model]
     batches = [(rng.normal(2, 3, size=(rows, *shape)), rng.normal(size=(rows, 1))) for rows in (7, 11, 2, 10)]
     one, inner = twins(build)
-    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode, engine=engine)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
     parallel.compile(keras.optimizers.SGD(0.1), "mse")
     received = []
     for batch in batches:
@@ -393,8 +395,7 @@ def test_other_modes_against_the_slices_one_after_the_other(model, mode, engine)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
 
 
-@pytest.mark.parametrize("engine", ["towers", "partition"])
-def test_local_statistics_of_masked_slices_are_those_of_the_global_batch(engine):
+def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
     def build():
         inputs = keras.Input((5, 3))
         return keras.Model(inputs, layers.BatchNormalization(momentum=0.5)(layers.Masking()(inputs)))
@@ -404,7 +405,7 @@ def test_local_statistics_of_masked_slices_are_those_of_the_global_batch(engine)
     x[2:5] = 0
     one, inner = twins(build)
     one(x, training=True)
-    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local", engine=engine)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local")
     parallel.compile(keras.optimizers.SGD(0.0), "mse")
     parallel.train_on_batch(x, np.zeros_like(x))
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)

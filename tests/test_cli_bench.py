@@ -163,10 +163,10 @@ def test_model_of_the_user(user_directory):
 @pytest.mark.parametrize("name", ["small", "compiled"])
 def test_engines_train_the_same(user_directory, monkeypatch, name):
     monkeypatch.setattr(measurement, "_devices", lambda count: [f"CPU:{index}" for index in range(count)])
-    engines = ("single", "keras_dp", "mirrored", "partition")
+    engines = ("single", "keras_dp", "mirrored")
     measurements = [measurement.measure(Run(engine, 2, 6, f"user_models:{name}", steps=4, warm_up=2)) for engine in engines]
     assert np.ptp([measurement.loss for measurement in measurements]) < 1e-9
-    assert [len(measurement.step_milliseconds) for measurement in measurements] == [4, 4, 4, 4]
+    assert [len(measurement.step_milliseconds) for measurement in measurements] == [4, 4, 4]
 
 
 def test_bytes_that_are_not_known(user_directory, monkeypatch):
@@ -210,7 +210,7 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
         ("--batch 0", "argument --batch: This is an integer of at least 1. Received: '0'"),
         ("--batch=-4", "argument --batch: This is an integer of at least 1. Received: '-4'"),
         ("--rounds 0", "argument --rounds: This is an integer of at least 1. Received: '0'"),
-        ("--against horovod", "The engines to compare with are single, mirrored, partition, or none. Received: 'horovod'"),
+        ("--against horovod", "The engines to compare with are single, mirrored, or none. Received: 'horovod'"),
         ("--against miror", "Did you mean 'mirrored'? Received: 'miror'"),
         ("--batch-norm global", "argument --batch-norm: invalid choice: 'global'"),
         ("--parameter-device shard", """This is a device, as CPU:0 or GPU:1, or "sharded". Did you mean 'sharded'?"""),

@@ -9,7 +9,7 @@ import tensorflow as tf
 from worker_threads import on_workers
 
 from keras_dp import collectives as module
-from keras_dp.collectives import Collectives, next_place
+from keras_dp.collectives import Collectives
 
 rng = np.random.default_rng(0)
 
@@ -41,7 +41,7 @@ def test_one_worker_alone_has_what_it_has():
     sparse = tf.sparse.from_dense([[0, 1]])
     assert (alone.index, alone.count) == (0, 1)
     assert alone.sum(dense) is dense
-    summed = alone.sum_all([dense, None, ragged], "bfloat16")
+    summed = alone.sum_all([dense, None, ragged])
     assert [one is other for one, other in zip(summed, [dense, None, ragged], strict=True)] == [True] * 3
     assert all(alone.gather(x) is x for x in (dense, ragged, sparse, tf.constant(["text"])))
     assert alone.exchange(b"message") == [b"message"]
@@ -215,16 +215,6 @@ def test_dtypes_and_devices_are_not_mixed():
     assert [total.dtype for total in sums] == [tensor.dtype for tensor in tensors]
 
 
-def test_tensors_are_sent_as_another_dtype(monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", 2 * 3)
-    recorder = Recorder()
-    tensors = [tf.constant([1.0, 2.0, 3.0], tf.float64), tf.constant([[1 + 2**-10]])]
-    sums = recorder.sum_all(tensors, "bfloat16")
-    assert [(x.dtype, len(x)) for x in recorder.sent] == [(tf.bfloat16, 3), (tf.bfloat16, 1)]
-    assert [total.dtype for total in sums] == [tf.float64, tf.float32]
-    assert [total.numpy().tolist() for total in sums] == [[2.0, 4.0, 6.0], [[2.0]]]
-
-
 def test_a_bucket_waits_for_the_one_before_it_to_be_full(monkeypatch):
     """So that workers whose gradients are ready in another order send them in the same one."""
     monkeypatch.setattr(module, "BUCKET_BYTES", 4 * 8)
@@ -338,15 +328,6 @@ def test_a_key_is_that_of_a_place_and_a_type():
     assert not set(keys(one, *tensors[::-1])) & set(expected[3:])
 
 
-def test_operations_that_share_a_place_share_a_key():
-    """As the sums of towers in one graph, which are made in graphs of their own."""
-    worker = constructed(0, 2)
-    outer = tf.Graph()
-    assert [next_place(outer), next_place(outer), next_place(tf.Graph())] == [0, 1, 0]
-    (placed,) = operations(lambda: worker.sum(tf.zeros([3]), place=1))
-    assert placed.get_attr("instance_key") == keys(worker, (tf.float32, [9]), (tf.float32, [3]))[1]
-
-
 def test_keys_that_would_collide_are_told_apart():
     worker = constructed(0, 2)
     with mock.patch.object(module.zlib, "crc32", return_value=5):
@@ -362,7 +343,7 @@ def late_use(worker, place, sizes, kind="sum"):
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def use_of(x):
         for _ in range(place):
-            next_place(tf.compat.v1.get_default_graph())
+            worker.sum(tf.zeros([]))
         worker.sum(x) if kind == "sum" else worker.gather(x, tf.fill([worker.count], tf.size(x)))
         return made.pop()
 

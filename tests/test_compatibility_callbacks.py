@@ -290,7 +290,7 @@ def test_callback_model_attributes_of_the_users_class():
         model.compile(optimizers.SGD(0.05))
         return train(model, Anneal())
 
-    assert_same_script(Own, script, 3, {"loss_scope": "tower"})
+    assert_same_script(Own, script, 3)
 
 
 def test_callback_model_optimizer_learning_rate_and_iterations():

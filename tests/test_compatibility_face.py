@@ -470,7 +470,6 @@ SETTINGS = {
     "devices": ["CPU:2", "CPU:0"],
     "parameter_device": "sharded",
     "batch_norm": "local",
-    "loss_scope": "tower",
     "gradient_dtype": "bfloat16",
 }
 
@@ -523,7 +522,7 @@ def test_clones(build, clone):
     assert isinstance(cloned, keras_dp.DataParallelModel)
     assert type(cloned.inner_model) is type(parallel.inner_model)
     assert not {id(layer) for layer in cloned.layers} & {id(layer) for layer in configured.layers}
-    assert all(getattr(cloned, f"_{name}") == SETTINGS[name] for name in ("batch_norm", "loss_scope", "gradient_dtype"))
+    assert all(getattr(cloned, f"_{name}") == SETTINGS[name] for name in ("batch_norm", "gradient_dtype"))
     assert (cloned.devices, cloned.parameter_device) == (["CPU:2", "CPU:0"], "sharded")
 
 

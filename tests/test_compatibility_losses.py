@@ -182,19 +182,17 @@ class PerRow(losses.Loss):
         return ops.sum(ops.abs(y_true - y_pred) ** 3, axis=-1)
 
 
-@pytest.mark.parametrize("scope", ["auto", "tower", "batch"])
 @pytest.mark.parametrize("own", [PerRow, lambda: lambda a, b: (a - b) ** 2], ids=["class", "function"])
-def test_losses_of_ones_own_with_a_value_for_each_row(own, scope):
+def test_losses_of_ones_own_with_a_value_for_each_row(own):
     data = (X, Y, WEIGHTS)[: 3 if own is PerRow else 2]
-    assert_same_training(dense(), compiled(own()), [(data, 9)], 3, {"loss_scope": scope})
+    assert_same_training(dense(), compiled(own()), [(data, 9)], 3)
 
 
-@pytest.mark.parametrize("scope", ["auto", "batch"])
 @pytest.mark.parametrize("loss", [rmse, contrastive])
-def test_losses_that_couple_rows(loss, scope):
+def test_losses_that_couple_rows(loss):
     """tf.distribute takes the mean of the replicas' losses."""
     data = (X, Y, WEIGHTS)[: 3 if loss is contrastive else 2]
-    assert_towers_match_one_device(dense(), compiled(loss), [(data, 9)], 3, {"loss_scope": scope})
+    assert_towers_match_one_device(dense(), compiled(loss), [(data, 9)], 3)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +286,10 @@ def test_added_losses(penalty):
     assert_towers_match_one_device(lambda: Adding(PENALTIES[penalty]), compiled(None), [((X,), 9)], 3)
 
 
-def test_sums_over_the_rows_as_added_losses_are_summed_by_the_layer():
-    """A scalar does not tell that it is a sum: the layer says so with `cross_tower_sum`."""
-
+@pytest.mark.parametrize("total", [lambda loss: loss, keras_dp.cross_tower_sum], ids=["plain", "cross_tower_sum"])
+def test_sums_over_the_rows_as_added_losses(total):
     def build():
-        return Adding(lambda y: keras_dp.cross_tower_sum(0.1 * ops.sum(y**2)))
+        return Adding(lambda y: total(0.1 * ops.sum(y**2)))
 
     assert_same_training(build, compiled("mse"), [((X, Y), 9)], 3)
 

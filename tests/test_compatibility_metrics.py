@@ -6,8 +6,6 @@ import pytest
 from comparison import assert_same_training, assert_towers_match_one_device
 from keras import layers, metrics, ops
 
-import keras_dp
-
 rng = np.random.default_rng(0)
 X = rng.normal(size=(23, 5))
 LABELS = rng.integers(0, 2, (23, 3)).astype("float64")
@@ -201,15 +199,10 @@ def test_overridden_compute_metrics():
 
 
 def test_metrics_inside_a_model_that_do_not_add_up():
-    """Refused: in `call` each tower sees its own rows only."""
-
     class Inside(WithMetricsInside):
         def call(self, x):
             y = self.dense(x)
             self.inside.update_state(ops.zeros_like(y), y)
             return y
 
-    parallel = keras_dp.DataParallelModel(Inside(LargestError()), devices=2)
-    parallel.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="'largest_error'.*compile\\(metrics=...\\), or override compute_metrics"):
-        parallel.fit(X, LABELS, verbose=0)
+    assert_same_training(lambda: Inside(LargestError()), compiled(), [((X, LABELS), 9)], 3)

@@ -316,12 +316,9 @@ def random_layers():
 
 
 def test_random_layers():
-    """Towers draw differently; the same seed gives the same run twice; without training nothing is drawn.
-
-    Under tf.distribute all replicas draw the same dropout mask.
-    """
+    """Under tf.distribute all replicas draw the same dropout mask."""
     keras.config.set_floatx("float32")
-    x, y = np.repeat(random(1, 8, 8, 3).astype("float32"), 9, axis=0), Y[:9].astype("float32")
+    x, y = random(23, 8, 8, 3).astype("float32"), Y.astype("float32")
 
     class DrawsAlways(layers.Layer):
         def __init__(self, inner):
@@ -332,27 +329,14 @@ def test_random_layers():
             return self.inner(inputs, training=True)
 
     for i in range(len(random_layers())):
-        outputs = []
-        for _ in range(2):
-            keras.utils.clear_session()
+
+        def build(i=i):
             keras.utils.set_random_seed(8)
-            model = keras.Sequential([keras.Input((8, 8, 3)), DrawsAlways(random_layers()[i])])
-            outputs.append(keras_dp.DataParallelModel(model, devices=3).predict_on_batch(x))
-        np.testing.assert_array_equal(*outputs)
-        first, second, third = np.split(outputs[0], 3)
-        assert np.abs(first - second).max() > 0, random_layers()[i]
-        assert np.abs(second - third).max() > 0, random_layers()[i]
+            return keras.Sequential(
+                [keras.Input((8, 8, 3)), DrawsAlways(random_layers()[i]), layers.Flatten(), layers.Dense(3)]
+            )
 
-    def build():
-        # Without RandomCrop, which is the last and crops nothing where nothing is drawn.
-        return keras.Sequential([keras.Input((8, 8, 3)), *random_layers()[:-1], layers.Flatten(), layers.Dense(3)])
-
-    one, inner = twins(build)
-    parallel = keras_dp.DataParallelModel(inner, devices=3)
-    parallel.compile("sgd", "mse")
-    parallel.fit(x, y, verbose=0)
-    one.set_weights(inner.get_weights())
-    assert_same(one.predict(x, verbose=0), parallel.predict(x, verbose=0), 1e-5)
+        assert_towers_match_one_device(build, compiled(), [((x, y), 9)], 3)
 
 
 def test_weights_updated_in_call():
@@ -393,15 +377,18 @@ def test_state_that_is_a_mean_over_the_rows():
     assert_towers_match_one_device(build, compiled(), DATA, 3)
 
 
-def test_other_state_is_summed_by_the_layer():
-    """A count of rows is not a mean over them: the layer says so with `cross_tower_sum`."""
+@pytest.mark.parametrize("total", [lambda rows: rows, keras_dp.cross_tower_sum], ids=["plain", "cross_tower_sum"])
+def test_other_state(total):
+    """A count of rows, and the largest of their values."""
 
     class Counting(layers.Layer):
         def build(self, shape):
             self.rows = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="rows")
+            self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False, name="largest")
 
         def call(self, x):
-            self.rows.assign_add(keras_dp.cross_tower_sum(ops.shape(x)[0]))
+            self.rows.assign_add(total(ops.shape(x)[0]))
+            self.largest.assign(ops.maximum(self.largest, ops.max(x)))
             return x
 
     def build():
@@ -436,10 +423,24 @@ def test_quantized_layers(mode):
 
 
 def test_stateful_layers():
-    """Refused: their state has a row for each row of a batch."""
-    model = keras.Sequential([keras.Input(batch_shape=(4, 6, 4)), layers.LSTM(3, stateful=True), layers.Dense(3)])
-    with pytest.raises(ValueError, match="'lstm.*' is stateful.*stateful=False, or train the model on one device"):
-        keras_dp.DataParallelModel(model, devices=2)
+    """Their state has as many rows as a batch, and goes on from one to the next."""
+
+    def build():
+        inputs = keras.Input(batch_shape=(5, 6, 4))
+        hidden = layers.GRU(2, return_sequences=True, stateful=True)(inputs)
+        return keras.Model(inputs, layers.Dense(3)(layers.LSTM(3, stateful=True)(hidden)))
+
+    data = random(15, 6, 4), Y[:15]
+
+    def script(model):
+        history = fit(model, compiled(), [(data, 5)])
+        model.layers[2].reset_states()
+        return history, model.evaluate(*data, 5, 0), model.predict(data[0], 5, 0)
+
+    one, parallel = assert_same_script(build, script, 3)
+    states = [[np.array(state) for layer in model.layers[1:3] for state in layer.states] for model in (one, parallel)]
+    assert_same(*states, 1e-9)
+    assert all(np.abs(state).max() > 0 for state in states[0])
 
 
 def test_steps_of_ones_own():
@@ -461,38 +462,25 @@ def test_steps_of_ones_own():
     assert_same_training(build, compiled("adam"), DATA, 3)
 
 
-def test_engines_that_cannot_run_a_model():
-    """Splitting Keras's steps does not do for a step of one's own."""
-    own = type("Own", (keras.Sequential,), {"train_step": lambda self, data: {}})
-    with pytest.raises(ValueError, match=r'"towers" splits the steps of Keras.*Leave `engine` out'):
-        keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2, engine="towers")
-    with pytest.raises(ValueError, match=r"`engine` must be one of .*Did you mean 'partition'"):
-        keras_dp.DataParallelModel(own([layers.Dense(1)]), devices=2, engine="partitions")
-
-
 def test_rematerialized_layers():
-    """Refused: weights inside would lose their gradient."""
-
     class Remat(keras.Model):
         def __init__(self):
             super().__init__()
-            self.dense = layers.Dense(4)
+            self.dense, self.out = layers.Dense(4, "tanh"), layers.Dense(3)
             self.rematerialized = keras.remat(self.dense.call)
 
         def build(self, shape):
             self.dense.build(shape)
+            self.out.build((None, 4))
 
         def call(self, x):
-            return self.rematerialized(x)
+            return self.out(self.rematerialized(x))
 
-    parallel = keras_dp.DataParallelModel(Remat(), devices=2)
-    parallel.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="inside keras.remat.*Call the layer without it.*dense/kernel"):
-        parallel.fit(X, X[:, :4], verbose=0)
+    assert_towers_match_one_device(Remat, compiled(), DATA, 3)
 
 
 def test_functions_compiled_by_the_user():
-    """Refused: a @tf.function inside the model, traced before, keeps the variables that towers replace."""
+    """Also if they were traced before, outside of the step."""
 
     class Decorated(layers.Layer):
         def build(self, shape):
@@ -505,10 +493,12 @@ def test_functions_compiled_by_the_user():
         def call(self, x):
             return self.product(x)
 
-    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((5,)), Decorated()]), devices=2)
-    parallel.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="'.*kernel.*' is used inside a @tf.function.*Remove the decorator"):
-        parallel.fit(X, Y, verbose=0)
+    def build():
+        model = keras.Sequential([keras.Input((5,)), Decorated()])
+        model(np.ones((9, 5)))
+        return model
+
+    assert_towers_match_one_device(build, compiled(), DATA, 3)
 
 
 FAMILIES_OF_APPLICATIONS = {

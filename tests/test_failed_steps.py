@@ -34,7 +34,7 @@ class Watched(keras.Model):
 def one_good_and_some_failed_steps():
     """How far the weights are after the failed steps from what they were before."""
     inner = Watched()
-    parallel = keras_dp.DataParallelModel(inner, devices=2, engine="partition")
+    parallel = keras_dp.DataParallelModel(inner, devices=2)
     parallel.compile("adam", {"y": "mse", "watched": None}, metrics={"watched": ["mse"]})
     targets = {"y": Y, "watched": np.zeros((8, 1))}
     parallel.train_on_batch(X, targets)

@@ -124,6 +124,25 @@ def test_slices_that_are_sent_to_devices_ahead_give_the_same_result(steps_per_ex
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
 
 
+class LooksAtTheWidth(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x) / x.shape[-1] ** 0.5
+
+
+def test_predicting_slices_that_are_sent_to_devices_ahead():
+    """They come as one value for several devices, of which a function has no type to be traced for beforehand."""
+    inner = LooksAtTheWidth()
+    inner(X)
+    parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])
+    parallel._feed.prefetches = True
+    for rows in (8, 9, 3):
+        assert_same(inner.predict(X[:rows], verbose=0), parallel.predict(X[:rows], verbose=0), 1e-9)
+
+
 @pytest.mark.parametrize("devices", [["GPU:0", "GPU:1"], ["CPU:0"], ["GPU:0", "CPU:0"]])
 def test_slices_are_sent_ahead_if_all_devices_are_gpus(devices):
     assert SliceFeed(devices, lambda: False, lambda spec: None).prefetches is ("CPU:0" not in devices)

@@ -65,16 +65,19 @@ def test_flatten_layers_and_is_built():
     assert not keras_seams.is_built(keras.Sequential([layers.Dense(1)]))
 
 
-def test_accepts_training():
+def test_models_are_called_with_training_if_they_take_it():
     class Without(keras.Model):
         def call(self, x):
             return x
 
     class With(keras.Model):
         def call(self, x, training=None):
-            return x
+            return training
 
-    assert [keras_seams.accepts_training(m) for m in (Without(), With(), model())] == [False, True, True]
+    x = np.ones((2, 3))
+    assert keras_seams.call_model(With(), x, training=True) is True
+    assert keras_seams.call_model(With(), x, training=False) is False
+    np.testing.assert_array_equal(keras_seams.call_model(Without(), x, training=True), x)
 
 
 def test_build_and_symbolic_build_create_all_variables():
@@ -115,37 +118,6 @@ def test_loss_tracker_and_compile_metrics():
     assert [metric.name for metric in keras_seams.compile_metrics(compiled).metrics] == ["accuracy"]
 
 
-def test_call_compute_loss_with_and_without_training():
-    class Old(keras.Sequential):
-        def compute_loss(self, x, y, y_pred, sample_weight):
-            return "old"
-
-    class New(keras.Sequential):
-        def compute_loss(self, x, y, y_pred, sample_weight, training):
-            return training
-
-    assert keras_seams.call_compute_loss(Old([layers.Dense(1)]), None, None, None, None, True) == "old"
-    assert keras_seams.call_compute_loss(New([layers.Dense(1)]), None, None, None, None, False) is False
-
-
-def test_annotations_are_what_layers_hang_on_outputs():
-    masked = layers.Embedding(5, 2, mask_zero=True)(tf.constant([[1, 0]]))
-    notes = keras_seams.annotations(masked)
-    assert notes["mask"].numpy().tolist() == [[True, False]]
-    assert keras_seams.annotations(keras_seams.annotate(tf.identity(masked), notes))["mask"] is notes["mask"]
-    soft = keras.activations.softmax(tf.constant([[1.0, 2.0]]))
-    assert keras_seams.annotations(soft)["logits"].numpy().tolist() == [[1.0, 2.0]]
-
-    @tf.function(autograph=False)
-    def in_graph(x):
-        notes = keras_seams.annotations(tf.nn.softmax(x))
-        assert notes["Softmax"] is x
-        assert keras_seams.annotate(tf.identity(x), notes).op.type == "Softmax"
-        return x
-
-    in_graph(tf.constant([[1.0, 2.0]]))
-
-
 def test_seed_states_move_with_random_operations():
     outer = model()
     states = keras_seams.seed_states(outer)
@@ -157,50 +129,21 @@ def test_seed_states_move_with_random_operations():
     assert states[1].numpy().tolist() != before[1]
 
 
-def test_loss_reduction_is_replaced_for_losses_of_all_kinds_and_put_back():
-    seen = []
-
-    def reduction(values, sample_weight=None, mask=None, reduction=None, dtype=None):
-        seen.append((tuple(values.shape), reduction))
-        return tf.constant(7.0)
-
-    with keras_seams.replaced_loss_reduction(reduction):
-        assert float(keras.losses.MeanSquaredError(reduction="sum")(np.ones((4, 2)), np.zeros((4, 2)))) == 7.0
-    assert seen == [((4,), "sum")]
-    assert float(keras.losses.MeanSquaredError()(np.ones((4, 2)), np.zeros((4, 2)))) == 1.0
-
-
 def test_replacements_do_not_reach_other_threads():
-    seen = []
+    layer = layers.BatchNormalization(momentum=0.0)
+    layer.build((None, 3))
+    ones, seen = tf.ones(3, tf.float64), []
 
     def use_keras():
-        seen.append(float(keras.losses.MeanSquaredError()(np.ones((4, 2)), np.zeros((4, 2)))))
+        layer(np.zeros((2, 3)), training=True)
+        seen.append(float(layer.moving_mean[0]))
 
-    with keras_seams.replaced_loss_reduction(lambda values, **arguments: tf.constant(7.0)):
+    with keras_seams.replaced_moments(lambda layer, inputs, mask: (ones, ones)):
         thread = threading.Thread(target=use_keras)
         thread.start()
         thread.join()
         use_keras()
-    assert seen == [1.0, 7.0]
-
-
-def test_totals_of_added_losses_are_replaced_and_put_back():
-    regularized = keras.Sequential([keras.Input((3,)), layers.ActivityRegularization(l1=1.0)])
-    regularized.compile("sgd", None)
-    regularized(np.ones((2, 3)))
-    with keras_seams.replaced_added_loss(lambda values: values + 10.0):
-        assert float(regularized.compute_loss()) == 13.0
-    assert float(regularized.compute_loss()) == 3.0
-
-
-def test_updates_of_metrics_are_watched():
-    metric, seen = keras.metrics.Mean(), []
-    with keras_seams.watched_updates([metric], lambda metric, values: seen.append(values)):
-        metric.update_state(3.0)
-        metric(5.0, sample_weight=2.0)
-    metric.update_state(7.0)
-    assert seen == [[3.0], [5.0, 2.0]]
-    assert "update_state" not in vars(metric)
+    assert seen == [0.0, 1.0]
 
 
 def test_moments_are_replaced_and_put_back():
@@ -275,13 +218,6 @@ def test_coupled_weight_decay_is_left_to_the_update():
     assert weight.numpy() == [1.0]
     keras.optimizers.SGD(0.5, weight_decay=0.5).apply([[0.0]], [weight])
     assert weight.numpy() == [0.75]
-
-
-def test_arguments_of_losses_and_metrics_around_functions():
-    assert keras_seams.reduces_last_axis(keras.losses.MeanSquaredError())
-    assert keras_seams.reduces_last_axis(keras.losses.BinaryCrossentropy(axis=1))
-    assert not keras_seams.reduces_last_axis(keras.losses.CosineSimilarity(axis=0))
-    assert not keras_seams.reduces_last_axis(keras.metrics.CosineSimilarity(axis=0))
 
 
 @pytest.mark.parametrize(

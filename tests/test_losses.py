@@ -1,13 +1,12 @@
-"""How losses are split by rows or gathered, and which are which."""
+"""Losses that have more rows than the batch, and the argument that said how to split losses."""
 
 import keras
 import numpy as np
 import pytest
 from comparison import assert_same, fit_evaluate_predict, twins
-from keras import layers, losses, ops
+from keras import layers, ops
 
 import keras_dp
-from keras_dp.losses import split_by_rows
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(23, 5))
@@ -25,42 +24,19 @@ def rmse(y_true, y_pred):
     return ops.sqrt(ops.mean((y_true - y_pred) ** 2))
 
 
-class PerRow(losses.Loss):
-    def call(self, y_true, y_pred):
-        return ops.sum(ops.abs(y_true - y_pred) ** 3, axis=-1)
-
-
-def test_negative_control_coupled_rows_in_the_tower_scope():
+@pytest.mark.parametrize("scope", ["tower", "batch"])
+def test_a_scope_of_the_loss_has_no_effect_any_more(scope):
+    """Also "tower", which took the mean over the towers of a loss that couples rows."""
     data = (X, rng.normal(size=(23, 3)))
     one, inner = twins(dense)
     expected = fit_evaluate_predict(one, compiled(rmse), [(data, 9)])
-    received = fit_evaluate_predict(
-        keras_dp.DataParallelModel(inner, devices=3, loss_scope="tower"), compiled(rmse), [(data, 9)]
-    )
-    with pytest.raises(AssertionError):
-        assert_same(expected, received, 1e-4)
-
-
-def test_which_losses_are_split_by_rows():
-    def split(loss):
-        model = dense()
-        model.compile("sgd", loss)
-        return split_by_rows(model)
-
-    assert all(split(loss) for loss in ("mse", "ce", losses.Huber(), losses.mean_absolute_error, losses.CosineSimilarity()))
-    coupled = [rmse, PerRow(), losses.Dice(), losses.Circle(), "hinge", losses.CosineSimilarity(axis=0)]
-    assert not any(split(loss) for loss in [*coupled, losses.MeanSquaredError(reduction=None)])
-
-
-def test_the_tower_scope_needs_a_reduction():
-    parallel = keras_dp.DataParallelModel(dense(), devices=2, loss_scope="tower")
-    parallel.compile("sgd", losses.MeanSquaredError(reduction=None))
-    with pytest.raises(ValueError, match="Give the loss a reduction"):
-        parallel.fit(X, rng.normal(size=(23, 3)), verbose=0)
+    with pytest.warns(DeprecationWarning, match=f"`loss_scope` has no effect any more.*loss_scope='{scope}'"):
+        parallel = keras_dp.DataParallelModel(inner, devices=3, loss_scope=scope)
+    assert_same(expected, fit_evaluate_predict(parallel, compiled(rmse), [(data, 9)]), 1e-9)
 
 
 def test_losses_of_ones_own_for_several_rows_an_input():
-    """Outputs with T rows for each row of the input are gathered in their order."""
+    """Outputs with T rows for each row of the input keep their order."""
 
     def build():
         inputs = keras.Input((4, 5))

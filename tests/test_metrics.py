@@ -1,4 +1,4 @@
-"""Which metrics add up over parts of a batch, and what the others are given."""
+"""Metrics of the global batch."""
 
 import keras
 import numpy as np
@@ -7,15 +7,13 @@ import tensorflow as tf
 from comparison import assert_towers_match_one_device
 from keras import layers, metrics
 
-from keras_dp.metrics import is_additive
-
 rng = np.random.default_rng(0)
 X = rng.normal(size=(23, 5))
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", tf.nn.softmax, tf.nn.sigmoid])
 @pytest.mark.parametrize("name", ["CategoricalCrossentropy", "BinaryCrossentropy"])
-def test_gathered_outputs_keep_the_logits_behind_them(name, activation):
+def test_outputs_keep_the_logits_behind_them(name, activation):
     """Keras computes crossentropies from the logits behind an activation, which saturated outputs no longer tell."""
 
     class Own(getattr(metrics, name)):
@@ -33,10 +31,3 @@ def test_gathered_outputs_keep_the_logits_behind_them(name, activation):
         return {"optimizer": "sgd", "loss": loss, "metrics": [Own(name="own")]}
 
     assert_towers_match_one_device(build, arguments, [((100 * X, y), 9)], 3)
-
-
-def test_additive_metrics_are_those_of_keras():
-    assert all(is_additive(metric()) for metric in (metrics.Mean, metrics.AUC, metrics.Precision, metrics.R2Score))
-    assert not any(is_additive(metric()) for metric in (metrics.Hinge, metrics.SquaredHinge))
-    assert not is_additive(metrics.MeanMetricWrapper(lambda y_true, y_pred: y_pred))
-    assert not is_additive(metrics.CosineSimilarity(axis=0))

@@ -143,7 +143,7 @@ def test_stopped_and_custom_gradients_are_those_of_one_device():
     assert_towers_match_one_device(Stopped, compile_arguments, [((X, Y), 5)], 3)
 
 
-def test_random_operations_of_tensorflow_differ_between_towers():
+def test_random_operations_of_tensorflow_differ_between_rows():
     class Noise(keras.Model):
         def call(self, x):
             return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
@@ -174,36 +174,48 @@ def test_a_scalar_among_the_outputs():
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
 
 
-def test_dropout_differs_between_towers_and_repeats_with_the_seed():
-    def dropped(devices):
+def test_dropout_is_one_devices():
+    def dropped(wrap):
         keras.utils.set_random_seed(1)
         inner = keras.Sequential([keras.Input((50,)), layers.Dropout(0.5, seed=3), layers.Dense(1)])
-        parallel = parallel_model(inner, devices=devices, optimizer="sgd")
-        parallel.fit(rng.normal(size=(8, 50)) * 0 + 1, np.ones((8, 1)), batch_size=4, shuffle=False, verbose=0)
+        model = wrap(inner)
+        model.compile("sgd", "mse")
+        model.fit(np.ones((9, 50)), np.ones((9, 1)), batch_size=4, shuffle=False, verbose=0)
         return inner.get_weights(), inner.layers[0].seed_generator.state.numpy()
 
-    (first, state), (again, _), (other, other_state) = dropped(2), dropped(2), dropped(4)
-    assert_same(first, again, 0)
-    assert largest_change(first, other) > 1e-3
-    np.testing.assert_array_equal(state, [3, 2])  # Two steps, as on one device.
-    np.testing.assert_array_equal(other_state, [3, 2])
+    one, state = dropped(lambda model: model)
+    np.testing.assert_array_equal(state, [3, 3])
+    for devices in (2, 4):
+        weights, state = dropped(lambda model, devices=devices: keras_dp.DataParallelModel(model, devices=devices))
+        assert_same(one, weights, 1e-12)
+        np.testing.assert_array_equal(state, [3, 3])
 
-    class Masks(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dropout = layers.Dropout(0.5, seed=3)
-            self.masks = self.add_weight(shape=(2, 100), initializer="zeros", trainable=False)
-            self.dense = layers.Dense(1)
 
-        def call(self, x, training=None):
-            mask = self.dropout(x, training=training)
-            self.masks.assign(keras_dp.towers.gather_rows(mask) if keras_dp.towers.current_tower() else mask)
-            return self.dense(mask)
+def test_functions_that_were_traced_run_eagerly_once_that_is_asked_for():
+    """Nothing is traced any more, also for batches that come for the first time."""
+    seen = []
 
-    inner = Masks()
-    parallel_model(inner, devices=2).train_on_batch(np.ones((2, 100)), np.ones((2, 1)))
-    mine, yours = inner.masks.numpy()
-    assert 20 < np.count_nonzero(mine != yours) < 80
+    class Looking(keras.layers.Layer):
+        def call(self, x):
+            seen.append(tf.is_symbolic_tensor(x))
+            return x
+
+    inner = keras.Sequential([Looking(), keras.layers.Dense(2)])
+    parallel = keras_dp.DataParallelModel(inner, devices=2)
+    parallel.compile("sgd", "mse")
+    parallel.fit(X, Y, verbose=0)
+    parallel.predict(X, verbose=0)
+    assert all(seen)
+    try:
+        tf.config.run_functions_eagerly(True)
+        del seen[:]
+        parallel.train_on_batch(X, Y)
+        parallel.test_on_batch(X, Y)
+        parallel.predict_on_batch(X)
+        assert seen
+        assert not any(seen)
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 @pytest.mark.parametrize("how", ["run_eagerly", "run_functions_eagerly"])
@@ -228,11 +240,11 @@ def test_running_eagerly_runs_the_inner_model_and_says_so_once(how, caplog):
     assert "one device" in said[0]
 
 
-def test_one_tower_is_traced_once_also_for_an_uneven_last_batch(monkeypatch):
+def test_a_step_is_traced_once_also_for_an_uneven_last_batch(monkeypatch):
     """Neither Keras's functions around the step nor the last batch, which is smaller, have it traced once more."""
     traced = []
-    stamp_towers = keras_dp.model.stamp_towers
-    monkeypatch.setattr(keras_dp.model, "stamp_towers", lambda *args: traced.append(1) or stamp_towers(*args))
+    run = keras_dp.partitioned_step.run_partitioned
+    monkeypatch.setattr(keras_dp.partitioned_step, "run_partitioned", lambda *args: traced.append(1) or run(*args))
     parallel = parallel_model()
     for _ in range(2):
         parallel.fit(X, Y, batch_size=5, epochs=2, verbose=0)
@@ -241,6 +253,29 @@ def test_one_tower_is_traced_once_also_for_an_uneven_last_batch(monkeypatch):
     for _ in range(2):
         parallel.evaluate(X, Y, batch_size=5, verbose=0)
     assert len(traced) == 2
+
+
+def test_steps_are_traced_once_for_batches_of_all_sizes(monkeypatch):
+    """A `tf.function` takes two traces, and one for each slice whose size it has to learn not to be fixed."""
+    traced = []
+    run = keras_dp.partitioned_step.run_partitioned
+    monkeypatch.setattr(keras_dp.partitioned_step, "run_partitioned", lambda *args: traced.append(1) or run(*args))
+    plain, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=4)
+    for model in (plain, parallel):
+        model.compile("sgd", "mse", metrics=["mae"])
+    sizes = (8, 9, 10, 3, 1, 8)
+    for rows in sizes:
+        assert_same(plain.train_on_batch(X[:rows], Y[:rows]), parallel.train_on_batch(X[:rows], Y[:rows]), 1e-9)
+    assert len(traced) == 1
+    for rows in sizes:
+        assert_same(plain.test_on_batch(X[:rows], Y[:rows]), parallel.test_on_batch(X[:rows], Y[:rows]), 1e-9)
+    assert len(traced) == 2
+    for rows in sizes:
+        assert_same(plain.predict_on_batch(X[:rows]), parallel.predict_on_batch(X[:rows]), 1e-9)
+        assert_same(plain.predict(X[:rows], verbose=0), parallel.predict(X[:rows], verbose=0), 1e-9)
+    # A batch of its own and one of a dataset have other structures.
+    assert len(traced) == 4
 
 
 def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch):
@@ -339,64 +374,94 @@ def test_state_of_ones_own_is_combined():
     assert_towers_match_one_device(Own, compile_arguments, [((X, Y), 5)], 3)
 
 
-def test_refuses_updates_that_would_be_lost():
-    untracked = keras.Variable(0.0, trainable=False)
+class UpdatesUntracked(keras.Model):
+    """Updates a variable that Keras does not know to be the model's."""
 
-    class Updates(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(2)
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        untracked = keras.Variable(0.0, trainable=False)
+        self.untracked = lambda: untracked
 
-        def call(self, x):
-            untracked.assign_add(1.0)
-            return self.dense(x)
-
-    with pytest.raises(ValueError, match=r"updates a keras.Variable that it does not track"):
-        parallel_model(Updates()).fit(X, Y, verbose=0)
-
-    class Rematerialized(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.hidden, self.out = layers.Dense(3, name="hidden"), layers.Dense(2)
-            self.hidden.build((None, 4))
-
-        def call(self, x):
-            return self.out(tf.recompute_grad(self.hidden)(x))
-
-    with pytest.raises(ValueError, match=r"inside keras.remat.*hidden/kernel"):
-        parallel_model(Rematerialized()).fit(X, Y, verbose=0)
-
-    class Decorated(layers.Dense):
-        @tf.function
-        def call(self, x):
-            return super().call(x)
-
-    with pytest.raises(ValueError, match=r"variable '.*/kernel:0' is used inside a @tf.function"):
-        parallel_model(keras.Sequential([keras.Input((4,)), Decorated(2)])).fit(X, Y, verbose=0)
-
-    class InALoop(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
-
-        def call(self, x):
-            def body(i):
-                self.count.assign(keras.ops.cast(i, "float64"))
-                return i + 1
-
-            tf.while_loop(lambda i: i < 3, body, [tf.constant(0)])
-            return x
-
-    with pytest.raises(ValueError, match=r"'.*count' is updated inside a loop"):
-        parallel_model(keras.Sequential([keras.Input((4,)), InALoop(), layers.Dense(2)])).fit(X, Y, verbose=0)
+    def call(self, x):
+        self.untracked().assign_add(keras.ops.mean(x**2))
+        return self.dense(x) * self.untracked()
 
 
-@pytest.mark.parametrize("engine", ["towers", "partition"])
+class Rematerialized(keras.Model):
+    """Computes a layer once more for the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(3, "tanh", name="hidden"), layers.Dense(2)
+        self.hidden.build((None, 4))
+
+    def call(self, x):
+        return self.out(tf.recompute_grad(self.hidden)(x))
+
+
+class Decorated(layers.Dense):
+    @tf.function
+    def call(self, x):
+        return super().call(x)
+
+
+class UpdatesInALoop(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, x):
+        def body(i):
+            self.count.assign(keras.ops.cast(i, "float64"))
+            return i + 1
+
+        tf.while_loop(lambda i: i < 3, body, [tf.constant(0)])
+        return x
+
+
+class UpdatesARawVariable(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.total = tf.Variable(1.0, dtype="float64", trainable=False)
+
+    def call(self, x):
+        return self.dense(x) / self.total.assign_add(tf.reduce_sum(x**2))
+
+
+class DifferentiatesPython(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        y = self.dense(x)
+        squares = tf.py_function(lambda y: y**2 - tf.reduce_mean(y), [y], y.dtype)
+        return tf.ensure_shape(squares, y.shape)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        UpdatesUntracked,
+        UpdatesARawVariable,
+        DifferentiatesPython,
+        Rematerialized,
+        lambda: keras.Sequential([keras.Input((4,)), Decorated(2)]),
+        lambda: keras.Sequential([keras.Input((4,)), UpdatesInALoop(), layers.Dense(2)]),
+    ],
+    ids=["untracked variable", "tf.Variable", "py_function", "recompute_grad", "tf.function", "loop"],
+)
+def test_variables_that_are_used_in_unusual_ways(model):
+    assert_towers_match_one_device(model, compile_arguments, [((X, Y), 5)], 3)
+
+
 @pytest.mark.parametrize("gradient_dtype", ["bfloat16", "float16"])
-def test_gradients_in_half_the_bits_are_close_and_not_the_same(gradient_dtype, engine):
+def test_gradients_in_half_the_bits_are_close_and_not_the_same(gradient_dtype):
     one, inner = twins(build)
     fit_evaluate_predict(one, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
-    parallel = keras_dp.DataParallelModel(inner, devices=3, gradient_dtype=gradient_dtype, engine=engine)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, gradient_dtype=gradient_dtype)
     fit_evaluate_predict(parallel, lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"}, [((X, Y), 5)])
     assert 1e-9 < largest_change(one.get_weights(), inner.get_weights()) < 1e-2
     with pytest.raises(ValueError, match="gradient_dtype='int8'"):

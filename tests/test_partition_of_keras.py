@@ -199,7 +199,7 @@ def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
         batch_size: rows of each step.
     """
     results = []
-    for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3, engine="partition")):
+    for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3)):
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
         model = build()
@@ -212,7 +212,13 @@ def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
         logs = trained.fit(x, y, batch_size=batch_size, epochs=steps, sample_weight=weights, shuffle=False, verbose=0).history
         assert largest_change(before, model.get_weights()) > 1e-6, "nothing was trained"
         results.append((logs, [variable.numpy() for variable in model.variables], values(model.optimizer)))
-    assert_same(*results, {"float64": 1e-9, "float32": 1e-4}[keras.config.floatx()])
+    if keras.config.floatx() == "float64":
+        assert_same(*results, 1e-9)
+    else:
+        # Small entries beside large ones, as those of the gradients of images, have the rounding of these.
+        sizes = keras.tree.map_structure(lambda leaf: max(1, np.abs(leaf).max()), results[0])
+        one, other = (keras.tree.map_structure(lambda leaf, size: leaf / size, result, sizes) for result in results)
+        assert_same(one, other, 1e-4)
     return trained
 
 

@@ -1,6 +1,8 @@
 """Published kinds of programs, most with training steps of their own, train on towers as they do on one device."""
 
 import functools
+import re
+from pathlib import Path
 
 import keras
 import pytest
@@ -10,19 +12,53 @@ from programs.catalogue import PROGRAMS
 
 import keras_dp
 
+PAGE = (
+    Path(__file__)
+    .parents[1]
+    .joinpath("docs", "partition.md")
+    .read_text(encoding="utf-8")
+    .partition("## Which programs gather rows")[2]
+)
+GATHERED = {
+    name: set(re.findall(r"`(\w+)`", types)) for name, types in re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE, re.MULTILINE)
+}
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """The types of operations that are computed once, from gathered rows, in the steps that are traced meanwhile."""
+    types = set()
+    run_on_slices = keras_dp.model.run_on_slices
+
+    def recording(*args):
+        result, partition = run_on_slices(*args)
+        types.update(once.type for once in partition.gathered)
+        return result, partition
+
+    monkeypatch.setattr(keras_dp.model, "run_on_slices", recording)
+    return types
+
 
 @pytest.mark.parametrize("towers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(PROGRAMS))
-def test_program_trains_as_on_one_device(name, towers):
+def test_program_trains_as_on_one_device(name, towers, gathered):
+    """With the operations gathered of which docs/partition.md tells, and no others."""
     wrapped = []
 
     def wrap(model):
-        wrapped.append(keras_dp.DataParallelModel(model, devices=towers, engine="partition"))
+        wrapped.append(keras_dp.DataParallelModel(model, devices=towers))
         return wrapped[0]
 
     received = run(name, wrap)
     with explained_by_check_step(wrapped[0], PROGRAMS[name]()[1]):
         assert_same(plain(name), received, TOLERANCE["float64"])
+    assert gathered == GATHERED.get(name, set()) or towers != 3
+
+
+def test_the_page_counts_the_programs_that_gather():
+    counted = f"Of {len(PROGRAMS)} kinds of published programs (tests/programs), {len(PROGRAMS) - len(GATHERED)} gather no row"
+    assert counted in PAGE
+    assert GATHERED.keys() <= PROGRAMS.keys()
 
 
 @functools.lru_cache

@@ -38,7 +38,7 @@ def test_names_are_keys_and_indices():
         [True, False, False, False],
         [False, False, False, False],
     ]
-    assert WholeTensors(scalars=True).of((tf.zeros(()), tf.zeros(2), None)) == [True, False, False]
+    assert WholeTensors().of((tf.zeros(()), tf.zeros(2), None)) == [True, False, False]
 
 
 class TwoBatches(keras.Model):
@@ -159,7 +159,7 @@ def test_debugging_eagerly_sees_the_whole_tensors():
 
 def test_what_is_not_said_is_refused():
     """Nothing is guessed from the sizes of a batch."""
-    parallel = keras_dp.DataParallelModel(ReadingATable(), devices=2, engine="partition")
+    parallel = keras_dp.DataParallelModel(ReadingATable(), devices=2)
     parallel.compile("sgd", "mse")
     x = {"rows": RNG.normal(size=(6, 4)), "table": TABLE, "temperature": np.float64(2.0)}
     with pytest.raises(
@@ -168,10 +168,37 @@ def test_what_is_not_said_is_refused():
         parallel.train_on_batch(x, RNG.normal(size=(6, 3)))
     with pytest.raises(ValueError, match="`whole` lists names of tensors.*Received: whole='table'"):
         keras_dp.DataParallelModel(ReadingATable(), devices=2, whole="table")
-    with pytest.raises(ValueError, match="\"towers\" cuts all tensors.*Received: whole=.'table'"):
-        keras_dp.DataParallelModel(ReadingATable(), devices=2, whole=["table"], engine="towers")
 
 
 def test_copies_keep_what_is_whole():
     parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(3)]), devices=2, whole=["table"])
     assert keras.models.clone_model(parallel)._whole == parallel._whole
+
+
+class CountsTable(keras.Model):
+    """Divides by the number of rows of a table, which it knows while it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, inputs):
+        rows, table = inputs["x"], inputs["table"]
+        assert table.shape[0] == len(TABLE)
+        return self.dense(rows) + ops.sum(table, axis=0)[:3] / table.shape[0]
+
+
+def test_tensors_that_are_not_cut_keep_their_shapes():
+    def build():
+        model = CountsTable()
+        model({"x": np.zeros((2, 4)), "table": TABLE})
+        return model
+
+    x = RNG.normal(size=(9, 4))
+
+    def script(model):
+        model.compile("sgd", "mse")
+        model.train_on_batch({"x": x, "table": TABLE}, x[:, :3])
+        return [model.predict_on_batch({"x": x[:rows], "table": TABLE}) for rows in (9, 8, 2)]
+
+    assert_same_script(build, script, 3, {"whole": ["table"]})

@@ -20,7 +20,7 @@ def test_wrapping_leaves_nothing_of_ours_on_the_model_and_takes_no_name_from_it(
     inner = build()
     inner.batch_norm = "the user's"
     before = set(vars(inner))
-    first = keras_dp.DataParallelModel(inner, devices=2, batch_norm="local", loss_scope="batch", gradient_dtype="bfloat16")
+    first = keras_dp.DataParallelModel(inner, devices=2, batch_norm="local", gradient_dtype="bfloat16")
     assert set(vars(inner)) == before
     assert first.batch_norm == "the user's"
 

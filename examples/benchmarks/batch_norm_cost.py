@@ -7,7 +7,7 @@ import argparse
 import statistics
 
 from keras_dp.cli import models
-from keras_dp.cli.measurement import Run, measure_in_new_process
+from keras_dp.cli.runs import Run, measure_in_new_process
 
 MODEL = "resnet20"
 BATCH_SIZE = models.workload(MODEL).batch_size

@@ -25,7 +25,7 @@ import keras
 import numpy as np
 
 from keras_dp.cli import environment
-from keras_dp.cli.measurement import Run, RunFailedError, measure_in_new_process
+from keras_dp.cli.runs import Run, RunFailedError, measure_in_new_process
 
 ENGINES = ("keras_dp", "mirrored", "single")
 MARKERS = dict(zip(ENGINES, "oDs", strict=True))

@@ -5,10 +5,9 @@ the same model from the same weights on the same batches, which are ready in mem
 logical device per tower. The engines:
 
   keras_dp   keras_dp.DataParallelModel
-  ceiling    its towers without the sums over them: all that the others take longer is what data parallelism costs
+  ceiling    its towers, each training by itself: all that the others take longer is what data parallelism costs
   single     plain Keras on one device, with all cores
   mirrored   tf.distribute.MirroredStrategy
-  partition  keras_dp.DataParallelModel(engine="partition"); only if asked for
 
 With --out, results are written after each round. Ctrl-C ends a benchmark with what is measured by then, and --redraw makes
 table and figure anew from a bench.json.
@@ -34,8 +33,7 @@ from keras_dp.cli.summary import Cell
 
 MODELS = ("mlp", "resnet20", "resnet50", "transformer", "lstm", "unet")
 ALWAYS = ("keras_dp", "ceiling")
-BY_DEFAULT = ("single", "mirrored")
-OTHERS = (*BY_DEFAULT, "partition")
+OTHERS = ("single", "mirrored")
 INTERRUPTED = 130  # the exit code of what SIGINT ends
 NO_FIGURE = "bench.png is not drawn, for want of matplotlib: pip install keras_dp[bench], and draw it with --redraw."
 
@@ -68,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         type=_argument(_engines),
-        default=list(BY_DEFAULT),
+        default=list(OTHERS),
         metavar="ENGINE,...",
-        help="what to compare with: single, mirrored, partition, or none (default: single,mirrored)",
+        help="what to compare with: single, mirrored or none (default: single,mirrored)",
     )
     parser.add_argument(
         "--parameter-device",

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import resource
 import sys
@@ -23,7 +22,6 @@ PROFILED_STEPS = 10
 SEED = 0
 WRAPPERS: dict[str, Callable[..., keras.Model]] = {
     "keras_dp": keras_dp.DataParallelModel,
-    "partition": functools.partial(keras_dp.DataParallelModel, engine="partition"),
     "ceiling": IndependentTowers,
 }
 

@@ -112,12 +112,12 @@ def resnet50() -> keras.Model:
     return keras.applications.ResNet50(weights=None, input_shape=(224, 224, 3), classes=1_000, classifier_activation=None)
 
 
-def transformer() -> keras.Model:
-    """A language model with four pre-norm blocks; logits of the next token, of shape (batch, 64, 5000)."""
+def transformer(blocks: int = 4) -> keras.Model:
+    """A language model with pre-norm blocks; logits of the next token, of shape (batch, 64, 5000)."""
     width = 128
     tokens = keras.Input((SEQUENCE_LENGTH,), dtype="int32")
     x = PositionEmbedding()(keras.layers.Embedding(VOCABULARY, width)(tokens))
-    for _ in range(4):
+    for _ in range(blocks):
         normalized = keras.layers.LayerNormalization()(x)
         attention = keras.layers.MultiHeadAttention(num_heads=4, key_dim=width // 4)
         x = keras.layers.Add()([x, attention(normalized, normalized, use_causal_mask=True)])

@@ -8,7 +8,7 @@ import numpy as np
 from keras_dp.cli.runs import ENGINES
 from keras_dp.cli.summary import Row
 
-MARKERS = dict(zip(ENGINES, "o^sDv", strict=True))
+MARKERS = dict(zip(ENGINES, "o^sD", strict=True))
 
 
 def write_figure(rows: Sequence[Row], title: str, path: Path) -> None:

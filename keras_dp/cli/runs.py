@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_dp import choices
 
-ENGINES = ("keras_dp", "ceiling", "single", "mirrored", "partition")
+ENGINES = ("keras_dp", "ceiling", "single", "mirrored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +17,7 @@ class Run:
     """What to train, and how.
 
     Attributes:
-        engine: one of ENGINES: keras_dp; its towers without the sums over them; plain Keras on one device; MirroredStrategy;
-            keras_dp with `engine="partition"`.
+        engine: one of ENGINES: keras_dp; its towers, each by itself; plain Keras on one device; or MirroredStrategy.
         towers: devices that share each batch.
         batch_size: rows in a global batch.
         model: a name for `keras_dp.cli.models.workload`.

@@ -8,9 +8,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.across import Across
-from keras_dp.partition.forms import Feeds, Forms, Instances
-from keras_dp.partition.graph import Output, control_inputs, data_inputs, output_of
+from keras_dp.partition.construction import Construction
+from keras_dp.partition.control_flow import LOOPS
+from keras_dp.partition.exchanges import Exchanges
+from keras_dp.partition.forms import Forms
+from keras_dp.partition.graph import Output, output_of
 from keras_dp.partition.homes import Homes
+from keras_dp.partition.instances import Feeds, Instances
 from keras_dp.partition.late_writes import hold_back_writes
 from keras_dp.partition.node import Node
 from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
@@ -42,7 +46,8 @@ class Builder:
 
     Attributes:
         graph: the graph so far.
-        forms: of tensors, and the exchanges that they took.
+        exchanges: between towers, so far.
+        forms: of tensors.
     """
 
     def __init__(self, propagation: Propagation, devices: Sequence[str], home: str, feeds: Feeds, across: Across | None = None):
@@ -50,9 +55,11 @@ class Builder:
         self.devices = list(devices)
         self.feeds = feeds
         self.graph = GraphWriter(home)
-        self._instances = Instances()
+        self._instances = Instances(feeds.slices)
         self._homes = Homes(propagation, home)
-        self.forms = Forms(self.graph, propagation, self.devices, feeds, self._instances, self._homes, across)
+        construction = Construction(self.graph, propagation, self.devices, feeds, self._instances, self._homes, across)
+        self.exchanges = Exchanges(construction)
+        self.forms = Forms(construction, self.exchanges)
 
     def build(self, outputs: Iterable[str], effects: Iterable[str]) -> tuple[list[str], list[str]]:
         """Makes all nodes that some outputs and effects of the traced graph need, and no others.
@@ -66,7 +73,7 @@ class Builder:
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
         needed = self._needed([(self._kind(output, REPLICATE), output[0]) for output in wanted] + self._kinds_after(effects))
-        self.forms.early = self._early(needed)
+        self.exchanges.early = self._early(needed)
         makers: dict[_Kind, Callable[[Any], Any]] = {
             _Kind.SHAPES: self._make_local_shapes,
             _Kind.TOWERS: self._make_on_towers,
@@ -77,9 +84,9 @@ class Builder:
                 if (kind, definition.name) in needed:
                     make(definition)
         results = [self.forms.whole(output) for output in wanted]
-        self.forms.finish()
+        self.exchanges.finish()
         variables = [self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name)]
-        hold_back_writes(self.graph, variables, self.forms.meetings)
+        hold_back_writes(self.graph, variables, self.exchanges.meetings)
         return results, [name[1:] for effect in effects for name in self._controls(effect)]
 
     # Which instances there have to be.
@@ -109,7 +116,7 @@ class Builder:
     def _inputs(self, kind: _Kind, name: str) -> list[tuple[Output, Need]]:
         """The tensors that an instance takes, and in which form."""
         definition, plan = self.propagation.nodes[name], self.propagation.plans[name]
-        outputs = [output_of(source) for source in data_inputs(definition)]
+        outputs = self.propagation.sources[name]
         needs: Sequence[Need]
         if kind is _Kind.HOME and self._counts_all_rows(definition):
             needs = [self.propagation.facts[output].placement for output in outputs]
@@ -124,7 +131,7 @@ class Builder:
 
     def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
         sources = [(self._kind(output, need), output[0]) for output, need in self._inputs(kind, name)]
-        return sources + self._kinds_after(control_inputs(self.propagation.nodes[name]))
+        return sources + self._kinds_after(self.propagation.awaited[name])
 
     def _kinds_after(self, names: Iterable[str]) -> list[tuple[_Kind, str]]:
         """The instances after which a node runs that runs after some traced nodes."""
@@ -139,7 +146,7 @@ class Builder:
             return False
         definition = self.propagation.nodes[name]
         return definition.op != "Const" and (
-            is_stateful(definition.op) or definition.op == "NoOp" or bool(control_inputs(definition))
+            is_stateful(definition.op) or definition.op == "NoOp" or bool(self.propagation.awaited[name])
         )
 
     def _is_variable(self, argument: str) -> bool:
@@ -155,7 +162,7 @@ class Builder:
     def _counts_all_rows(self, definition: Any) -> bool:
         """Whether a node asks for the shape of tensors of which the towers have slices or parts."""
         return definition.op in _SHAPES and any(
-            self.propagation.facts[output_of(source)].placement != REPLICATE for source in data_inputs(definition)
+            self.propagation.facts[output].placement != REPLICATE for output in self.propagation.sources[definition.name]
         )
 
     def _kind(self, output: Output, need: Need) -> _Kind:
@@ -187,26 +194,45 @@ class Builder:
         elif self._counts_all_rows(definition):
             self._instances.home[definition.name] = self._shape_of_whole(definition)
         else:
-            inputs = [self.forms.whole(output_of(source)) for source in data_inputs(definition)]
+            inputs = list(map(self.forms.whole, self.propagation.sources[definition.name]))
             device = self._homes.of_node(definition)
+            if definition.op in LOOPS:
+                inputs = self._beside_loop(definition, inputs, device, "home")
             self._instances.home[definition.name] = self.copy(definition, "home", device, inputs)
 
     def _make_on_towers(self, definition: Any) -> None:
-        plan = self.propagation.plans[definition.name]
+        plan, outputs = self.propagation.plans[definition.name], self.propagation.sources[definition.name]
         made = []
         for tower, device in enumerate(self.devices):
-            sources = zip(data_inputs(definition), plan.needs or (), strict=True)
-            inputs = [self.forms.form(output_of(source), need, tower) for source, need in sources]
+            inputs = [self.forms.form(output, need, tower) for output, need in zip(outputs, plan.needs or (), strict=True)]
+            if definition.op in LOOPS:
+                inputs = self._beside_loop(definition, inputs, device, f"tower_{tower}")
             if plan.instance:
                 made.append(plan.instance(self, definition, tower, inputs))
             else:
                 made.append(self.copy(definition, f"tower_{tower}", device, inputs))
         self._instances.towers[definition.name] = made
 
+    def _beside_loop(self, definition: Any, inputs: Sequence[str], device: str, prefix: str) -> list[str]:
+        """The inputs of a loop on its device, before it begins.
+
+        TensorFlow keeps a loop's variables where its inputs come from, and would send them in each round.
+        """
+        placed = []
+        for output, tensor in zip(self.propagation.sources[definition.name], inputs, strict=True):
+            dtype = self.propagation.static(output).dtype
+            is_sent = dtype not in (tf.resource, tf.variant)
+            placed.append(
+                self.graph.add("Identity", [tensor], device, f"{prefix}/{definition.name}/input", T=dtype)
+                if is_sent
+                else tensor
+            )
+        return placed
+
     def _make_local_shapes(self, definition: Any) -> None:
         made = []
         for tower, device in enumerate(self.devices):
-            outputs = [output_of(source) for source in data_inputs(definition)]
+            outputs = self.propagation.sources[definition.name]
             inputs = [self.forms.form(output, self._local_need(output), tower) for output in outputs]
             made.append(self.copy(definition, f"tower_{tower}/shapes", device, inputs))
         self._instances.shapes[definition.name] = made
@@ -214,7 +240,7 @@ class Builder:
     def _shape_of_whole(self, definition: Any) -> str:
         """Shape, ShapeN or Size, of the whole of tensors of which the towers have slices or parts."""
         dtype = tf.as_dtype(definition.attr["out_type"].type or tf.int32.as_datatype_enum)
-        outputs = [output_of(source) for source in data_inputs(definition)]
+        outputs = self.propagation.sources[definition.name]
         shapes = [self._whole_shape(output, dtype) for output in outputs]
         name = f"home/{definition.name}"
         if definition.op == "Size":
@@ -230,7 +256,7 @@ class Builder:
         if isinstance(placement, Replicate) or self._is_there(output):
             return self.graph.add("Shape", [self.forms.whole(output)], self.graph.home, "shape", T=static.dtype, out_type=dtype)
         last = len(self.devices) - 1
-        part, device = self.forms.part(output, last), self.devices[last]
+        part, device = self._instances.part(output, last), self.devices[last]
         shape = self.graph.add("Shape", [part], device, "shape", T=static.dtype, out_type=dtype)
         if not isinstance(placement, Shard):
             return shape
@@ -260,7 +286,7 @@ class Builder:
             tower: whose entries are counted; None for those of the whole batch.
         """
         rows = self.feeds.batch_rows if tower is None else self.feeds.rows[tower]
-        output = output_of(data_inputs(node.definition)[0])
+        output = self.propagation.sources[node.name][0]
         last = len(self.devices) - 1
         plain = int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
         total = self.graph.constant(plain, tf.int64)
@@ -282,7 +308,7 @@ class Builder:
 
     def read(self, node: Node, resource: str) -> str:
         """The value of a variable, read once for all towers."""
-        controls = [control for name in control_inputs(node.definition) for control in self._controls(name)]
+        controls = [control for name in self.propagation.awaited[node.name] for control in self._controls(name)]
         dtype = node.result_dtype()
         return self.graph.once(
             ("read", node.name),
@@ -293,7 +319,7 @@ class Builder:
 
     def copy(self, definition: Any, prefix: str, device: str, inputs: Sequence[str], operation: str | None = None) -> str:
         """A copy of a traced node, with other inputs, on a device, after those that it waits for."""
-        controls = [control for source in control_inputs(definition) for control in self._controls(source)]
+        controls = [control for source in self.propagation.awaited[definition.name] for control in self._controls(source)]
         return self.graph.copy(
             definition, f"{prefix}/{definition.name}", device, inputs, [] if definition.op == "Const" else controls, operation
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.tensorflow_internals import add_function, body_of, graphs_around, handle_data
+from keras_dp.partition.tensorflow_internals import add_function, body_with_functions, graphs_around, handle_data, is_function
 from keras_dp.partition.writing import GraphWriter
 
 Tensor = Any
@@ -33,7 +33,8 @@ def call(
     """
     graph = tf.compat.v1.get_default_graph()
     function = written.function
-    function.signature.name = f"partitioned_{next(_NUMBERS)}"
+    # A module that is imported once more begins to count again.
+    function.signature.name = next(name for name in map("partitioned_{}".format, _NUMBERS) if not is_function(name))
     function.signature.is_stateful = True
     wanted = list(map(written.inside, outputs))
     given = {argument: graph.capture(tensors[name]()) for name, argument in written.given.items()}
@@ -50,7 +51,9 @@ def call(
         return _imported(function, list(given.values()))
     for around in graphs_around(graph):
         add_function(function, around)
-    return tf.raw_ops.StatefulPartitionedCall(args=list(given.values()), Tout=dtypes, f=function.signature.name)
+    called = tf.raw_ops.StatefulPartitionedCall(args=list(given.values()), Tout=dtypes, f=function.signature.name)
+    # Of a function without results, it is an operation.
+    return list(called) if dtypes else []
 
 
 @contextlib.contextmanager
@@ -64,7 +67,7 @@ def node_by_node() -> Iterator[None]:
 
 
 def _imported(function: Any, given: Sequence[Tensor]) -> list[Tensor]:
-    body, names = body_of(function)
+    body, names = body_with_functions(function)
     arguments = {f"{argument.name}:0": tensor for argument, tensor in zip(function.signature.input_arg, given, strict=True)}
     wanted = [names[function.ret[result.name]] for result in function.signature.output_arg]
     effects = list(function.signature.control_output)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dp.partition.graph import Output, data_inputs, name_of, output_of
+from keras_dp.partition.graph import Output, name_of
 from keras_dp.partition.picture import Line, draw
 from keras_dp.partition.placements import Shard
 from keras_dp.partition.rows import Rows
@@ -61,6 +61,7 @@ class Explanation:
         batch_rows: B, for which the bytes are.
         on_towers: how many operations of the step every tower computes.
         at_home: how many are computed once.
+        jit_compile: whether XLA compiles those on towers, as many together as there are between two exchanges.
         meetings: what towers exchange, in the order of the step.
         once: the operations for which rows are gathered.
     """
@@ -70,13 +71,14 @@ class Explanation:
     batch_rows: int
     on_towers: int
     at_home: int
+    jit_compile: bool
     meetings: list[Meeting]
     once: list[Once]
 
     def __str__(self) -> str:
         lines = [
             f"{len(self.devices)} towers on {', '.join(self.devices)}; home on {self.home}; batch of {self.batch_rows} rows",
-            f"{self.on_towers} operations on each tower, {self.at_home} once at home",
+            f"{self.on_towers} operations on each tower{', compiled by XLA' * self.jit_compile}, {self.at_home} once at home",
             "",
             f"{'exchange':<10}{'tensors':>9}{'bytes':>14}",
         ]
@@ -111,7 +113,7 @@ class Explanation:
         return [once for once in self.once if (once.bytes or 0) >= max(2**20, total / 10)]
 
 
-def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows: int) -> Explanation:
+def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows: int, jit_compile: bool = False) -> Explanation:
     """Explains how a step is partitioned.
 
     Args:
@@ -119,6 +121,7 @@ def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows:
         devices: of the N towers.
         home: the device of whatever happens once.
         batch_rows: B, for which bytes are computed.
+        jit_compile: whether XLA compiles the operations on towers.
     """
     propagation, graph = partition.propagation, partition.traced.graph
     plans = [plan for name, plan in propagation.plans.items() if name not in partition.traced.arguments]
@@ -143,7 +146,7 @@ def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows:
         for known in partition.gathered
     ]
     at_home = sum(plan.is_at_home for plan in plans)
-    return Explanation(list(devices), home, batch_rows, len(plans) - at_home, at_home, meetings, once)
+    return Explanation(list(devices), home, batch_rows, len(plans) - at_home, at_home, jit_compile, meetings, once)
 
 
 def _scope(name: str) -> str:
@@ -153,7 +156,7 @@ def _scope(name: str) -> str:
 def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | None:
     """The bytes of the rows that an operation takes."""
     propagation = partition.propagation
-    inputs = [output_of(source) for source in data_inputs(propagation.nodes[name])]
+    inputs = propagation.sources[name]
     sizes = [
         _bytes(partition, output, batch_rows) for output in inputs if isinstance(propagation.facts[output].placement, Shard)
     ]

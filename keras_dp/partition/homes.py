@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.graph import Output, data_inputs, output_of
+from keras_dp.partition.graph import Output
 from keras_dp.partition.propagation import Propagation
 
 
@@ -44,7 +44,7 @@ class Homes:
         return self._wanted.get(output, self.home)
 
     def _place(self, definition: Any, propagation: Propagation) -> None:
-        inputs = [output_of(source) for source in data_inputs(definition)]
+        inputs = propagation.sources[definition.name]
         place = definition.device or self._beside(inputs, propagation)
         if place:
             self._places[definition.name] = place

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Set
 from typing import Any
 
-from keras_dp.partition.graph import data_inputs
 from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.writing import GraphWriter
 
@@ -27,17 +26,19 @@ def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Col
     awaited = {name.split(":")[0] for name in meetings} | {node.name for node in nodes if node.op in _CHECKS}
     # What does not depend on the batch, as the count of the steps, happens on one device even when the data have ended.
     of_batch = awaited.union(graph.given.values()) - handles
-    for node in nodes:
-        if not of_batch.isdisjoint(map(_node_of, data_inputs(node))):
-            of_batch.add(node.name)
+    sources = {node.name: [name.partition(":")[0] for name in node.input] for node in nodes}
+    for name, inputs in sources.items():
+        if not of_batch.isdisjoint(inputs):
+            of_batch.add(name)
     leading: set[str] = set()
     late = []
     for node in reversed(nodes):
-        if node.name in leading or node.name in awaited:
-            leading.update(map(_node_of, node.input))
-        elif node.name in of_batch and _writes(node, handles):
+        name = node.name
+        if name in leading or name in awaited:
+            leading.update(source.lstrip("^") for source in sources[name])
+        elif name in of_batch and _writes(node, handles):
             late.append(node)
-    present = sorted(awaited.intersection(node.name for node in nodes))
+    present = sorted(awaited & sources.keys())
     if late and present:
         barrier = graph.add("NoOp", [f"^{name}" for name in present], graph.home, "all_have_met")
         for node in late:
@@ -45,8 +46,4 @@ def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Col
 
 
 def _writes(node: Any, handles: Set[str]) -> bool:
-    return is_stateful(node.op) and node.op not in _READS and not handles.isdisjoint(data_inputs(node))
-
-
-def _node_of(name: str) -> str:
-    return name.lstrip("^").split(":")[0]
+    return is_stateful(node.op) and node.op not in _READS and not handles.isdisjoint(node.input)

@@ -3,6 +3,7 @@
 On one device, both functions are the identity.
 """
 
+import contextlib
 import re
 from typing import Any
 
@@ -40,3 +41,12 @@ def _is_in(name: str, scope: str) -> bool:
 def _marked(x: Tensor, scope: str) -> Tensor:
     with tf.name_scope(scope):
         return tf.raw_ops.Snapshot(input=x)
+
+
+# Nothing else in TensorFlow's Python makes this operation, and it has no gradient. A tf.custom_gradient would be registered for
+# good, and would keep the graph with it. A module that is imported once more finds its gradient registered.
+with contextlib.suppress(KeyError):
+
+    @tf.RegisterGradient("Snapshot")
+    def _gradient_of_own(operation: tf.Operation, upstream: Tensor) -> Tensor:
+        return own_part(upstream)

@@ -31,7 +31,7 @@ class Partial:
     """A part on each tower, of which all together make the tensor.
 
     Attributes:
-        reduction: "sum", "max", "min", "prod", "all" or "any".
+        reduction: "sum", "max", "min", "prod", "all" or "any"; or "variance" (see `moments`).
     """
 
     reduction: str = "sum"

@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition import control_flow
-from keras_dp.partition.graph import Output, Traced, data_inputs, output_of, traced_function
+from keras_dp.partition.graph import Output, Traced, control_inputs, data_inputs, output_of, traced_function
+from keras_dp.partition.moments import mean_of_variance, plan_of_variance
 from keras_dp.partition.node import Node, Plan, Static
 from keras_dp.partition.placements import (
     ANY_SHAPE,
@@ -70,6 +71,9 @@ class Propagation:
     Attributes:
         facts: by output.
         plans: by node.
+        nodes: the NodeDefs, by name.
+        sources: by node, the outputs that it takes.
+        awaited: by node, the nodes after which it runs besides.
         gathered: the nodes that are computed once from rows that had to be gathered.
         obstacle: of a body, why it cannot run on towers as it is; None if it can.
         bodies: of the functions that nodes run.
@@ -87,6 +91,8 @@ class Propagation:
         self.facts: dict[Output, Facts] = {}
         self.plans: dict[str, Plan] = {}
         self.nodes = {node.name: node for node in traced.nodes}
+        self.sources = {name: [output_of(source) for source in data_inputs(node)] for name, node in self.nodes.items()}
+        self.awaited = {name: control_inputs(node) for name, node in self.nodes.items()}
         self.gathered: list[Gathered] = []
         self.obstacle: str | None = None
         self.bodies: list[Propagation] = []
@@ -118,7 +124,7 @@ class Propagation:
 
     def view(self, definition: Any) -> Node:
         """A node as rules see it."""
-        sources = [output_of(name) for name in data_inputs(definition)]
+        sources = self.sources[definition.name]
         inputs = [self.facts[source] for source in sources]
         statics = [self.static(source) for source in sources]
         return Node(definition, inputs, statics, self.traced.statics[definition.name], self.in_loop)
@@ -183,9 +189,23 @@ class Propagation:
             plan = rule(node) if rule else None
         if plan is None or not self._is_sound(node, plan):
             return self._once(node, self._why_gathered(node))
+        if node.type == "Mean" and plan.outputs[0].placement == Partial() and not self.in_loop:
+            return self._as_variance(node, plan)
         if plan.gathers:
             self.gathered.append(Gathered(node.type, node.name, "rows meet rows: one operand is gathered"))
         return plan
+
+    def _as_variance(self, node: Node, plan: Plan) -> Plan:
+        """The plan of a mean over rows, which may be a variance: then it takes the rows in place of the distances."""
+        found = mean_of_variance(node, self.sources, self.nodes, self.facts)
+        if found is None or plan.instance is None:
+            return plan
+        rows, mean = found
+        if not set(self.awaited[node.name]) <= set(self.awaited[mean[0]]):
+            # It waits for what may be made of the mean, which would come with it.
+            return plan
+        self.sources[node.name] = [rows, mean, self.sources[node.name][1]]
+        return plan_of_variance(mean, self.facts[rows], plan.outputs[0].shape, plan.instance)
 
     def _with_own(self, node: Node) -> Plan:
         """The plan of a node that takes values that towers have for themselves."""
@@ -221,8 +241,7 @@ class Propagation:
     def _once(self, node: Node, reason: str) -> Plan:
         """The plan of a node that is computed at home."""
         if any(node.is_list(i) for i in range(len(node.inputs))) and not self.in_loop:
-            for name, facts in zip(data_inputs(node.definition), node.inputs, strict=True):
-                source = output_of(name)[0]
+            for (source, _), facts in zip(self.sources[node.name], node.inputs, strict=True):
                 if isinstance(facts.placement, ListOf) and not self.plans[source].also_at_home:
                     raise CannotGatherError(source)
         if any(node.is_shard(i) or node.is_list(i) for i in range(len(node.inputs))):
@@ -239,12 +258,12 @@ class Propagation:
         is_unseen = definition.op in control_flow.TYPES and plan.is_at_home
         if is_stateful(definition.op) and (is_unseen or definition.op not in stateless):
             return f"{where} has effects"
-        sources = [self.facts[output_of(name)] for name in data_inputs(definition)]
+        sources = [self.facts[source] for source in self.sources[definition.name]]
         if plan.is_at_home:
             return self._obstacle_at_home(definition, plan, sources, where)
         if plan.instance:
             return f"{where} is not the same on a tower"
-        statics = [self.static(output_of(name)) for name in data_inputs(definition)]
+        statics = [self.static(source) for source in self.sources[definition.name]]
         for facts, need, static in zip(sources, plan.needs or (), statics, strict=True):
             if not _is_there(facts, need, static):
                 return f"{where} takes {facts.placement} as {need}"

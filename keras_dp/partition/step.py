@@ -1,7 +1,9 @@
 """Run a step, written for one device, on several: trace it as it is, and partition the graph by rows."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +12,10 @@ import tensorflow as tf
 from keras_dp.partition.across import Across
 from keras_dp.partition.building import Builder
 from keras_dp.partition.calling import call
-from keras_dp.partition.forms import Exchange, Feeds
+from keras_dp.partition.compilation import compile_towers
+from keras_dp.partition.exchanges import Exchange
 from keras_dp.partition.graph import Traced, traced_step
+from keras_dp.partition.instances import Feeds
 from keras_dp.partition.placements import Facts, Shard
 from keras_dp.partition.propagation import CannotGatherError, Gathered, Propagation
 from keras_dp.partition.tensorflow_internals import forget_custom_gradients, graphs_around
@@ -78,6 +82,7 @@ def run_partitioned(
     devices: Sequence[str],
     home: str,
     across: Across | None = None,
+    jit_compile: bool = False,
 ) -> tuple[Any, Partition]:
     """Runs a step on the towers' slices of a batch, with the result of one device and the whole batch.
 
@@ -92,6 +97,7 @@ def run_partitioned(
         devices: of the N towers.
         home: the device of whatever happens once, on each worker.
         across: what the workers tell each other, of which each runs the step on its towers; None for one worker alone.
+        jit_compile: whether XLA compiles what towers compute between exchanges.
 
     Returns:
         What the step returns, of the whole batch, and how it was partitioned.
@@ -99,10 +105,12 @@ def run_partitioned(
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
     builder, outputs, effects = build(traced, arguments, devices, home, across=across)
+    if jit_compile:
+        compile_towers(builder.graph)
     results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition(traced, builder.propagation, builder.forms.exchanges, trace.variables())
+    partition = Partition(traced, builder.propagation, builder.exchanges.made, trace.variables())
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
@@ -112,7 +120,7 @@ def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], device
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
     builder, _, _ = build(traced, arguments, devices, home)
-    return Partition(traced, builder.propagation, builder.forms.exchanges, trace.variables())
+    return Partition(traced, builder.propagation, builder.exchanges.made, trace.variables())
 
 
 class Trace:
@@ -179,12 +187,25 @@ def build(
     at_home: set[str] = set()
     while True:
         try:
-            builder = Builder(Propagation(traced, facts, at_home), devices, home, feeds, across)
-            return builder, *builder.build([*traced.outputs, *more], traced.effects)
+            with _garbage_collection_put_off():
+                builder = Builder(Propagation(traced, facts, at_home), devices, home, feeds, across)
+                return builder, *builder.build([*traced.outputs, *more], traced.effects)
         except CannotGatherError as error:
             if error.node in at_home:
                 raise
             at_home.add(error.node)
+
+
+@contextlib.contextmanager
+def _garbage_collection_put_off() -> Iterator[None]:
+    """Python would look for cycles among all there is again and again, a third of the time, while nothing but more is made."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _feeds(placeholders: Sequence[str], arguments: Sequence[Argument], count: int) -> Feeds:

@@ -19,6 +19,13 @@ def body_of(function: Any) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
     return graph_def, names
 
 
+def body_with_functions(function: Any) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
+    """As `body_of`, with the functions that the nodes call, as TensorFlow knows them."""
+    with tf.init_scope():
+        graph_def, names = function_def_to_graph.function_def_to_graph_def(function, include_library_functions=True)
+    return graph_def, names
+
+
 def is_stateful(operation_type: str) -> bool:
     """Whether an operation may give something else with the same inputs, or has effects; those that are not known, may."""
     definition = op_def_registry.get(operation_type)
@@ -43,6 +50,11 @@ def add_function(function: Any, graph: tf.Graph) -> None:
     context.context().add_function_def(function)
     name = function.signature.name
     weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
+
+
+def is_function(name: str) -> bool:
+    """Whether TensorFlow knows a function by this name."""
+    return bool(context.context().has_function(name))
 
 
 def graphs_around(graph: tf.Graph) -> list[tf.Graph]:

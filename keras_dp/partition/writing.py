@@ -50,6 +50,8 @@ class GraphWriter:
         self._names: dict[str, int] = {}
         self._results: dict[str, list[tuple[str, tf.DType]]] = {}
         self._results_of_copied: dict[str, list[tuple[str, tf.DType]]] = {}
+        self._rounds: dict[str, int] = {}
+        self._inside: dict[str, tuple[str, tf.DType | None]] = {}
 
     def add(self, operation: str, inputs: Sequence[str], device: str, name: str, **attributes: Any) -> str:
         """Writes a new node, and returns its name."""
@@ -68,6 +70,7 @@ class GraphWriter:
                 node.attr[attribute].tensor.CopyFrom(value)
         made = str(node.name)
         self._results[made] = results_of(node)
+        self._count_rounds(made, inputs)
         return made
 
     def copy(
@@ -105,15 +108,19 @@ class GraphWriter:
         del node.input[:]
         node.input.extend(map(self._input, inputs))
         node.input.extend(sorted(set(controls)))
+        self._count_rounds(name, [*inputs, *controls])
         return node
 
     def inside(self, name: str) -> tuple[str, tf.DType | None]:
         """How the function calls a tensor, and its dtype, None if the function is given it."""
-        node, port = output_of(name)
-        if node not in self._results:
-            return self.given.setdefault(name, f"given_{len(self.given)}"), None
-        result, dtype = self._results[node][port]
-        return f"{node}:{result}", dtype
+        if name not in self._inside:
+            node, port = output_of(name)
+            if node in self._results:
+                result, dtype = self._results[node][port]
+                self._inside[name] = f"{node}:{result}", dtype
+            else:
+                self._inside[name] = self.given.setdefault(name, f"given_{len(self.given)}"), None
+        return self._inside[name]
 
     def _input(self, name: str) -> str:
         return name if name[0] == "^" else self.inside(name)[0]
@@ -174,11 +181,20 @@ class GraphWriter:
         ]
         return self.add("Slice", inputs, self.home, "cut", T=dtype, Index=tf.int32)
 
-    def reserve(self, name: str, dtype: tf.DType) -> str:
-        """A name for a tensor that will be written later; nodes may take it before."""
+    def reserve(self, name: str, dtype: tf.DType, sources: Sequence[str]) -> str:
+        """A name for a tensor that will be written later, and made of some others; nodes may take it before."""
         made = self._unique(name)
-        self._results[made] = [("output", dtype)]
+        self._results[made] = [("output:0", dtype)]
+        self._rounds[made] = 1 + max(map(self.rounds, sources))
         return made
+
+    def rounds(self, name: str) -> int:
+        """How many of the tensors that were reserved a tensor is made of, one after the other, at most."""
+        return self._rounds.get(output_of(name.removeprefix("^"))[0], 0)
+
+    def _count_rounds(self, name: str, inputs: Iterable[str]) -> None:
+        if self._rounds:
+            self._rounds.setdefault(name, max(map(self.rounds, inputs), default=0))
 
     def inline(self, function: Callable[..., Any], given: Sequence[Given], results: Sequence[str]) -> None:
         """Writes the operations of a function of some tensors.

@@ -30,9 +30,8 @@ def assert_same_run(one, other):
     (params, metrics, artifacts), (other_params, other_metrics, other_artifacts) = one, other
     assert params == other_params
     assert artifacts == other_artifacts
-    assert metrics.keys() == other_metrics.keys()
     assert len(metrics) > 3
-    np.testing.assert_allclose(list(other_metrics.values()), list(metrics.values()), rtol=1e-4)
+    assert other_metrics == pytest.approx(metrics, rel=1e-4)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -238,7 +239,7 @@ def placement_accumulation_and_scope(towers):
     """Variables spread over the towers, accumulation weighted by rows, losses on the gathered batch."""
     data = (numbers(14, 5), labels(14, 3))
     compiled = classifier(lambda: keras.optimizers.SGD(0.1, momentum=0.875))
-    options = {"parameter_device": "sharded", "loss_scope": "batch"}
+    options = {"parameter_device": "sharded"}
     assert_same_script(mlp, lambda model: fit(model, compiled, [(data, 4)]), towers, options)
 
     parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
@@ -250,6 +251,24 @@ def placement_accumulation_and_scope(towers):
     one.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
     one.fit(*(part[:7] for part in data), batch_size=7, epochs=1, verbose=0, shuffle=False)
     assert_same(one.get_weights(), parallel.get_weights(), 1e-9)
+
+
+@case
+def gradients_in_half_the_bytes(towers):
+    """Between workers as well, where all of them travel together."""
+    data = (numbers(14, 5), labels(14, 3))
+    compiled = classifier(lambda: keras.optimizers.SGD(0.1))
+    one = mlp()
+    parallel = keras_dp.DataParallelModel(mlp(), devices=towers, gradient_dtype="bfloat16")
+    one.set_weights(parallel.get_weights())
+    reduce = mock.Mock(side_effect=tf.raw_ops.CollectiveReduce)
+    with mock.patch.object(tf.raw_ops, "CollectiveReduce", reduce):
+        fit(parallel, compiled, [(data, 4)])
+    fit(one, compiled, [(data, 4)])
+    sent = [call.kwargs["input"].dtype for call in reduce.call_args_list]
+    assert sent.count(tf.bfloat16) == 1, sent
+    difference = max(np.abs(a - b).max() for a, b in zip(one.get_weights(), parallel.get_weights(), strict=True))
+    assert 1e-6 < difference < 1e-2, difference
 
 
 @case
@@ -534,7 +553,7 @@ def whole_and_ragged_tensors(towers):
 
 @case
 def metrics_and_masks_with_dropout(towers):
-    """Random numbers are one device's where the step is partitioned; AUC; masks and sample weights."""
+    """Random numbers are one device's; AUC; masks and sample weights."""
 
     def build():
         tokens = keras.Input((6,), dtype="int32")
@@ -551,7 +570,7 @@ def metrics_and_masks_with_dropout(towers):
         return {"optimizer": keras.optimizers.Adam(0.01), "loss": "binary_crossentropy", **metrics}
 
     script = lambda model: fit_evaluate_predict(model, compiled, [(data, 5)])  # noqa: E731
-    assert_same_script(build, script, towers, {"engine": "partition"})
+    assert_same_script(build, script, towers)
 
 
 @case
@@ -735,19 +754,8 @@ def differences_are_named(towers):
     fit_differently()
 
 
-class Partitioned(keras_dp.DataParallelModel):
-    """A model whose steps, also those of Keras, are partitioned."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **{"engine": "partition", **options})
-
-
-towers_engine = keras_dp.DataParallelModel
-wanted = sys.argv[2:] or list(CASES)
-for name in wanted:
-    engine, _, name = name.rpartition(":")
-    keras_dp.DataParallelModel = Partitioned if engine == "partition" else towers_engine
-    for num_towers in (2,) if engine == "partition" else (1, 2):
+for name in sys.argv[2:] or list(CASES):
+    for num_towers in (1, 2):
         keras.utils.clear_session()
         keras.config.set_floatx("float64")
         keras.utils.set_random_seed(7)

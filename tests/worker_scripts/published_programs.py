@@ -24,7 +24,7 @@ part, parts = map(int, sys.argv[2:])
 for name in list(PROGRAMS)[part::parts]:
     begin = time.monotonic()
     try:
-        received = run(name, lambda model: keras_dp.DataParallelModel(model, devices=2, engine="partition"))
+        received = run(name, lambda model: keras_dp.DataParallelModel(model, devices=2))
         assert_same(plain(name), received, TOLERANCE["float64"])
         print(f"passed {name}, {time.monotonic() - begin:.1f} s")
     except keras_dp.WorkerLostError:

@@ -1,11 +1,12 @@
 """Operations that look entries up by their indices, or add them up by index."""
 
+import math
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import REPLICATE
+from keras_dp.partition.placements import REPLICATE, Facts, Shard
 from keras_dp.partition.rules.labels import Labels, axes, by_labels
 from keras_dp.partition.rules.registry import rule
 
@@ -77,21 +78,38 @@ def scatter_at(node: Node) -> Plan | None:
     return by_labels(node, [first, second, REPLICATE], [result], reduction="sum", broadcasts=False)
 
 
+_ROWS_OF_A_TOWER = 32  # or so: how many there are is not known before there is a batch
 _SEGMENTS = {f"UnsortedSegment{name}": name.lower() for name in ("Sum", "Max", "Min", "Prod")}
 
 
 @rule(*_SEGMENTS)
 def segments(node: Node) -> Plan | None:
-    """Adds entries up, or the like, by the number of their segment."""
+    """Adds entries up, or the like, by the number of their segment.
+
+    Where there are many segments, as in the dense gradient of an embedding, towers send their rows in place of whole tables.
+    """
     rank, ids = node.rank(0), node.rank(1)
     if rank is None or ids is None or node.inputs[2].counts_rows():
         return None
     labels = axes(rank)
     result: Labels = (None, *labels[ids:])
     plan = by_labels(node, [labels, labels[:ids], REPLICATE], [result], reduction=_SEGMENTS[node.type], broadcasts=False)
+    if plan and not node.in_loop and _has_more_segments_than_entries(node):
+        return Plan([Facts()])
     if plan and plan.outputs[0].shape and node.inputs[2].integers:
         plan.outputs[0].shape[:1] = node.inputs[2].integers
     return plan
+
+
+def _has_more_segments_than_entries(node: Node) -> bool:
+    """Whether there are more segments than entries on a tower with some rows."""
+    placement, count, shape = node.inputs[1].placement, node.inputs[2].integers, node.shape(1)
+    if not isinstance(placement, Shard) or count is None or shape is None:
+        return False
+    others = [size for axis, size in enumerate(shape) if axis != placement.axis]
+    if not all(isinstance(size, int) for size in (*placement.blocks, *others)):
+        return False
+    return bool(count[0] > _ROWS_OF_A_TOWER * sum(placement.blocks) * math.prod(others))
 
 
 @rule("DenseBincount")

@@ -1,0 +1,94 @@
+"""Tell the kind of a tensor that devices send each other from its place in the graph of a step."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Tensor = Any
+
+KINDS = ("weights", "gradients", "moments", "inputs", "outputs", "other")
+_PASSED_ON = ("Identity", "Cast", "Snapshot")
+
+
+class KindsOfCopies:
+    """The graph of a training step, whose towers' operations are named so.
+
+    Args:
+        graph: of the step, node by node.
+        inputs: names of the operations that give the towers' slices of the batch, and the numbers of their rows.
+        weights: the handles, in the graph, of the trainable weights.
+        state: those of whatever the optimizer keeps.
+    """
+
+    def __init__(self, graph: tf.Graph, inputs: Collection[str], weights: Iterable[Tensor], state: Iterable[Tensor]):
+        self._operations = {operation.name: operation for operation in graph.get_operations()}
+        self._inputs = inputs
+        self._weights = {handle.name for handle in weights}
+        self._updated = self._weights | {handle.name for handle in state}
+
+    def kind(self, name: str, receivers: Sequence[str]) -> str:
+        """One of `KINDS`, of the operation that gives a tensor and those that take it on another device."""
+        source = self._operations.get(name)
+        if source is None:
+            # TensorFlow put it in the place of a branch or a loop.
+            return "gradients" if self._updates_weights(self._known(receivers)) else "other"
+        if name in self._inputs or name.startswith("inputs/"):
+            return "inputs"
+        if self._is_read(source):
+            return "weights"
+        if not self._comes_from_towers(source):
+            return "other"
+        after = self._at_home_after(self._known(receivers))
+        if any(map(_is_on_tower, after)):
+            return "moments"
+        if not _is_on_tower(source):
+            return "other"
+        return "gradients" if self._updates_weights(after) else "outputs"
+
+    def _known(self, names: Iterable[str]) -> list[tf.Operation]:
+        return [self._operations[name] for name in names if name in self._operations]
+
+    def _is_read(self, operation: tf.Operation) -> bool:
+        """Whether an operation gives the value of a trainable weight."""
+        while operation.type in _PASSED_ON:
+            operation = operation.inputs[0].op
+        return operation.type == "ReadVariableOp" and operation.inputs[0].name in self._weights
+
+    def _comes_from_towers(self, operation: tf.Operation) -> bool:
+        found = {operation.name}
+        waiting = [operation]
+        while waiting:
+            operation = waiting.pop()
+            if _is_on_tower(operation):
+                return True
+            sources = [tensor.op for tensor in operation.inputs if tensor.op.name not in found]
+            found.update(source.name for source in sources)
+            waiting += sources
+        return False
+
+    def _at_home_after(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+        """Some operations, those that depend on them, and the first of each path that is on a tower."""
+        found = {operation.name: operation for operation in operations}
+        waiting = list(found.values())
+        while waiting:
+            operation = waiting.pop()
+            if not _is_on_tower(operation):
+                for taker in (taker for tensor in operation.outputs for taker in tensor.consumers()):
+                    if taker.name not in found:
+                        found[taker.name] = taker
+                        waiting.append(taker)
+        return list(found.values())
+
+    def _updates_weights(self, operations: Iterable[tf.Operation]) -> bool:
+        """Whether one of some operations updates a trainable weight, or what the optimizer keeps for it."""
+        return any(
+            tensor.name in self._updated
+            for operation in operations
+            if operation.type != "ReadVariableOp"
+            for tensor in operation.inputs
+        )
+
+
+def _is_on_tower(operation: tf.Operation) -> bool:
+    return str(operation.name).startswith("partitioned/tower_")

@@ -1,0 +1,303 @@
+"""Where towers meet: sums and other reductions of their parts, rows gathered, tensors cut into slices."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.construction import Construction
+from keras_dp.partition.empty_slices import EmptySlices
+from keras_dp.partition.graph import Output, name_of
+from keras_dp.partition.moments import Variance
+from keras_dp.partition.placements import Own, Partial, Replicate, Shard
+from keras_dp.partition.propagation import CannotGatherError
+from keras_dp.partition.worker_exchanges import WorkerExchanges
+from keras_dp.partition.writing import Given
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A meeting of towers.
+
+    Attributes:
+        kind: "sum" and other reductions of parts, "gather" of rows, "cut" of a whole tensor into slices, or "first" for the
+            first tower's own value.
+        output: the tensor.
+    """
+
+    kind: str
+    output: Output
+
+
+class Exchanges:
+    """Writes the exchanges between towers, and between the workers that have them.
+
+    Args:
+        construction: of the partitioned graph.
+
+    Attributes:
+        made: the exchanges so far.
+        meetings: the nodes of those that need something of all towers.
+        early: tensors of which towers need the whole, or something that is made of it. Sums of others over workers are taken
+            together.
+    """
+
+    def __init__(self, construction: Construction):
+        self.made: list[Exchange] = []
+        self.meetings: list[str] = []
+        self.early: set[Output] = set()
+        self._construction = construction
+        self._graph, self._propagation, self._feeds = construction.graph, construction.propagation, construction.feeds
+        self._devices, self._instances = construction.devices, construction.instances
+        self._homes, self._empty_slices = construction.homes, EmptySlices(construction)
+        across = construction.across
+        self._workers = None if across is None else WorkerExchanges(construction, across)
+
+    def whole(self, output: Output, placement: Any) -> str:
+        """The whole, at home, of a tensor of which towers have slices, or parts."""
+        return str(self._graph.once(("whole", output), lambda: self._met(output, placement)))
+
+    def _met(self, output: Output, placement: Any) -> str:
+        whole = self._combined(output, placement)
+        self.meetings.append(whole)
+        return whole
+
+    def _combined(self, output: Output, placement: Any) -> str:
+        dtype = self._propagation.static(output).dtype
+        if isinstance(placement, Shard):
+            self.made.append(Exchange("gather", output))
+            return self._gathered(output, placement, dtype)
+        if isinstance(placement, Variance):
+            self.made.append(Exchange("sum", output))
+            return self._variance(output, placement.mean)
+        if isinstance(placement, Partial):
+            self.made.append(Exchange(placement.reduction, output))
+            return self._reduced(output, placement.reduction, dtype)
+        if isinstance(placement, Own):
+            self.made.append(Exchange("first", output))
+            return self._of_first(output, dtype)
+        if isinstance(placement, Replicate) and not self._propagation.facts[output].counts_rows():
+            # The same on all towers, as the results of loops are.
+            return self._instances.part(output, len(self._devices) - 1)
+        raise CannotGatherError(output[0])
+
+    def _of_first(self, output: Output, dtype: tf.DType) -> str:
+        """The own value of the first tower that has rows, which is the one whose rows begin the batch."""
+        kept = []
+        for tower, device in enumerate(self._devices):
+            part = self._instances.part(output, tower)
+            zeros = self._graph.add("ZerosLike", [part], device, f"tower_{tower}/zeros", T=dtype)
+            kept.append(
+                self._graph.add("SelectV2", [self.has_first(tower), part, zeros], device, f"tower_{tower}/of_first", T=dtype)
+            )
+        home, name = self._homes.of_whole(output), f"first/{output[0]}"
+        own = self._graph.add("AddN", kept, home, name, N=len(kept), T=dtype)
+        given = Given(own, self._spec(output), home)
+        return self._workers.reduced(given, "sum", name) if self._workers else own
+
+    def _reduced(self, output: Output, reduction: str, dtype: tf.DType) -> str:
+        own = self._of_towers(output, reduction)
+        if self._workers is None:
+            return own
+        name, home = f"{reduction}/{output[0]}", self._homes.of_whole(output)
+        spec = self._spec(output)
+        if reduction != "sum":
+            return self._workers.reduced(Given(own, spec, home), reduction, name)
+        sent = self._propagation.static(self._narrowest(output)).dtype
+        given = Given(self._as(own, dtype, sent, home), tf.TensorSpec(spec.shape, sent), home)
+        return self._as(self._workers.sum(given, name, output in self.early), sent, dtype, home)
+
+    def _variance(self, output: Output, mean: Output) -> str:
+        """The variance of all workers' rows, each of which has taken it around its own mean: see `moments`."""
+        home, spec = self._homes.of_whole(output), self._spec(output)
+        variance = self._of_towers(output, "sum")
+        if self._workers is None:
+            return variance
+        part_of_mean = Given(self._of_towers(mean, "sum"), spec, home)
+        name = f"variance/{output[0]}"
+        return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean, Partial()), name)
+
+    def own_mean(self, mean: Output) -> str:
+        """The mean of this worker's rows, of a mean over those of all workers."""
+        if self._workers is None:
+            return self.whole(mean, Partial())
+        given = Given(self._of_towers(mean, "sum"), self._spec(mean), self._homes.of_whole(mean))
+        return self._workers.own_mean(given)
+
+    def _spec(self, output: Output) -> tf.TensorSpec:
+        return self._propagation.static(output).spec()
+
+    def _as(self, tensor: str, dtype: tf.DType, wanted: tf.DType, device: str) -> str:
+        """A tensor as another type."""
+        return tensor if dtype == wanted else self._graph.add("Cast", [tensor], device, "cast", SrcT=dtype, DstT=wanted)
+
+    def _of_towers(self, output: Output, reduction: str) -> str:
+        """The sum, or another reduction, of what the towers of this worker have."""
+        return str(self._graph.once((reduction, output), lambda: self._reduced_by_towers(output, reduction)))
+
+    def _reduced_by_towers(self, output: Output, reduction: str) -> str:
+        dtype = self._propagation.static(output).dtype
+        home, name, count = self._homes.of_whole(output), f"{reduction}/{output[0]}", len(self._devices)
+        if reduction == "sum":
+            sent = self._narrowest(output)
+            narrow = self._propagation.static(sent).dtype
+            parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
+            return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
+        parts = self._empty_slices.parts(output, reduction)
+        stacked = self._graph.add("Pack", parts, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
+        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
+        types = {} if reduction in ("all", "any") else {"T": dtype}
+        first = self._graph.constant(0, device=home)
+        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+
+    def _narrowest(self, output: Output) -> Output:
+        """What towers send of their parts: what these were cast from, if that takes fewer bytes."""
+        narrowest = output
+        while True:
+            name = output[0]
+            definition = self._propagation.nodes[name]
+            is_cast = definition.op == "Cast" and self._propagation.static(output).dtype.is_floating
+            if not (is_cast or definition.op in ("Identity", "Snapshot")) or self._propagation.plans[name].is_at_home:
+                return narrowest
+            output = self._propagation.sources[name][0]
+            dtype, least = self._propagation.static(output).dtype, self._propagation.static(narrowest).dtype
+            if not dtype.is_floating or output[0] not in self._instances.towers:
+                return narrowest
+            if dtype.size > least.size:
+                # It was rounded on the way.
+                return narrowest
+            narrowest = output if dtype.size < least.size else narrowest
+
+    def finish(self) -> None:
+        """Writes what was put off."""
+        if self._workers:
+            self._workers.finish()
+
+    def _gathered(self, output: Output, placement: Shard, dtype: tf.DType) -> str:
+        if self._propagation.static(output).rank is None:
+            raise CannotGatherError(output[0])
+        axis, segments = placement.axis, len(placement.blocks)
+        parts = self._empty_slices.rows(output, axis)
+        if segments > 1:
+            split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
+            parts = [pieces[segment] for segment in range(segments) for pieces in split]
+        if self._workers:
+            # Segment by segment: the workers' rows of each follow each other.
+            count, home = len(self._devices), self._homes.of_whole(output)
+            sizes = [None if i == axis else size for i, size in enumerate(self._spec(output).shape)]
+            spec = tf.TensorSpec(sizes, dtype)
+            each = [self._concatenated(output, parts[i : i + count], axis) for i in range(0, len(parts), count)]
+            parts = [
+                self._workers.gathered(Given(own, spec, home), axis, block, f"gather/{output[0]}")
+                for own, block in zip(each, placement.blocks, strict=True)
+            ]
+        return self._concatenated(output, parts, axis)
+
+    def _concatenated(self, output: Output, parts: list[str], axis: int) -> str:
+        if len(parts) == 1:
+            return parts[0]
+        home, dtype = self._homes.of_whole(output), self._propagation.static(output).dtype
+        inputs = [*parts, self._graph.constant(axis, device=home)]
+        return self._graph.add("ConcatV2", inputs, home, f"gather/{output[0]}", N=len(parts), T=dtype, Tidx=tf.int32)
+
+    def _segments(self, output: Output, part: str, placement: Shard, tower: int, dtype: tf.DType) -> list[str]:
+        """The segments of a tower's rows."""
+        device, count = self._devices[tower], len(placement.blocks)
+        axis = self._graph.constant(placement.axis, device=device)
+        if len(set(placement.blocks)) == 1:
+            split = self._graph.add("Split", [axis, part], device, f"tower_{tower}/segments", T=dtype, num_split=count)
+        elif all(isinstance(block, int) for block in placement.blocks):
+            own = self._feeds.own_rows[tower]
+            sizes = self._graph.binary(
+                "Mul", own, self._graph.constant(list(placement.blocks), device=device), tf.int32, device
+            )
+            split = self._graph.add(
+                "SplitV", [part, sizes, axis], device, f"tower_{tower}/segments", T=dtype, Tlen=tf.int32, num_split=count
+            )
+        else:
+            raise CannotGatherError(output[0])
+        return [name_of(split, segment) for segment in range(count)]
+
+    def share(self, output: Output, whole: str, tower: int) -> str:
+        """A tower's part of a sum that is whole already: one tower has all of it."""
+        if self._construction.surely_has_rows(tower):
+            return whole
+        dtype = self._propagation.static(output).dtype
+        zeros = str(
+            self._graph.once(
+                ("zeros", output), lambda: self._graph.add("ZerosLike", [whole], self._graph.home, "zeros", T=dtype)
+            )
+        )
+        if self._workers is None:
+            return zeros
+        has_first = self.has_first(tower)
+        return str(
+            self._graph.once(
+                ("part", output, tower),
+                lambda: self._graph.add("SelectV2", [has_first, whole, zeros], self._graph.home, "part", T=dtype),
+            )
+        )
+
+    def has_first(self, tower: int) -> str:
+        """Whether a tower has the first row of the batch: one of the towers of all workers has."""
+        begins = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
+        return str(
+            self._graph.once(
+                ("has_first", tower),
+                lambda: self._graph.add("LogicalAnd", [begins, self._feeds.is_alive[tower]], self._graph.home, "has_first"),
+            )
+        )
+
+    def cut(self, output: Output, whole: str, need: Shard) -> list[str]:
+        """Each tower's rows of a tensor that is whole; of one entry for all rows, all towers have it."""
+        self.made.append(Exchange("cut", output))
+        static = self._propagation.static(output)
+        if static.shape is None:
+            raise CannotGatherError(output[0])
+        is_made_for_rows = isinstance(self._propagation.facts[output].placement, Shard)
+        count, rank = len(need.blocks), len(static.shape)
+        size = self._graph.size(whole, need.axis, static.dtype)
+        blocks: list[str]
+        if all(isinstance(block, int) for block in need.blocks):
+            blocks = [self._graph.constant(block) for block in need.blocks]
+        elif len(set(need.blocks)) == 1:
+            all_rows = self._graph.binary("Mul", self._feeds.batch_rows, self._graph.constant(count))
+            blocks = [self._graph.binary("FloorDiv", size, all_rows)] * count
+        else:
+            raise CannotGatherError(output[0])
+        ends = [self._graph.binary("Mul", self._feeds.batch_rows, block) for block in blocks]
+        firsts = [self._graph.constant(0), *itertools.accumulate(ends, lambda a, b: self._graph.binary("AddV2", a, b))]
+        if not is_made_for_rows:
+            size = self._one_or(firsts[-1], size, output[0])
+        slices = []
+        for tower in range(len(self._devices)):
+            pieces = []
+            for i, block in enumerate(blocks):
+                begin = self._graph.binary("Mul", self._feeds.begins[tower], block)
+                begin = begin if i == 0 else self._graph.binary("AddV2", firsts[i], begin)
+                length = self._graph.binary("Mul", self._feeds.rows[tower], block)
+                if not is_made_for_rows:
+                    is_one = self._graph.binary("Equal", size, self._graph.constant(1))
+                    begin = self._graph.select(is_one, self._graph.constant(0), begin)
+                    length = self._graph.select(is_one, self._graph.constant(int(i == 0)), length)
+                pieces.append(self._graph.range_along(whole, need.axis, rank, begin, length, static.dtype))
+            if count > 1:
+                inputs = [*pieces, self._graph.constant(need.axis)]
+                pieces = [self._graph.add("ConcatV2", inputs, self._graph.home, "cut", N=count, T=static.dtype, Tidx=tf.int32)]
+            slices += pieces
+        return slices
+
+    def _one_or(self, rows: str, size: str, name: str) -> str:
+        """A size that is not known while tracing: it must be 1, or that of the tensors with rows that it meets."""
+        is_one = self._graph.binary("Equal", size, self._graph.constant(1))
+        is_rows = self._graph.binary("Equal", size, rows)
+        either = self._graph.add("LogicalOr", [is_one, is_rows], self._graph.home, "one_or_rows")
+        message = tf.make_tensor_proto(
+            f"keras_dp: the tensor {name!r} meets rows of the batch, and must have as many, or one. How many is not known "
+            "while tracing; give it a fixed shape. Received, in this order, the entries that it has, and those of the rows:"
+        )
+        said = self._graph.add("Const", [], "CPU:0", "message", dtype=tf.string, value=message)
+        types = [tf.string, tf.int32, tf.int32]
+        check = self._graph.add("Assert", [either, said, size, rows], "CPU:0", "check", T=types)
+        return self._graph.add("Identity", [size, f"^{check}"], self._graph.home, "size", T=tf.int32)

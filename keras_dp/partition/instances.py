@@ -1,0 +1,51 @@
+"""What the tensors of a traced graph are called in the partitioned one."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from keras_dp.partition.graph import Output, name_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Feeds:
+    """Names of the tensors that the partitioned graph is given.
+
+    Attributes:
+        batch_rows: B, int32.
+        begins: for each tower the number of its first row, int32.
+        rows: for each tower how many rows it computes with, int32: at least one.
+        own_rows: for each tower how many of these are its own, int32: none if it has borrowed one.
+        is_alive: for each tower whether it has rows of its own, bool.
+        whole: for each argument of the step the tensor of the whole batch.
+        slices: for each argument that has rows the N slices.
+    """
+
+    batch_rows: str
+    begins: Sequence[str]
+    rows: Sequence[str]
+    own_rows: Sequence[str]
+    is_alive: Sequence[str]
+    whole: Mapping[str, str]
+    slices: Mapping[str, Sequence[str]]
+
+
+@dataclasses.dataclass
+class Instances:
+    """What traced nodes are called in the partitioned graph.
+
+    Attributes:
+        slices: for each argument that has rows the N slices.
+        home: by traced node, the one at home.
+        towers: by traced node, the N on the towers.
+        shapes: by traced node, the N on the towers that count the tower's own rows.
+    """
+
+    slices: Mapping[str, Sequence[str]]
+    home: dict[str, str] = dataclasses.field(default_factory=dict)
+    towers: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def part(self, output: Output, tower: int) -> str:
+        """What a tower has of a tensor."""
+        name, port = output
+        return self.slices[name][tower] if name in self.slices else name_of(self.towers[name][tower], port)

@@ -1,0 +1,144 @@
+"""Exchanges between workers, of what the towers of each have put together."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.across import Across
+from keras_dp.partition.construction import Construction
+from keras_dp.partition.writing import Given
+
+
+class WorkerExchanges:
+    """Writes the exchanges between workers, all of which write the same ones in the same order.
+
+    Args:
+        construction: of the partitioned graph of each worker.
+        across: what the workers tell each other.
+    """
+
+    def __init__(self, construction: Construction, across: Across):
+        self._graph, self._feeds = construction.graph, construction.feeds
+        self._across = across
+        self._together: list[tuple[int, dict[str, Given]]] = []
+        self._late: dict[str, Given] = {}
+
+    def sum(self, own: Given, name: str, is_awaited: bool) -> str:
+        """The sum over the workers, in one message with others.
+
+        Args:
+            own: what this worker has.
+            name: of the sum.
+            is_awaited: whether towers wait for it: then it is written with those that are ready together, and else with all
+                for which none waits.
+        """
+        total = self._graph.reserve(f"workers/{name}", own.spec.dtype, [own.name])
+        sums = self._ready_with(own) if is_awaited else self._late
+        sums[total] = own
+        return total
+
+    def _ready_with(self, own: Given) -> dict[str, Given]:
+        """The sums that travel together with one: those before it that come after as many rounds.
+
+        None of these is made of another one.
+        """
+        rounds = self._graph.rounds(own.name)
+        if not self._together or self._together[-1][0] != rounds:
+            self._together.append((rounds, {}))
+        return self._together[-1][1]
+
+    def reduced(self, own: Given, reduction: str, name: str) -> str:
+        """A reduction over the workers."""
+        return self._exchanged(lambda part: self._across.reduced(part, reduction), [own], name)
+
+    def gathered(self, own: Given, axis: int, entries: Any, name: str) -> str:
+        """The rows of all workers, each with so many entries along an axis."""
+        sizes = [size for i, size in enumerate(own.spec.shape) if i != axis]
+        if not isinstance(entries, int) or None in sizes:
+            return self._exchanged(lambda rows: self._across.gathered(rows, axis), [own], name)
+        given = [own, self._counts()]
+        return self._exchanged(lambda rows, counts: self._across.gathered(rows, axis, counts * entries), given, name)
+
+    def own_mean(self, part: Given) -> str:
+        """The mean of this worker's rows, from its part of the mean of all workers' rows; 0 if it has no rows."""
+        dtype = part.spec.dtype
+
+        def batch_over_own() -> str:
+            counts = [self._graph.cast(count, tf.int32, dtype) for count in (self._feeds.batch_rows, self._rows())]
+            return self._graph.add("DivNoNan", counts, self._graph.home, "batch_over_own", T=dtype)
+
+        scale = self._graph.once(("batch over own", dtype), batch_over_own)
+        return self._graph.binary("Mul", part.name, scale, dtype, part.device)
+
+    def variance(self, mean: Given, variance: Given, sum_of_means: str, name: str) -> str:
+        """The variance of all workers' rows; their mean comes in the same message, if its sum is not written yet.
+
+        Args:
+            mean: this worker's part of the mean.
+            variance: this worker's part of the variance, around its own mean.
+            sum_of_means: the mean of all, as `sum` gave it.
+            name: of the variance.
+        """
+        given = [mean, variance, self._counts()]
+        names = [tensor.name for tensor in given]
+        result = self._graph.reserve(f"workers/{name}", variance.spec.dtype, names)
+        if not self._withdraw(sum_of_means):
+            sum_of_means = self._graph.reserve(f"workers/{name}/mean", mean.spec.dtype, names)
+        self._graph.inline(partial(_pooled, self._across), given, [result, sum_of_means])
+        return result
+
+    def finish(self) -> None:
+        """Writes what was put off: the sums that no tower waits for all together, after all others."""
+        for sums in self._put_off():
+            if sums:
+                self._graph.inline(lambda *parts: self._across.sums(parts), list(sums.values()), list(sums))
+
+    def _put_off(self) -> list[dict[str, Given]]:
+        """The sums that are not written yet, those that travel together in one dictionary."""
+        return [*(sums for _, sums in self._together), self._late]
+
+    def _withdraw(self, total: str) -> bool:
+        """Takes back a sum that is not written yet, so that it can be written otherwise; whether there was one."""
+        for sums in self._put_off():
+            if total in sums:
+                del sums[total]
+                return True
+        return False
+
+    def _counts(self) -> Given:
+        """How many rows each worker has."""
+        home = self._graph.home
+        one = Given(self._rows(), tf.TensorSpec([], tf.int32), home)
+        counts = self._graph.once("rows of workers", lambda: self._exchanged(self._across.counts, [one], "rows"))
+        return Given(counts, tf.TensorSpec([None], tf.int32), home)
+
+    def _rows(self) -> str:
+        """How many rows this worker has."""
+        rows, home = self._feeds.own_rows, self._graph.home
+        return str(self._graph.once("own rows", lambda: self._graph.add("AddN", rows, home, "rows", N=len(rows), T=tf.int32)))
+
+    def _exchanged(self, exchange: Callable[..., Any], given: Sequence[Given], name: str) -> str:
+        result = self._graph.reserve(f"workers/{name}", given[0].spec.dtype, [tensor.name for tensor in given])
+        self._graph.inline(lambda *tensors: [exchange(*tensors)], given, [result])
+        return result
+
+
+def _pooled(across: Across, mean: tf.Tensor, variance: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
+    """The variance and the mean of all workers' rows: see `moments`.
+
+    Args:
+        across: what the workers tell each other.
+        mean: this worker's part of the mean.
+        variance: this worker's part of the variance, around its own mean.
+        counts: how many rows each worker has.
+    """
+    own = tf.stack([mean, variance])[tf.newaxis]
+    everywhere = across.gathered(own, 0, tf.ones_like(counts))
+    shares = tf.cast(counts, own.dtype) / tf.cast(tf.reduce_sum(counts), own.dtype)
+    shares = tf.reshape(shares, [-1, *[1] * (own.shape.rank - 2)])
+    means, variances = everywhere[:, 0], everywhere[:, 1]
+    whole = tf.reduce_sum(means, 0)
+    distances = tf.math.squared_difference(tf.math.divide_no_nan(means, shares), whole)
+    return [tf.reduce_sum(variances + shares * distances, 0), whole]
