@@ -481,15 +481,13 @@ def joined_and_split():
 
 @program
 def constant_rows():
-    """Joins the batch with rows that are constants, and has a fixed number of rows of its own.
-
-    They are not drawn: with `tf.random.stateless_normal` there, one run of plain Keras in thirty gives another result.
-    """
+    """Joins the batch with rows that are constants, and has a fixed number of rows of its own, drawn and constant."""
     own = np.random.default_rng(1).normal(size=(7, 5))
 
     def loss(model, x, y, answers):
+        drawn = tf.random.stateless_normal((7, 5), [1, 2], dtype="float64")
         joined = tf.concat([x, tf.ones((4, 5), "float64")], axis=0)
-        return mean_square(model, x, y, answers) + tf.reduce_mean(model(joined) ** 2) + 0.1 * tf.reduce_mean(model(own))
+        return mean_square(model, x, y, answers) + tf.reduce_mean(model(joined) ** 2) + 0.1 * tf.reduce_mean(model(own) + model(drawn))
 
     return learning(loss), fits()
 
