@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist test test-ecosystem test-slow lint recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-slow lint recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -14,7 +14,13 @@ help:  ## Show what there is to make.
 mnist: $(VENV)/examples.installed  ## Train on images of MNIST, on two towers and on one device; DATA=download or a file for all of MNIST.
 	$(BIN)/python examples/mnist_cnn.py --towers 2 --compare $(if $(DATA),--data $(DATA))
 
-test: $(VENV)/dev.installed  ## Run all tests but those that take long.
+check: lint  ## Check style, types and imports, and run the unit tests: before each commit.
+	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough" tests/unit
+
+test: $(VENV)/dev.installed  ## Run tests that show each promise once.
+	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough"
+
+test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
@@ -34,10 +40,11 @@ recipe-smoke: $(VENV)/examples.installed  ## The same in a minute, to see that i
 	$(COMPARE) --towers 4 --epochs 3 --warmup-epochs 1 --depth 8 --images 1024 \
 		--out results/smoke $(if $(DATA),--data $(DATA))
 
-lint: $(VENV)/dev.installed  ## Check style and types.
+lint: $(VENV)/dev.installed  ## Check style, types and imports.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 clean:  ## Remove the virtual environment.
 	rm -rf $(VENV)

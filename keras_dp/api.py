@@ -20,15 +20,15 @@ if keras.config.backend() != "tensorflow":
     raise ImportError(WRONG_BACKEND.format(repr(keras.config.backend())))
 
 from keras_dp import callbacks, console, optimizers, schedules
-from keras_dp.communication import communication_report
+from keras_dp.batch_normalization.synchronized import SyncBatchNormalization, convert_batch_norm
+from keras_dp.devices.available import use_logical_cpus
 from keras_dp.model import DataParallelModel
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.placement import use_logical_cpus
 from keras_dp.recalibration import recalibrate_batch_norm
+from keras_dp.reports.communication import communication_report
+from keras_dp.reports.step_check import check_step
 from keras_dp.retired import cross_tower_sum, gather_rows
-from keras_dp.step_check import check_step
-from keras_dp.sync_batch_norm import SyncBatchNormalization, convert_batch_norm
-from keras_dp.workers import WorkerGroup, WorkerLostError, connect_workers
+from keras_dp.workers.group import WorkerGroup, WorkerLostError, connect_workers
 
 __all__ = [
     "DataParallelModel",

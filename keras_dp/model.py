@@ -1,52 +1,47 @@
 """DataParallelModel: one Keras model, trained on several devices with one device's result."""
 
+import contextlib
 import functools
+import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dp import announcement, choices, keras_seams, placement
-from keras_dp.batches import (
-    BATCH_SIZE,
-    Slice,
-    as_tensor,
-    cut,
-    known_rows,
-    own_rows,
-    own_spec,
-    refuse_other_rows,
-    row_spec,
-    rows_of_batches,
-)
-from keras_dp.calls import JoinedModel
+from keras_dp import choices
+from keras_dp.batch_normalization.synchronized import batch_norms
+from keras_dp.batches.input_strategy import HOST, NO_BATCHES, InputStrategy, empty_prediction_refused
+from keras_dp.batches.input_wait import InputWait
+from keras_dp.batches.shards import with_empty_batches
+from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, known_rows, own_rows, own_spec, row_spec, rows_of_batches
+from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.choices import refuse_unknown
-from keras_dp.feeding import HOST, SliceFeed
-from keras_dp.lockstep import all_variables
+from keras_dp.devices import announcement, variable_homes
+from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
+from keras_dp.keras_internals import keras_models, keras_optimizers
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
-from keras_dp.partition.step import partition_of
-from keras_dp.partitioned_step import arguments_of, run_on_slices
-from keras_dp.plain_step import plain_step
-from keras_dp.plain_training import PlainTraining
-from keras_dp.sync_batch_norm import batch_norms
-from keras_dp.unknown_rows import UnknownRows
-from keras_dp.whole_tensors import WholeTensors
-from keras_dp.wrapper import has_own_compile, has_own_step, refuse_strategy
+from keras_dp.partition.step import Partition
+from keras_dp.steps.towers import TowerSteps
+from keras_dp.steps.trainer_functions import AnyRows, StepFunction
+from keras_dp.workers.group import current_workers
+from keras_dp.workers.joint_calls import JointCalls
+from keras_dp.wrapping.plain_training import PlainTraining
+from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, has_own_step, listed, refuse_strategy
 
-Tensor = Any
 Logs = dict[str, Any]
-Result = TypeVar("Result")
+
+_STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 
 logger = logging.getLogger("keras_dp")
 
 
-class DataParallelModel(JoinedModel):
+class DataParallelModel(ModelWrapper):
     """Trains a Keras model on several devices at once, with the result of one device.
 
     >>> import keras, keras_dp
@@ -83,6 +78,10 @@ class DataParallelModel(JoinedModel):
         ValueError: if the model cannot be trained on towers, or there are no such devices.
     """
 
+    train_function: Any
+    test_function: Any
+    predict_function: Any
+
     def __init__(
         self,
         inner_model: keras.Model,
@@ -104,23 +103,25 @@ class DataParallelModel(JoinedModel):
                 stacklevel=2,
             )
         super().__init__(inner_model)
-        self._batch_norm = batch_norm
-        self._gradient_dtype = gradient_dtype
-        self._whole = self._chosen_whole(whole)
-        self._devices = tuple(placement.tower_devices(devices))
-        self._wanted_device = None if parameter_device is None else placement.parameter_device(parameter_device)
+        self._devices = tuple(tower_devices(devices))
+        self._wanted_device = None if parameter_device is None else parameter_device_name(parameter_device)
         self._told_eager = False
         self._announced = False
         self._told_gathered = False
-        self._unknown_rows = UnknownRows()
         self._batch_rows: int | None = None
         self._plain_training = PlainTraining(inner_model)
-        self._jit_compile = False
         # Keras would track a metric as this model's own, and refuses that once a model is quantized.
         self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
-        self._feed = SliceFeed(self._devices, self._is_eager, self._prepare, self._workers.collectives, self._whole)
+        self._workers = current_workers()
+        self._joint_calls = JointCalls(self._workers)
+        self._predicts_shard = False
+        self._loops: list[str] = []
+        self._feed = InputStrategy(
+            self._devices, self._is_eager, self._prepare, self._workers.collectives, _chosen_whole(whole)
+        )
+        self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype)
         self._remember(
             devices=self.devices,
             parameter_device=parameter_device,
@@ -135,74 +136,224 @@ class DataParallelModel(JoinedModel):
     def __repr__(self) -> str:
         return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(self._devices)}>"
 
-    def train_step(self, data: Any) -> Logs:
-        """One step of training on N slices."""
-        return self._step("train", data)
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the inner model with the arguments of its own `compile`, and the towers around it.
 
-    def test_step(self, data: Any) -> Logs:
-        """One step of evaluation on N slices."""
-        return self._step("test", data)
+        Args:
+            *args: of the inner model's `compile`. An optimizer is any of Keras, or a `DataParallelOptimizer` around one.
+            **kwargs: the same. `jit_compile=True` has XLA compile each tower's operations for its own device, between the sums
+                over the towers; the default, "auto", compiles none.
+        """
+        refuse_strategy()
+        self._steps.jit_compile = kwargs.get("jit_compile") is True
+        if has_own_compile(self.inner_model):
+            self._compile_as_it_is(args, kwargs)
+        else:
+            self._compile(*args, **kwargs)
 
-    def predict_step(self, data: Any) -> Any:
-        """The outputs for N slices, in the order of the global batch."""
-        return self._step("predict", data)
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles the inner model as it was when it gave this `get_compile_config()`, and the towers around it."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.inner_model.built and self.inner_model.optimizer is not None:
+            self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 
-    def _step(self, name: choices.Step, data: Any) -> Any:
-        """A step on N slices in a compiled function; running eagerly, it is the inner model's own step on the whole batch."""
-        if self._is_eager():
-            if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
-                raise ValueError(
-                    'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
-                    'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
-                )
-            return self._on_one_device(getattr(self.inner_model, f"{name}_step"), data)
-        if tf.executing_eagerly():
-            # It was called directly, with a batch.
-            with tf.device(HOST):
-                data = keras.tree.map_structure(as_tensor, data)
-            refuse_other_rows(data, self._whole)
-            self._follow_inner_model()
-            getattr(self, f"make_{name}_function")()
-            return getattr(self, f"{name}_function")([data] if name == "predict" else iter([data]))
-        return self._run_on_towers(name, data)
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+        *,
+        sharded: bool = False,
+    ) -> keras.callbacks.History:
+        """Trains on N towers of each worker.
 
-    def _chosen_whole(self, names: Sequence[str]) -> WholeTensors:
-        if isinstance(names, str) or not all(isinstance(name, str) and name.strip("/") for name in names):
-            raise ValueError(f'`whole` lists names of tensors of a batch, such as whole=["edges"]. Received: whole={names!r}')
-        return WholeTensors(tuple(names))
+        The arguments are those of `keras.Model.fit`, and one more.
 
-    def _run_on_towers(self, step: choices.Step, slices: Sequence[Slice]) -> Any:
-        """Runs a step ("train", "test" or "predict") of the inner model as it is, partitioned by rows."""
-        run = self._plain_step(step)
-        collectives = self._workers.collectives
-        known = {variable.value.ref() for variable in all_variables(self.inner_model)} if collectives.count > 1 else set()
-        result, partition = self._unknown_rows.trace(
-            lambda rows: run_on_slices(
-                run, slices, self._whole, rows, self.devices, self._home(), collectives, self._jit_compile
-            ),
-            self._feed.known_rows,
-        )
-        if collectives.count > 1:
-            self._synchronize_others([variable for variable in partition.variables if variable.ref() not in known])
-            if step == "predict" and self._predicts_shard:
-                result = own_rows(result, slices)
-        if step == "train" and not self._told_gathered:
-            self._tell_gathered(explain(partition, self.devices, self._home(), self._batch_rows or BATCH_SIZE))
-        return result
+        Args:
+            x: as the following ones, as in `keras.Model.fit`; a batch is the global batch of B rows.
+            y: targets.
+            batch_size: B.
+            epochs: the epoch at which training ends.
+            verbose: "auto", 0, 1 or 2.
+            callbacks: one or several.
+            validation_split: the part of the rows, from the end, that is kept for validation.
+            validation_data: to evaluate after each epoch.
+            shuffle: whether rows are shuffled before each epoch.
+            class_weight: a weight for each class.
+            sample_weight: a weight for each row.
+            initial_epoch: the epoch at which training begins.
+            steps_per_epoch: batches in an epoch.
+            validation_steps: batches in an evaluation.
+            validation_batch_size: rows in a batch of an evaluation.
+            validation_freq: the epochs between evaluations, or those after which to evaluate.
+            sharded: whether the datasets, of training and of validation, are those of this worker alone, which the script has
+                divided among the workers: their batches together are the global batches.
 
-    def _plain_step(self, name: choices.Step) -> Callable[[Any], Any]:
-        optimizer = self.optimizer if name == "train" else None
-        return plain_step(self.inner_model, name, optimizer, self._batch_norm, self._gradient_dtype, self._whole)
+        Returns:
+            The history, as in `keras.Model.fit`.
 
-    def _tell_gathered(self, explanation: Explanation) -> None:
-        """Warns, once, of operations for which many rows are gathered."""
-        for once in explanation.notable():
-            self._told_gathered = True
-            logger.warning(
-                "%s gathers %s of rows in each step, and is computed once: %s%s. An operation on each row by itself, or a sum "
-                "over rows, would stay on the towers; print(parallel.explain(batch)) lists all that is gathered.",
-                *(once.type, bytes_in_words(once.bytes or 0), once.reason, f" ({once.line})" if once.line else ""),
-            )
+        Raises:
+            ValueError: if there was nothing to train on, or workers do not do the same.
+            WorkerLostError: if a worker is lost.
+        """
+        with self._call("fit", _given(DataParallelModel.fit, locals()), sharded) as arguments:
+            callbacks = listed(arguments.get("callbacks"))
+            if self._feed.measure_wait(any(isinstance(callback, InputWait) for callback in callbacks)):
+                self._forget_traces()
+            self._announce(arguments)
+            history = super().fit(arguments.pop("x", None), **arguments)
+        # A generator that runs dry between epochs ends training, as in Keras; one that never gave a batch is a mistake.
+        if history.epoch and not any(history.history.get("loss", ())):
+            self._refuse_no_batches("fit")
+        return history
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        *,
+        sharded: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluates on N towers of each worker.
+
+        Args:
+            x: as the following ones, as in `keras.Model.evaluate`.
+            y: targets.
+            batch_size: B, the rows in a batch.
+            verbose: "auto", 0, 1 or 2.
+            sample_weight: a weight for each row.
+            steps: how many batches to take.
+            callbacks: one or several.
+            return_dict: whether to return the numbers by name.
+            sharded: as in `fit`.
+            **kwargs: what Keras's `fit` passes on to it.
+
+        Returns:
+            The loss and the metrics, as in `keras.Model.evaluate`.
+
+        Raises:
+            ValueError: if there was nothing to evaluate, or workers do not do the same.
+            WorkerLostError: if a worker is lost.
+        """
+        with self._call("evaluate", {**_given(DataParallelModel.evaluate, locals()), **kwargs}, sharded) as arguments:
+            results = super().evaluate(arguments.pop("x", None), **arguments)
+        self._refuse_no_batches("evaluate")
+        return results
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+        *,
+        sharded: bool = False,
+        rows: choices.Rows = "all",
+    ) -> Any:
+        """Predicts on N towers of each worker, in the order of the rows.
+
+        Args:
+            x: as the following ones, as in `keras.Model.predict`.
+            batch_size: B, the rows in a batch.
+            verbose: "auto", 0, 1 or 2.
+            steps: how many batches to take.
+            callbacks: one or several.
+            sharded: as in `fit`.
+            rows: "all" gives every worker the predictions for all rows; "shard" those for its own rows of each batch, which
+                are not sent anywhere.
+
+        Returns:
+            The outputs, as in `keras.Model.predict`.
+
+        Raises:
+            ValueError: if there was nothing to predict, or workers do not do the same.
+            WorkerLostError: if a worker is lost.
+        """
+        refuse_unknown("rows", rows, choices.Rows)
+        self._predict_shard(rows == "shard" and self._workers.count > 1)
+        try:
+            given = _given(DataParallelModel.predict, locals())
+            with self._call("predict", given, sharded) as arguments, empty_prediction_refused("predict"):
+                return super().predict(arguments.pop("x"), **arguments)
+        finally:
+            self._predict_shard(False)
+
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """One step of training on one global batch; see `keras.Model.train_on_batch`."""
+        with self._workers.reporting_lost_workers():
+            batch = self._host_batch(x, y, sample_weight)
+            return super().train_on_batch(*batch, class_weight=class_weight, return_dict=return_dict)
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """One step of evaluation on one global batch; see `keras.Model.test_on_batch`."""
+        with self._workers.reporting_lost_workers():
+            return super().test_on_batch(*self._host_batch(x, y, sample_weight), return_dict=return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """The outputs for one global batch; see `keras.Model.predict_on_batch`."""
+        with self._workers.reporting_lost_workers():
+            return super().predict_on_batch(*self._host_batch(x))
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the inner model, see `keras.Model.save`; of several workers, the first one does."""
+        if self._workers.is_chief:
+            self.inner_model.save(*args, **kwargs)
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the inner model's weights, see `keras.Model.save_weights`; of several workers, the first one does."""
+        if self._workers.is_chief:
+            self.inner_model.save_weights(*args, **kwargs)
+
+    def export(self, *args: Any, **kwargs: Any) -> None:
+        """Exports the inner model, see `keras.Model.export`; of several workers, the first one does."""
+        if self._workers.is_chief:
+            self.inner_model.export(*args, **kwargs)
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        """Quantizes the inner model, see `keras.Model.quantize`, and has the towers compute with what it has become."""
+        self.inner_model.quantize(*args, **kwargs)
+        self._follow_inner_model()
+
+    def reset_metrics(self) -> None:
+        """Resets all metrics, as Keras does before each epoch, and sees to what has become of the inner model before it."""
+        self._follow_inner_model()
+        self.inner_model.reset_metrics()
+
+    def summary(
+        self,
+        line_length: int | None = None,
+        positions: Any = None,
+        print_fn: Callable[[str], Any] | None = None,
+        expand_nested: bool = False,
+        show_trainable: bool = False,
+        layer_range: Any = None,
+    ) -> None:
+        """Prints the inner model's summary, and on which devices the towers are; see `keras.Model.summary`."""
+        self.inner_model.summary(line_length, positions, print_fn, expand_nested, show_trainable, layer_range)
+        (print_fn or print)(f" Devices: {announcement.towers(self._devices)}")
 
     def explain(self, batch: Any, step: choices.Step = "train") -> Explanation:
         """Says how a step is partitioned: where towers meet, how many bytes that takes, which operations are computed once.
@@ -218,181 +369,9 @@ class DataParallelModel(JoinedModel):
             step: "train", "test" or "predict".
         """
         refuse_unknown("step", step, choices.Step)
-        slices = self._slices_of(batch)
-        run, batch_rows = self._plain_step(step), int(slices[0].batch_rows)
-        partition = self._unknown_rows.trace(
-            lambda rows: partition_of(*arguments_of(run, slices, self._whole, rows), self.devices, self._home()), batch_rows
-        )
-        return explain(partition, self.devices, self._home(), batch_rows, self._jit_compile)
-
-    def _slices_of(self, batch: Any) -> Sequence[Slice]:
-        """The N slices of an eager batch, with all variables created."""
-        self._follow_inner_model()
-        with tf.device(HOST):
-            batch = keras.tree.map_structure(as_tensor, batch)
-        self._prepare(batch)
-        with tf.device(HOST):
-            return cut(batch, self.num_towers, whole=self._whole)
-
-    def _home(self) -> str:
-        """The device of whatever a partitioned step does once: where the first variable lives."""
-        weights = self.inner_model.weights
-        return placement.home(weights[0]) if weights else self._devices[0]
-
-    def _announce(self, arguments: dict[str, Any]) -> None:
-        rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
-        self._batch_rows = rows
-        if self._announced or arguments.get("verbose") == 0 or self._is_eager() or not self._workers.is_chief:
-            return
-        self._announced = True
-        batch_norm = self._batch_norm if batch_norms(self.inner_model) else None
-        logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm))
-
-    def summary(
-        self,
-        line_length: int | None = None,
-        positions: Any = None,
-        print_fn: Callable[[str], Any] | None = None,
-        expand_nested: bool = False,
-        show_trainable: bool = False,
-        layer_range: Any = None,
-    ) -> None:
-        """Prints the inner model's summary, and on which devices the towers are; see `keras.Model.summary`."""
-        self.inner_model.summary(line_length, positions, print_fn, expand_nested, show_trainable, layer_range)
-        (print_fn or print)(f" Devices: {announcement.towers(self._devices)}")
-
-    def _prepare(self, batch: Any) -> None:
-        """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
-        model = self.inner_model
-        if has_own_step(model):
-            self._place_variables()
-            self._synchronize_workers()
-            return
-        rows = known_rows(batch, self._whole)
-        self._unknown_rows.trace(functools.partial(self._build_for, batch), rows)
-        keras_seams.seed_states(model)
-        self._synchronize_workers()
-
-    def _build_for(self, batch: Any, rows: int | None) -> None:
-        """Builds the inner model, its metrics and its optimizer for batches of a number of rows, or, if that is None, any."""
-        model, stays = self.inner_model, iter(self._whole.of(batch))
-        specs = keras.tree.map_structure(lambda leaf: own_spec(leaf) if next(stays) else row_spec(leaf, rows), batch)
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
-        keras_seams.build(model, x)
-        self._place_variables()
-        if self.compiled and (y is not None or (model.loss is None and keras_seams.compile_metrics(model) is None)):
-            keras_seams.symbolic_build(model, specs)
-
-    def _place_variables(self) -> None:
-        """Moves the variables of a built model to where they should live."""
-        if self._wanted_device is not None and keras_seams.is_built(self.inner_model):
-            placement.place(self.inner_model, self._wanted_device, self.devices)
-
-    def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {
-            "devices": self.devices,
-            "parameter_device": self.parameter_device,
-            "batch_norm": self._batch_norm,
-        }
-        return facts | {"gradient_dtype": self._gradient_dtype, "steps_per_execution": self.steps_per_execution}
-
-    def _is_eager(self) -> bool:
-        is_eager = self.run_eagerly or tf.config.functions_run_eagerly()
-        if is_eager and self._workers.count > 1:
-            raise ValueError(
-                "run_eagerly=True runs the inner model on one device of one worker, to be debugged. Run the script without "
-                f"TF_CONFIG for that. Received: run_eagerly=True on {self._workers.count} workers"
-            )
-        return is_eager
-
-    def _on_one_device(self, step: Any, data: Any) -> Any:
-        if not self._told_eager:
-            self._told_eager = True
-            logger.warning(
-                "run_eagerly: the inner model runs on one device, without towers, so that it can be debugged line by line. "
-                'The result is that of batch_norm="sync".'
-            )
-        return step(data)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the inner model with the arguments of its own `compile`, and the towers around it.
-
-        Args:
-            *args: of the inner model's `compile`. An optimizer is any of Keras, or a `DataParallelOptimizer` around one.
-            **kwargs: the same. `jit_compile=True` has XLA compile each tower's operations for its own device, between the sums
-                over the towers; the default, "auto", compiles none.
-        """
-        refuse_strategy()
-        self._jit_compile = kwargs.get("jit_compile") is True
-        if has_own_compile(self.inner_model):
-            self._compile_as_it_is(args, kwargs)
-        else:
-            self._compile(*args, **kwargs)
-
-    def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        if optimizer is not None and not isinstance(optimizer, DataParallelOptimizer):
-            optimizer = DataParallelOptimizer(optimizer)
-        elif optimizer is not None and optimizer.parameter_device not in (None, self.parameter_device):
-            raise ValueError(
-                "The model and the optimizer have different parameter devices; give it to the model alone. Received: "
-                f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
-            )
-        self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
-        self._use_compiled(optimizer)
-
-    def _compile_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compiles an inner model that has a `compile` of its own."""
-
-        def inner(value: Any) -> Any:
-            return value.inner_optimizer if isinstance(value, DataParallelOptimizer) else value
-
-        self.inner_model.compile(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataParallelOptimizer)]
-        innermost = self.inner_model.optimizer and keras_seams.innermost(self.inner_model.optimizer)
-        taken = (optimizer for optimizer in given if keras_seams.innermost(optimizer) is innermost)
-        self._use_compiled(next(taken, self.optimizer))
-
-    def _use_compiled(self, optimizer: DataParallelOptimizer | None) -> None:
-        """Takes up how the inner model was compiled."""
-        self.inner_model.train_function = self._plain_training
-        if optimizer is not None:
-            # Mixed precision may have wrapped it in a LossScaleOptimizer.
-            optimizer.inner_optimizer = self.inner_model.optimizer
-            self._combining_optimizer = optimizer
-        self._compile_towers()
-
-    def compile_from_config(self, config: dict[str, Any]) -> None:
-        """Compiles the inner model as it was when it gave this `get_compile_config()`, and the towers around it."""
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.inner_model.built and self.inner_model.optimizer is not None:
-            self.inner_model.optimizer.build(self.inner_model.trainable_variables)
-
-    def _follow_inner_model(self) -> None:
-        """Compiles the towers, if the inner model was compiled by itself; traces them anew, if its layers were converted."""
-        model = self.inner_model
-        if model.compiled and keras_seams.loss_tracker(model) is not self._compiled_with():
-            self._compile_towers()
-        kinds = {layer: (type(layer), layer.quantization_mode) for layer in keras_seams.flatten_layers(model)}
-        if any(kinds.get(layer, kind) != kind for layer, kind in self._traced_layers.items()):
-            self._forget_traces()
-        self._traced_layers = kinds
-
-    def _compile_towers(self) -> None:
-        model = self.inner_model
-        optimizer = self.optimizer
-        if optimizer is not None and self._wanted_device is not None:
-            placement.place_state(model.optimizer)
-        super().compile(
-            optimizer,
-            run_eagerly=model.run_eagerly,
-            steps_per_execution=model.steps_per_execution,
-            jit_compile=False,
-            auto_scale_loss=False,
-        )
-        self._forget_traces()
-        self._compiled_with = weakref.ref(keras_seams.loss_tracker(model))
-        self._is_synchronized = False
-        self._synchronized.clear()
+        steps = self.tower_steps
+        slices = steps.slices_of(batch)
+        return self._explanation(steps.partition(step, slices), int(slices[0].batch_rows))
 
     @property
     def optimizer(self) -> Any:
@@ -426,11 +405,21 @@ class DataParallelModel(JoinedModel):
         """Where the variables live: a device, several if they are spread, or "sharded"."""
         if self._wanted_device is not None:
             return self._wanted_device
-        homes = {placement.home(variable): None for variable in self.inner_model.weights}
-        return ", ".join(homes) or placement.available_devices()[0]
+        homes = {variable_homes.home(variable): None for variable in self.inner_model.weights}
+        return ", ".join(homes) or available_devices()[0]
 
     @property
-    def distribute_strategy(self) -> SliceFeed:
+    def tower_steps(self) -> TowerSteps:
+        """The steps on N towers, as the inner model is now: for tools that look at steps or run them in another way."""
+        self._follow_inner_model()
+        return self._current_steps()
+
+    @tower_steps.setter
+    def tower_steps(self, steps: TowerSteps) -> None:
+        self._steps = steps
+
+    @property
+    def distribute_strategy(self) -> InputStrategy:
         """What Keras's trainer takes for a `tf.distribute` strategy: it feeds the towers."""
         return self._feed
 
@@ -442,3 +431,270 @@ class DataParallelModel(JoinedModel):
     @jit_compile.setter
     def jit_compile(self, value: Any) -> None:
         pass
+
+    def train_step(self, data: Any) -> Logs:
+        """One step of training on N slices."""
+        return self._step("train", data)
+
+    def test_step(self, data: Any) -> Logs:
+        """One step of evaluation on N slices."""
+        return self._step("test", data)
+
+    def predict_step(self, data: Any) -> Any:
+        """The outputs for N slices, in the order of the global batch."""
+        return self._step("predict", data)
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Makes the function of `fit`, if there is none; see `keras.Model.make_train_function`."""
+        if self.train_function is None or force:
+            super().make_train_function(force=True)
+            self.train_function = self._for_any_rows(self.train_function, self.train_step)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Makes the function of `evaluate`, if there is none; see `keras.Model.make_test_function`."""
+        if self.test_function is None or force:
+            super().make_test_function(force=True)
+            self.test_function = self._for_any_rows(self.test_function, self.test_step)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Makes the function of `predict`, if there is none; see `keras.Model.make_predict_function`."""
+        if self.predict_function is None or force:
+            super().make_predict_function(force=True)
+            if not self._is_eager():
+                self.predict_function = AnyRows(self.predict_function, self._feed)
+
+    def _step(self, name: choices.Step, data: Any) -> Any:
+        """A step on N slices in a compiled function; running eagerly, it is the inner model's own step on the whole batch."""
+        if self._is_eager():
+            if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
+                raise ValueError(
+                    'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
+                    'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
+                )
+            return self._on_one_device(getattr(self.inner_model, f"{name}_step"), data)
+        if tf.executing_eagerly():
+            # It was called directly, with a batch.
+            data = self._on_host(data)
+            getattr(self, f"make_{name}_function")()
+            return getattr(self, f"{name}_function")([data] if name == "predict" else iter([data]))
+        return self._run_on_towers(name, data)
+
+    def _run_on_towers(self, name: choices.Step, slices: Sequence[Slice]) -> Any:
+        known = self._joint_calls.variables_of(self.inner_model)
+        result, partition = self._current_steps().run(name, slices)
+        self._joint_calls.synchronize_others(known, partition.variables)
+        if name == "train" and not self._told_gathered:
+            self._tell_gathered(self._explanation(partition, self._batch_rows or BATCH_SIZE))
+        return own_rows(result, slices) if name == "predict" and self._predicts_shard else result
+
+    def _current_steps(self) -> TowerSteps:
+        # Keras gives a model the attribute when it is compiled.
+        self._steps.optimizer = self.optimizer if hasattr(self.inner_model, "optimizer") else None
+        return self._steps
+
+    def _explanation(self, partition: Partition, batch_rows: int) -> Explanation:
+        return explain(partition, self.devices, self._steps.home, batch_rows, self._steps.jit_compile)
+
+    def _tell_gathered(self, explanation: Explanation) -> None:
+        """Warns, once, of operations for which many rows are gathered."""
+        for once in explanation.notable():
+            self._told_gathered = True
+            logger.warning(
+                "%s gathers %s of rows in each step, and is computed once: %s%s. An operation on each row by itself, or a sum "
+                "over rows, would stay on the towers; print(parallel.explain(batch)) lists all that is gathered.",
+                *(once.type, bytes_in_words(once.bytes or 0), once.reason, f" ({once.line})" if once.line else ""),
+            )
+
+    def _is_eager(self) -> bool:
+        is_eager = self.run_eagerly or tf.config.functions_run_eagerly()
+        if is_eager and self._workers.count > 1:
+            raise ValueError(
+                "run_eagerly=True runs the inner model on one device of one worker, to be debugged. Run the script without "
+                f"TF_CONFIG for that. Received: run_eagerly=True on {self._workers.count} workers"
+            )
+        return is_eager
+
+    def _on_one_device(self, step: Any, data: Any) -> Any:
+        if not self._told_eager:
+            self._told_eager = True
+            logger.warning(
+                "run_eagerly: the inner model runs on one device, without towers, so that it can be debugged line by line. "
+                'The result is that of batch_norm="sync".'
+            )
+        return step(data)
+
+    @contextlib.contextmanager
+    def _call(self, method: str, arguments: dict[str, Any], sharded: bool) -> Iterator[dict[str, Any]]:
+        """A call of `fit`, `evaluate` or `predict`: gives the arguments that it has for this worker."""
+        refuse_strategy()
+        self._follow_inner_model()
+        self._show_inner_model(arguments.get("callbacks"))
+        # fit() evaluates data that it has fed already, with callbacks that it has been given.
+        is_within_fit = arguments.get("_use_cached_eval_dataset", False)
+        if not is_within_fit:
+            facts = {"sharded": sharded, **self._facts()}
+            self._joint_calls.begin(method, self.inner_model, self, facts, arguments)
+        if sharded:
+            for name in ("x", "validation_data"):
+                if name in arguments:
+                    arguments[name] = with_empty_batches(arguments[name], self._workers, self.steps_per_execution)
+        before, self._feed.takes_shards = self._feed.takes_shards, sharded
+        self._loops.append(method)
+        try:
+            with self._workers.reporting_lost_workers():
+                yield arguments
+        finally:
+            self._loops.pop()
+            self._feed.takes_shards = before
+        if self._feed.different_batches is not None:
+            self._feed.different_batches.report()
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "devices": self.devices,
+            "parameter_device": self.parameter_device,
+            "batch_norm": self._steps.batch_norm,
+        }
+        return facts | {"gradient_dtype": self._steps.gradient_dtype, "steps_per_execution": self.steps_per_execution}
+
+    def _announce(self, arguments: dict[str, Any]) -> None:
+        rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
+        self._batch_rows = rows
+        if self._announced or arguments.get("verbose") == 0 or self._is_eager() or not self._workers.is_chief:
+            return
+        self._announced = True
+        batch_norm = self._steps.batch_norm if batch_norms(self.inner_model) else None
+        logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm))
+
+    def _refuse_no_batches(self, method: str) -> None:
+        # A step of the user's own need not track a loss.
+        if not has_own_step(self.inner_model) and not keras.ops.any(keras_models.loss_tracker(self.inner_model).count):
+            raise ValueError(NO_BATCHES.format(method))
+
+    def _predict_shard(self, wanted: bool) -> None:
+        if self._predicts_shard != wanted:
+            self._predicts_shard = wanted
+            self.predict_function = None
+
+    def _host_batch(self, *batch: Any) -> tuple[Any, ...]:
+        """A batch of arrays as tensors on the host, where it is cut into slices."""
+        refuse_strategy()
+        return self._on_host(batch)
+
+    def _on_host(self, batch: Any) -> Any:
+        self._follow_inner_model()
+        if self._is_eager():
+            with tf.device(HOST):
+                return keras.tree.map_structure(as_tensor, batch)
+        return self._steps.on_host(batch)
+
+    def _prepare(self, batch: Any) -> None:
+        """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
+        model = self.inner_model
+        if has_own_step(model):
+            self._place_variables()
+            self._joint_calls.synchronize(model)
+            return
+        rows = known_rows(batch, self._feed.whole)
+        self._steps.trace(functools.partial(self._build_for, batch), rows)
+        keras_models.seed_states(model)
+        self._joint_calls.synchronize(model)
+
+    def _build_for(self, batch: Any, rows: int | None) -> None:
+        """Builds the inner model, its metrics and its optimizer for batches of a number of rows, or, if that is None, any."""
+        model, stays = self.inner_model, iter(self._feed.whole.of(batch))
+        specs = keras.tree.map_structure(lambda leaf: own_spec(leaf) if next(stays) else row_spec(leaf, rows), batch)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
+        keras_models.build(model, x)
+        self._place_variables()
+        if self.compiled and (y is not None or (model.loss is None and keras_models.compile_metrics(model) is None)):
+            keras_models.symbolic_build(model, specs)
+
+    def _place_variables(self) -> None:
+        """Moves the variables of a built model to where they should live."""
+        if self._wanted_device is not None and keras_models.is_built(self.inner_model):
+            variable_homes.place(self.inner_model, self._wanted_device, self.devices)
+
+    def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+        if optimizer is not None and not isinstance(optimizer, DataParallelOptimizer):
+            optimizer = DataParallelOptimizer(optimizer)
+        elif optimizer is not None and optimizer.parameter_device not in (None, self.parameter_device):
+            raise ValueError(
+                "The model and the optimizer have different parameter devices; give it to the model alone. Received: "
+                f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
+            )
+        self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
+        self._use_compiled(optimizer)
+
+    def _compile_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compiles an inner model that has a `compile` of its own."""
+
+        def inner(value: Any) -> Any:
+            return value.inner_optimizer if isinstance(value, DataParallelOptimizer) else value
+
+        self.inner_model.compile(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataParallelOptimizer)]
+        innermost = self.inner_model.optimizer and keras_optimizers.innermost(self.inner_model.optimizer)
+        taken = (optimizer for optimizer in given if keras_optimizers.innermost(optimizer) is innermost)
+        self._use_compiled(next(taken, self.optimizer))
+
+    def _use_compiled(self, optimizer: DataParallelOptimizer | None) -> None:
+        """Takes up how the inner model was compiled."""
+        self.inner_model.train_function = self._plain_training
+        if optimizer is not None:
+            # Mixed precision may have wrapped it in a LossScaleOptimizer.
+            optimizer.inner_optimizer = self.inner_model.optimizer
+            self._combining_optimizer = optimizer
+        self._compile_towers()
+
+    def _follow_inner_model(self) -> None:
+        """Compiles the towers, if the inner model was compiled by itself; traces them anew, if its layers were converted."""
+        model = self.inner_model
+        if model.compiled and keras_models.loss_tracker(model) is not self._compiled_with():
+            self._compile_towers()
+        kinds = {layer: (type(layer), layer.quantization_mode) for layer in keras_models.flatten_layers(model)}
+        if any(kinds.get(layer, kind) != kind for layer, kind in self._traced_layers.items()):
+            self._forget_traces()
+        self._traced_layers = kinds
+
+    def _compile_towers(self) -> None:
+        model = self.inner_model
+        optimizer = self.optimizer
+        if optimizer is not None and self._wanted_device is not None:
+            variable_homes.place_state(model.optimizer)
+        super().compile(
+            optimizer,
+            run_eagerly=model.run_eagerly,
+            steps_per_execution=model.steps_per_execution,
+            jit_compile=False,
+            auto_scale_loss=False,
+        )
+        self._forget_traces()
+        self._compiled_with = weakref.ref(keras_models.loss_tracker(model))
+        self._joint_calls.forget()
+
+    def _for_any_rows(self, function: Callable[[Any], Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return function if self._is_eager() else StepFunction(function, step, self._feed, self.steps_per_execution)
+
+    def _forget_traces(self) -> None:
+        """Has all steps traced anew, also those that a loop under way goes on with."""
+        self.train_function = self.test_function = self.predict_function = None
+        for method in self._loops:
+            getattr(self, f"make_{_STEPS[method]}_function")()
+
+
+def _chosen_whole(names: Sequence[str]) -> WholeTensors:
+    if isinstance(names, str) or not all(isinstance(name, str) and name.strip("/") for name in names):
+        raise ValueError(f'`whole` lists names of tensors of a batch, such as whole=["edges"]. Received: whole={names!r}')
+    return WholeTensors(tuple(names))
+
+
+def _given(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Keras method that differ from its defaults, by name.
+
+    Tools that patch Keras's methods look at what they are given, and add to it by name; the data, `x`, they look for in the
+    first place (mlflow).
+    """
+    parameters = inspect.signature(method).parameters.values()
+    of_keras = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    return {p.name: arguments[p.name] for p in of_keras if arguments[p.name] is not p.default}

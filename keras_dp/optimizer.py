@@ -7,21 +7,25 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp import choices, keras_seams, placement
-from keras_dp.accumulation import AccumulatedRows, scale
+from keras_dp import choices
 from keras_dp.choices import refuse_unknown
-from keras_dp.collectives import Collectives
-from keras_dp.face import Face
-from keras_dp.keras_seams import innermost
+from keras_dp.devices import variable_homes
+from keras_dp.devices.available import existing_device
+from keras_dp.keras_internals import keras_optimizers
+from keras_dp.keras_internals.keras_optimizers import innermost
+from keras_dp.keras_internals.replacing import replaced
+from keras_dp.large_batches.accumulation import AccumulatedRows, scale
 from keras_dp.partition.own import own_part, total_of_own
-from keras_dp.workers import current_workers
-from keras_dp.wrapper import refuse_keras_2
+from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.group import current_workers
+from keras_dp.wrapping.proxy import Proxy
+from keras_dp.wrapping.wrapper import refuse_keras_2
 
 Tensor = Any
 Gradient = Any
 
 
-class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
+class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
     """Combines the gradients of N towers and applies them once, with any Keras optimizer.
 
     `DataParallelModel.compile` makes one around the optimizer that it is given. In a training loop of your own:
@@ -73,7 +77,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name or inner_optimizer.name)
         self.accumulate = accumulate
         self._rows = AccumulatedRows(innermost(inner_optimizer)) if accumulate == "rows" else None
-        self.parameter_device = None if parameter_device is None else placement.existing_device(parameter_device)
+        self.parameter_device = None if parameter_device is None else existing_device(parameter_device)
         self.inner_optimizer = inner_optimizer
         self._remember(parameter_device=self.parameter_device, accumulate=accumulate)
 
@@ -118,7 +122,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
             )
         combined = []
         for variable, *gradients in zip(variables, *tower_gradients, strict=True):
-            with tf.device(self.parameter_device or placement.home(variable)), tf.name_scope("gradients"):
+            with tf.device(self.parameter_device or variable_homes.home(variable)), tf.name_scope("gradients"):
                 if getattr(variable, "overwrite_with_gradient", False):
                     combined.append(_largest(gradients))
                     continue
@@ -134,7 +138,7 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None, rows: Tensor | None = None
     ) -> Any:
         """As the inner optimizer's `apply`, each variable where it lives; `rows` as in `apply_tower_gradients`."""
-        with placement.beside_inputs(), keras_seams.reduced_gradients(self.inner_optimizer):
+        with variable_homes.beside_inputs(), keras_optimizers.reduced_gradients(self.inner_optimizer):
             if self._rows is not None:
                 if trainable_variables is not None and not self.inner_optimizer.built:
                     self.inner_optimizer.build(trainable_variables)
@@ -156,10 +160,10 @@ class DataParallelOptimizer(Face, keras.optimizers.Optimizer):
         def apply(grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> Any:
             if trainable_variables is not None:
                 grads = [_beside(gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)]
-            with keras_seams.replaced(inner_optimizer, "apply", own):
+            with replaced(inner_optimizer, "apply", own):
                 return self.apply(grads, trainable_variables, rows)
 
-        with keras_seams.replaced(inner_optimizer, "apply", apply):
+        with replaced(inner_optimizer, "apply", apply):
             yield
 
     @property  # type: ignore[misc]
@@ -177,7 +181,7 @@ def sending_gradients_as(dtype: str | None, optimizers: Sequence[keras.optimizer
             def apply(grads: Sequence[Gradient], *variables: Any, own: Any = optimizer.apply, **named: Any) -> Any:
                 return own([_sent_as(gradient, dtype) for gradient in grads], *variables, **named)
 
-            stack.enter_context(keras_seams.replaced(optimizer, "apply", apply))
+            stack.enter_context(replaced(optimizer, "apply", apply))
         yield
 
 
@@ -185,7 +189,7 @@ def _beside(gradient: Gradient, variable: Any) -> Gradient:
     """A dense gradient on the device of its variable."""
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return gradient
-    with tf.device(placement.home(variable)):
+    with tf.device(variable_homes.home(variable)):
         return tf.identity(gradient)
 
 

@@ -8,19 +8,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dp import keras_seams, placement
-from keras_dp.batch_norm import Moments, batch_norm_mode
-from keras_dp.batches import row_spec
-from keras_dp.feeding import SliceFeed, empty_prediction_refused
-from keras_dp.lockstep import synchronize
+from keras_dp.batch_normalization.modes import Moments, batch_norm_mode
+from keras_dp.batch_normalization.synchronized import batch_norms, is_synchronized
+from keras_dp.batches.input_strategy import InputStrategy, empty_prediction_refused
+from keras_dp.batches.slicing import row_spec
+from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.devices.available import tower_devices
+from keras_dp.keras_internals import keras_models
 from keras_dp.model import DataParallelModel
-from keras_dp.partitioned_step import run_on_slices
-from keras_dp.sync_batch_norm import batch_norms, is_synchronized
-from keras_dp.whole_tensors import WholeTensors
-from keras_dp.workers import current_workers
-from keras_dp.wrapper import refuse_strategy
-
-Tensor = Any
+from keras_dp.steps.partitioned import run_on_slices
+from keras_dp.workers.group import current_workers
+from keras_dp.workers.synchronization import synchronize
+from keras_dp.wrapping.wrapper import refuse_strategy
 
 
 def recalibrate_batch_norm(
@@ -59,16 +58,16 @@ def recalibrate_batch_norm(
     refuse_strategy()
     if isinstance(model, DataParallelModel):
         # As for the first tower's statistics, normalization is local: only what becomes of its moments differs.
-        mode = "sync" if model._batch_norm == "sync" else "local"
+        mode = "sync" if model.tower_steps.batch_norm == "sync" else "local"
         model, devices = model.inner_model, model.devices
     elif isinstance(model, keras.Model):
-        mode, devices = "sync", placement.tower_devices(None)
+        mode, devices = "sync", tower_devices(None)
     else:
         raise ValueError(f"recalibrate_batch_norm() takes a keras.Model. Received: {model!r} of type {type(model)}")
     _refuse_stateful(model)
     if isinstance(data, tuple):
         data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions(), current_workers().losses_named():
+    with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions(), current_workers().reporting_lost_workers():
         calls_by_layer = _MomentsModel(model, devices, mode).predict(data, batch_size, verbose, steps)
     layers = {layer: calls for layer, calls in zip(batch_norms(model), calls_by_layer, strict=True) if calls}
     if not layers:
@@ -85,7 +84,7 @@ def recalibrate_batch_norm(
 
 
 def _refuse_stateful(model: keras.Model) -> None:
-    for layer in keras_seams.flatten_layers(model):
+    for layer in keras_models.flatten_layers(model):
         if getattr(layer, "stateful", False):
             raise ValueError(
                 f"The layer {layer.name!r} is stateful: what it gives depends on the batches before, and recalibration leaves "
@@ -102,20 +101,20 @@ class _MomentsModel(keras.Model):
         self.devices = list(devices)
         self.batch_norm = batch_norm
         self.collectives = current_workers().collectives
-        self.feed = SliceFeed(self.devices, lambda: False, self.prepare, self.collectives)
+        self.feed = InputStrategy(self.devices, lambda: False, self.prepare, self.collectives)
         # XLA would compile the step of several devices for one of them.
         self.jit_compile = False
 
     @property
-    def distribute_strategy(self) -> SliceFeed:
+    def distribute_strategy(self) -> InputStrategy:
         """What Keras's trainer takes for a `tf.distribute` strategy."""
         return self.feed
 
     def prepare(self, batch: Any) -> None:
         """Creates the model's variables before the step is traced."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(row_spec, batch))
-        keras_seams.build(self.model, x)
-        synchronize(current_workers(), [*self.model.variables, *keras_seams.seed_states(self.model)])
+        keras_models.build(self.model, x)
+        synchronize(current_workers(), [*self.model.variables, *keras_models.seed_states(self.model)])
 
     def predict_step(self, slices: Any) -> list[list[Moments]]:
         """For each batch normalization, for each of its calls, the moments of one batch, with an axis for the batches."""
@@ -130,8 +129,8 @@ class _MomentsModel(keras.Model):
         layers = batch_norms(self.model)
         synchronized = [layer for layer in layers if is_synchronized(layer)]
         with keras.StatelessScope() as scope, batch_norm_mode(self.batch_norm, synchronized) as taken:
-            keras_seams.call_model(self.model, x, training=True)
-        for seed in keras_seams.seed_states(self.model):
+            keras_models.call_model(self.model, x, training=True)
+        for seed in keras_models.seed_states(self.model):
             drawn = scope.get_current_value(seed)
             if drawn is not None:
                 seed.assign(drawn)

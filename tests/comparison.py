@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 import keras_dp
-from keras_dp.feeding import SliceFeed
+from keras_dp.batches.input_strategy import InputStrategy
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
@@ -102,14 +102,14 @@ def explained_by_check_step(parallel, script):
         yield
     except AssertionError as error:
         batches = []
-        distribute = SliceFeed.experimental_distribute_dataset
+        distribute = InputStrategy.experimental_distribute_dataset
 
         def remembering(feed, dataset):
             batches.append(next(iter(dataset)))
             return distribute(feed, dataset)
 
         try:
-            with mock.patch.object(SliceFeed, "experimental_distribute_dataset", remembering):
+            with mock.patch.object(InputStrategy, "experimental_distribute_dataset", remembering):
                 script(parallel)
             error.add_note(str(keras_dp.check_step(parallel, batches[0])))
         except Exception as reason:

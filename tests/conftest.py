@@ -2,10 +2,12 @@
 
 import gc
 import os
+import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
+import numpy as np
 import pytest
 from tensorflow.python.framework import ops
 
@@ -19,8 +21,14 @@ collect_ignore = ["worker_scripts"]
 
 
 @pytest.fixture(autouse=True)
-def fresh_session():
-    """Every test starts in float64, with fresh names and the same seeds."""
+def fresh_session(request):
+    """Every test starts in float64, with fresh names and the same seeds.
+
+    What it draws from its module's `rng` depends on its own name alone: it is the same in the suite and by itself.
+    """
+    module = getattr(request.node, "module", None)
+    if isinstance(getattr(module, "rng", None), np.random.Generator):
+        module.rng = np.random.default_rng(zlib.crc32(request.node.name.encode()))
     # TensorFlow keeps these for good, and with each a graph: gigabytes, by the last test.
     registered = ops.gradient_registry._registry
     for name in [name for name in registered if name.startswith("CustomGradient-")]:

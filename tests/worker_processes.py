@@ -49,7 +49,7 @@ class Workers:
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "KERAS_BACKEND": "tensorflow",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+            "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "parity", TESTS.parent))),
             **environment,
         }
         self.processes = {}

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.collectives import Collectives
+from keras_dp.workers.collectives import Collectives
 
 
 def on_workers(count, function, order=None):

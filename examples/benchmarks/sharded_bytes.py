@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 
 import keras_dp
-from keras_dp import placement
 from keras_dp.cli import models, synthetic
+from keras_dp.devices import variable_homes
 
 
 def count(model_name, towers):
@@ -27,7 +27,7 @@ def count(model_name, towers):
     report = keras_dp.communication_report(parallel, next(iter(synthetic.dataset(model, workload.batch_size))))
     state = dict.fromkeys(parallel.devices, 0)
     for variable in parallel.optimizer.variables:
-        state[placement.home(variable)] += math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        state[variable_homes.home(variable)] += math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
     ratios = (
         report.busiest_bytes / report.whole_variables_bytes,
         report.busiest_bytes / report.ring_bytes,

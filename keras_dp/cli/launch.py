@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from keras_dp import nvidia
 from keras_dp.cli.output import TAIL_LINES, Screen, WorkerOutput
+from keras_dp.devices import nvidia
 
 GRACE_SECONDS = 5.0  # for the other workers, to find out by themselves that one is lost
 KILL_SECONDS = 10.0  # from a signal to SIGKILL, which ends also what is stopped

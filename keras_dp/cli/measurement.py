@@ -13,16 +13,16 @@ import keras
 import tensorflow as tf
 
 import keras_dp
-from keras_dp import keras_seams
-from keras_dp.ceiling import IndependentTowers
 from keras_dp.cli import models, synthetic
+from keras_dp.cli.independent_towers import independent_towers
 from keras_dp.cli.runs import Measurement, Run
+from keras_dp.keras_internals import keras_models
 
 PROFILED_STEPS = 10
 SEED = 0
 WRAPPERS: dict[str, Callable[..., keras.Model]] = {
     "keras_dp": keras_dp.DataParallelModel,
-    "ceiling": IndependentTowers,
+    "ceiling": independent_towers,
 }
 
 
@@ -110,7 +110,7 @@ def _on_engine(run: Run, model: keras.Model, devices: list[str]) -> keras.Model:
             gradient_dtype=run.gradient_dtype,
         )
     if run.engine == "mirrored":
-        for layer in keras_seams.flatten_layers(model):
+        for layer in keras_models.flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = run.batch_norm == "sync"
     return model

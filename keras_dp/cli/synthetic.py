@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dp import keras_seams
+from keras_dp.keras_internals import keras_models
 
 BATCHES = 16
 SEED = 0
@@ -29,7 +29,7 @@ def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
     random = np.random.default_rng(SEED)
     inputs = {tensor.name: tensor for tensor in model.inputs} if len(model.inputs) > 1 else model.inputs[0]
     outputs = model.compute_output_spec(inputs)
-    embeddings = [layer for layer in keras_seams.flatten_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    embeddings = [layer for layer in keras_models.flatten_layers(model) if isinstance(layer, keras.layers.Embedding)]
     limit = min((layer.input_dim for layer in embeddings), default=2)
     x = keras.tree.map_structure(lambda tensor: _inputs(random, tensor, batch_size, limit), inputs)
     pairs = zip(keras.tree.flatten(outputs), _losses(model, outputs), strict=True)

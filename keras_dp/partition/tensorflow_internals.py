@@ -1,4 +1,4 @@
-"""The private names of TensorFlow that the partition needs; tests/partition/test_tensorflow_internals.py guards each one."""
+"""The private names of TensorFlow that the partition needs; test_tensorflow_internals.py guards each one."""
 
 import weakref
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ MERGES = [
     "q ui",
     "qui ck",
 ]
-RNG = np.random.default_rng(0)
+rng = np.random.default_rng(0)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def resnet(preprocessed):
     return keras_hub.models.ResNetImageClassifier(backbone, num_classes=3, preprocessor=preprocessor)
 
 
-IMAGES = RNG.uniform(0, 255, size=(7, 14, 14, 3)), RNG.integers(0, 3, size=7)
+IMAGES = rng.uniform(0, 255, size=(7, 14, 14, 3)), rng.integers(0, 3, size=7)
 SENTENCES = np.array(["the quick fox", "the fox", "quick quick fox", "the the", "fox", "quick the fox", "the quick"])
 TASKS = {
     "bert": (bert, (TEXTS, LABELS)),

@@ -14,7 +14,7 @@ def rule(*types: str) -> Callable[[Rule], Rule]:
 
     A rule looks at a `Node` and returns a `Plan`. It returns None for placements that it does not know to be right, whereupon
     the inputs are gathered and the node is computed once. Every combination of placements that it accepts is proven in
-    tests/partition/test_rules.py.
+    tests/unit/partition/test_rules.py.
 
     Raises:
         ValueError: if a type has a rule already.

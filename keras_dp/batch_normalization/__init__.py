@@ -1,0 +1,1 @@
+"""Batch normalization of the global batch, or of each slice."""

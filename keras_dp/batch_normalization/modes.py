@@ -1,0 +1,126 @@
+"""The moments of batch normalizations: of the global batch, or of each tower's own slice.
+
+While a step is traced, every `keras.layers.BatchNormalization` takes its moments here.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.layers import BatchNormalization
+
+from keras_dp.keras_internals import keras_batch_norms
+from keras_dp.partition.own import own_part, total_of_own
+
+Tensor = Any
+
+
+class Moments(NamedTuple):
+    """Moments over all axes but that of the C channels.
+
+    Attributes:
+        count: what sums over the entries were divided by, a scalar.
+        mean: C means.
+        variance: C biased variances.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+@contextlib.contextmanager
+def batch_norm_mode(
+    mode: str, synchronized: Collection[BatchNormalization]
+) -> Iterator[dict[BatchNormalization, list[Moments]]]:
+    """Has every `keras.layers.BatchNormalization` work in a mode.
+
+    Args:
+        mode: "sync" normalizes with the moments of the global batch. "local" normalizes each slice with its own moments, and
+            updates the moving statistics with those of the global batch; "first" updates them with those of the first tower
+            that has rows.
+        synchronized: the layers that normalize with the moments of the global batch in every mode.
+
+    Yields:
+        For each layer, the moments that it took of the global batch, one for each of its calls; none in the mode "first".
+    """
+    of_batch: dict[BatchNormalization, list[Moments]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def update_with_batch(layer: BatchNormalization) -> None:
+            if layer not in of_batch:
+                update = keras_batch_norms.updated_by(layer, lambda: (of_batch[layer][-1].mean, of_batch[layer][-1].variance))
+                stack.enter_context(update)
+
+        def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+            if mode == "sync" or layer in synchronized:
+                used = _moments(layer, inputs, mask, tf.identity)
+                of_batch.setdefault(layer, []).append(used)
+                return used.mean, used.variance
+            used = _moments(layer, inputs, mask, own_part)
+            if mode == "local":
+                update_with_batch(layer)
+                whole = pooled(used, total_of_own) if mask is None else _moments(layer, inputs, mask, tf.identity)
+                of_batch.setdefault(layer, []).append(whole)
+            return used.mean, used.variance
+
+        stack.enter_context(keras_batch_norms.replaced_moments(layer_moments))
+        yield of_batch
+
+
+def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, total: Callable[[Tensor], Tensor]) -> Moments:
+    """Moments of a layer's inputs; `total` makes the sums over the rows what they are of: a slice, or the global batch.
+
+    In two passes, as `tf.nn.moments` on one device: accurate also where the mean is large beside the deviation, and never
+    negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", section 1).
+    """
+    axes = keras_batch_norms.reduction_axes(layer)
+    if mask is not None:
+        return _masked_moments(inputs, mask, axes, total)
+    count = total(tf.reduce_sum(tf.ones(tf.shape(inputs)[:1], inputs.dtype)))
+    for axis in axes:
+        if axis:
+            count *= tf.cast(tf.shape(inputs)[axis], inputs.dtype)
+    mean = total(tf.reduce_sum(inputs, axes, keepdims=True)) / count
+    variance = total(tf.reduce_sum(tf.math.squared_difference(inputs, mean), axes, keepdims=True)) / count
+    return Moments(count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
+
+
+def _masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
+    """Moments over the valid entries, divided by n + epsilon as Keras does.
+
+    Args:
+        inputs: rank R.
+        mask: rank R - 1, true where the entries along the last axis count.
+        axes: what to reduce: all axes but that of the channels.
+        total: as in `_moments`.
+    """
+    last = inputs.shape.rank - 1
+    valid = tf.expand_dims(tf.cast(mask, tf.bool), -1)
+    zero = tf.zeros((), inputs.dtype)
+    entries = tf.reduce_sum(tf.cast(valid, inputs.dtype), [axis for axis in axes if axis != last], keepdims=True)
+    if last in axes:
+        entries *= tf.cast(tf.shape(inputs)[last], inputs.dtype)
+    count = total(entries) + keras.config.epsilon()
+    mean = total(tf.reduce_sum(tf.where(valid, inputs, zero), axes, keepdims=True)) / count
+    squares = tf.square(tf.where(valid, inputs - mean, zero))
+    variance = total(tf.reduce_sum(squares, axes, keepdims=True)) / count
+    return Moments(tf.squeeze(count), tf.squeeze(mean), tf.squeeze(variance))
+
+
+def pooled(own: Moments, total: Callable[[Tensor], Tensor]) -> Moments:
+    """The moments of the global batch, from those of each tower's slice.
+
+    By the law of total variance: the mean of the variances plus the variance of the means, both weighted with the counts
+    (Chan, Golub and LeVeque 1983, formulas 2.1a and 2.1b, for any number of parts).
+
+    Args:
+        own: the moments of the tower's slice.
+        total: the sum over the towers.
+    """
+    count = total(own.count)
+    mean = total(own.count * own.mean) / count
+    squares = total(own.count * (own.variance + tf.math.squared_difference(own.mean, mean)))
+    return Moments(count, mean, squares / count)

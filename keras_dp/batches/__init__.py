@@ -1,0 +1,1 @@
+"""Cut global batches into slices, and feed them to the towers."""

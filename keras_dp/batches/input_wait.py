@@ -1,0 +1,43 @@
+"""InputWait: how long towers wait for input."""
+
+import time
+from typing import Any
+
+import keras
+
+
+class InputWait(keras.callbacks.Callback):
+    """Logs `input_wait`: the share of an epoch's time, 0 to 1, in which the towers waited for their slices.
+
+    If it is far from 0, the input pipeline is what limits training: more towers will not make it faster.
+
+    >>> import keras, keras_dp, numpy as np
+    >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
+    >>> parallel.compile("sgd", "mse")
+    >>> data = np.ones((8, 4)), np.ones((8, 1))
+    >>> history = parallel.fit(*data, callbacks=[keras_dp.callbacks.InputWait()], verbose=0).history
+    >>> 0 <= history["input_wait"][0] <= 1
+    True
+
+    Validation counts as well. In a profile, the same time shows as `IteratorGetNext`.
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the clocks.
+
+        Raises:
+            ValueError: if the model is not a `DataParallelModel`.
+        """
+        waited = getattr(self.model.distribute_strategy, "seconds_waited", None)
+        if waited is None:
+            raise ValueError(
+                f"InputWait measures the towers of a DataParallelModel, in fit(), compiled. Received: model={self.model!r}"
+            )
+        self._waited = waited
+        self._waited.assign(0.0)
+        self._begin = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds `input_wait` to the logs of the epoch."""
+        if logs is not None:
+            logs["input_wait"] = min(float(self._waited.numpy()) / (time.perf_counter() - self._begin), 1.0)

@@ -1,0 +1,197 @@
+"""Cut nested batches into slices, and put slices together again."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_dp.batches.whole_tensors import WholeTensors
+
+Tensor = Any
+
+BATCH_SIZE = 32  # of `keras.Model.fit`, unless it is told another
+
+
+class Slice(NamedTuple):
+    """One tower's rows of a global batch.
+
+    Attributes:
+        data: the batch's structure with b rows in every tensor. An empty slice holds one borrowed row instead, because
+            zero rows abort some kernels.
+        begin: index of the first row in the global batch, an int32 scalar.
+        rows: how many rows belong to the tower, 0 if the slice is empty, an int32 scalar.
+        batch_rows: B, the rows of the global batch, an int32 scalar.
+    """
+
+    data: Any
+    begin: Tensor
+    rows: Tensor
+    batch_rows: Tensor
+
+
+_ALL_CUT = WholeTensors()
+
+
+def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTensors = _ALL_CUT) -> tuple[Slice, ...]:
+    """Cuts a batch of B rows into N slices: slice i gets rows B*i//N to B*(i+1)//N.
+
+    Args:
+        batch: nested tensors (dense, ragged or sparse) with B rows each; None and `tf.experimental.Optional` pass through.
+        num_slices: N.
+        wanted: which of the slices to make; None for all.
+        whole: says which tensors have other rows, or none, and are in every slice as they are.
+
+    Raises:
+        ValueError: if a tensor has no rows, or the row counts are known to disagree.
+        tf.errors.InvalidArgumentError: if they turn out to disagree when the batch is cut.
+    """
+    batch = keras.tree.map_structure(as_tensor, batch)
+    batch_rows = count_rows(batch, whole=whole)
+    is_whole = keras.tree.pack_sequence_as(batch, whole.of(batch))
+    slices = []
+    for i in range(num_slices) if wanted is None else wanted:
+        begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
+        last = tf.maximum(end, begin + 1)
+
+        def rows_of(leaf: Any, stays: bool, begin: Tensor = begin, last: Tensor = last) -> Any:
+            return leaf if stays else slice_rows(leaf, begin, last)
+
+        data = keras.tree.map_structure(rows_of, batch, is_whole)
+        slices.append(Slice(data, begin, end - begin, batch_rows))
+    return tuple(slices)
+
+
+def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) -> Tensor:
+    """B, the number of rows that all tensors of the batch agree on, but those that stay whole, as an int32 scalar."""
+    leaves = [leaf for leaf in whole.cut_leaves(batch).values() if tf.is_tensor(leaf)]
+    if not leaves:
+        raise ValueError(
+            "A batch needs at least one tensor to cut into slices, by its first axis. If these are single rows, make batches "
+            f"of them: dataset.batch(32). Received: batch={batch}"
+        )
+    refuse_other_rows(batch, whole)
+    rows = [_rows(leaf) for leaf in leaves]
+    agree = [
+        tf.debugging.assert_equal(
+            other, rows[0], message=f"{_SAME_ROWS} Received the tensors {', '.join(whole.cut_leaves(batch))}."
+        )
+        for other in rows[1:]
+    ]
+    if at_least:
+        agree.append(tf.debugging.assert_positive(rows[0], message="A batch must have at least one row."))
+    with tf.control_dependencies([check for check in agree if check is not None]):
+        return tf.identity(rows[0])
+
+
+_SAME_ROWS = (
+    "All tensors of a batch must have the same number of rows (the first axis), but for tensors that are not cut: name them in "
+    "DataParallelModel(..., whole=[...])."
+)
+
+
+def refuse_other_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> None:
+    """Raises a ValueError if the tensors of a batch, or their types, are known to have different numbers of rows."""
+    by_path = {path: leaf.shape for path, leaf in whole.cut_leaves(batch).items() if leaf.shape.rank is not None}
+    shapes = by_path.values()
+    named = [f"{shape} ({path})" if path else str(shape) for path, shape in by_path.items()]
+    received = f"Received tensors of shapes {', '.join(named)}."
+    if all(shape[:1].is_fully_defined() for shape in shapes):
+        received += " If these are single rows, make batches of them: dataset.batch(32)."
+    if len({shape[0] for shape in shapes} - {None}) > 1:
+        raise ValueError(f"{_SAME_ROWS} {received}")
+
+
+def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
+    """Rows `begin` to `end` of a tensor; anything else is returned as it is."""
+    if not tf.is_tensor(leaf):
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        sizes = tf.concat([[tf.cast(end - begin, tf.int64)], leaf.dense_shape[1:]], axis=0)
+        starts = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
+        return tf.sparse.slice(leaf, starts, sizes)
+    return leaf[begin:end]
+
+
+def own_spec(leaf: Any) -> Any:
+    """The type of a tensor, or its type spec, as it is; None for what is not a tensor."""
+    spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+    return spec if isinstance(spec, tf.TypeSpec) and hasattr(spec, "shape") else None
+
+
+def row_spec(leaf: Any, rows: int | None = None) -> Any:
+    """The type of a tensor, or its type spec, with a number of rows, None for any; None for what is not a tensor."""
+    spec = own_spec(leaf)
+    if spec is None:
+        return None
+    shape = [rows, *spec.shape[1:]] if spec.shape.rank else spec.shape
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec(shape, spec.dtype)
+
+
+def known_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> int | None:
+    """The number of rows of a batch, of tensors or their types, if all that are cut are known to have it."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in whole.cut_leaves(batch).values()]
+    rows = {None if shape.rank is None else shape[0] for shape in shapes}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
+    """B, if it is known from the arguments of `fit`: how many rows the batches have that are made of arrays, or given."""
+    if isinstance(data, tf.data.Dataset):
+        return known_rows(data.element_spec)
+    if all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(data)):
+        return batch_size or BATCH_SIZE
+    own = getattr(data, "batch_size", None)
+    return own if isinstance(own, int) else None
+
+
+def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTensors = _ALL_CUT) -> Any:
+    """The batch of which slices were cut, without borrowed rows.
+
+    Args:
+        parts: N nested tensors of the same structure.
+        slices: the N slices whose rows they are.
+        whole: says which tensors are the same in all parts.
+    """
+
+    def put_together(stays: bool, *leaves: Any) -> Any:
+        if leaves[0] is None or stays:
+            return leaves[0]
+        own = [
+            slice_rows(leaf, tf.constant(0), _rows(leaf) * tf.minimum(part.rows, 1))
+            for leaf, part in zip(leaves, slices, strict=True)
+        ]
+        is_sparse = isinstance(own[0], tf.SparseTensor)
+        return tf.sparse.concat(axis=0, sp_inputs=own) if is_sparse else tf.concat(own, axis=0)
+
+    return keras.tree.map_structure(put_together, keras.tree.pack_sequence_as(parts[0], whole.of(parts[0])), *parts)
+
+
+def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
+    """The rows of some slices that follow each other, of nested tensors for the global batch."""
+    begin = slices[0].begin
+    end = begin + tf.add_n([part.rows for part in slices])
+
+    def own(leaf: Any) -> Any:
+        return leaf if tf.is_tensor(leaf) and leaf.shape.rank == 0 else slice_rows(leaf, begin, end)
+
+    return keras.tree.map_structure(own, whole)
+
+
+def _rows(leaf: Any) -> Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def as_tensor(leaf: Any) -> Any:
+    """A leaf of a batch as a tensor; None and `tf.experimental.Optional` stay."""
+    if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
+        return leaf
+    return tf.convert_to_tensor(leaf)

@@ -1,0 +1,87 @@
+"""Independent towers: what a step on towers would take if they told each other nothing."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp import choices
+from keras_dp.batches.slicing import Slice
+from keras_dp.model import DataParallelModel
+from keras_dp.partition.calling import call
+from keras_dp.partition.graph import traced_step
+from keras_dp.partition.step import Partition, Trace, build, given
+from keras_dp.steps.partitioned import arguments_of, rows_of
+from keras_dp.steps.towers import TowerSteps
+
+Tensor = Any
+
+
+def independent_towers(inner_model: keras.Model, **arguments: Any) -> DataParallelModel:
+    """A `DataParallelModel` whose towers exchange nothing, so that none waits for another one.
+
+    Each trains on its slice alone, on its device, as one device would: the first one the inner model, each other one variables
+    of its own. What a step of `DataParallelModel` takes longer is all that data parallelism costs. It trains nothing of use:
+    for `fit` in benchmarks.
+
+    Args:
+        inner_model: as for `DataParallelModel`.
+        **arguments: the same.
+    """
+    parallel = DataParallelModel(inner_model, **arguments)
+    steps = parallel.tower_steps
+    parallel.tower_steps = _IndependentSteps(steps.model, steps.inputs, steps.batch_norm, steps.gradient_dtype)
+    return parallel
+
+
+class _IndependentSteps(TowerSteps):
+    """Steps on N slices, each on its device without the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._copies: dict[tuple[str, int], tf.Variable] = {}
+
+    def run(self, name: choices.Step, slices: Sequence[Slice]) -> tuple[Any, Partition]:
+        """Runs a step on each slice; the result is that of the first."""
+        batches = [_as_batch(part) for part in slices]
+        steps = [arguments_of(self.plain(name), [batch], self.inputs.whole, None) for batch in batches]
+        of_batch, arguments = steps[0]
+        trace = Trace(of_batch, [argument.spec for argument in arguments])
+        traced = traced_step(trace.concrete)
+        devices = self.inputs.devices
+        first, *others = zip(batches, (arguments for _, arguments in steps), devices, strict=True)
+
+        def run_on(batch: Slice, arguments: Sequence[Any], device: str) -> tuple[list[Tensor], Partition]:
+            is_first = device == devices[0]
+            placed = traced if is_first else dataclasses.replace(traced, places={})
+            builder, outputs, effects = build(placed, arguments, [device], self.home if is_first else device)
+            tensors = given(trace.concrete, traced, arguments, rows_of([batch]))
+            if not is_first:
+                captured = zip(traced.arguments[len(arguments) :], trace.concrete.captured_inputs, strict=True)
+                handles = {variable.handle.ref(): self._copy_on(device, variable).handle for variable in trace.variables()}
+                own = {name: handles[handle.ref()] for name, handle in captured if handle.ref() in handles}
+                tensors |= {f"in/{name}": partial(tf.convert_to_tensor, handle) for name, handle in own.items()}
+            results = call(builder.graph, tensors, outputs if is_first else [], effects)
+            return results, Partition(placed, builder.propagation, builder.exchanges.made, trace.variables())
+
+        results, partition = run_on(*first)
+        for other in others:
+            run_on(*other)
+        return trace.packed(results), partition
+
+    def _copy_on(self, device: str, variable: tf.Variable) -> tf.Variable:
+        """The variable of a tower that stands for one of the inner model."""
+        key = (device, id(variable.handle))
+        if key not in self._copies:
+            with tf.init_scope(), tf.device(device):
+                self._copies[key] = tf.Variable(variable, trainable=False)
+        return self._copies[key]
+
+
+def _as_batch(part: Slice) -> Slice:
+    """A slice as a batch of its own."""
+    rows = tf.maximum(part.rows, 1)
+    return Slice(part.data, tf.zeros_like(rows), rows, rows)

@@ -1,0 +1,41 @@
+"""Which devices train, in the words of a line."""
+
+from collections.abc import Sequence
+
+from keras_dp.devices.available import in_words
+
+BATCH_NORM = {
+    "sync": "batch norm synchronized",
+    "local": "batch norm of each tower",
+    "first": "batch norm of each tower, statistics of the first",
+}
+
+
+def towers(devices: Sequence[str]) -> str:
+    """The towers and their devices.
+
+    >>> towers(["GPU:0", "GPU:1"])
+    '2 towers on GPU:0 and GPU:1'
+    """
+    return f"{len(devices)} tower{'s' if len(devices) > 1 else ''} on {in_words(devices)}"
+
+
+def training(devices: Sequence[str], workers: int, batch_rows: int | None, batch_norm: str | None) -> str:
+    """What trains on what.
+
+    >>> training(["GPU:0", "GPU:1"], 1, 32, "sync")
+    '2 towers on GPU:0 and GPU:1; global batch 32, 16 rows a tower; batch norm synchronized'
+
+    Args:
+        devices: of a worker's N towers.
+        workers: W.
+        batch_rows: B, None if it is not known.
+        batch_norm: a mode of `DataParallelModel`; None if the model has no batch normalization.
+    """
+    parts = [towers(devices) if workers == 1 else f"{workers} workers, each with {towers(devices)}"]
+    if batch_rows is not None:
+        rows, rest = divmod(batch_rows, len(devices) * workers)
+        parts.append(f"global batch {batch_rows}, {f'{rows} or {rows + 1}' if rest else rows} rows a tower")
+    if batch_norm is not None:
+        parts.append(BATCH_NORM[batch_norm])
+    return "; ".join(parts)

@@ -1,0 +1,104 @@
+"""Find and choose the devices where variables live."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp.devices.available import SHARDED, short_name
+from keras_dp.keras_internals import keras_models, keras_optimizers
+
+Tensor = Any
+
+
+def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> None:
+    """Moves a built model's floating-point variables; what was compiled for their old places is forgotten.
+
+    Args:
+        model: its variables stay the same objects, with the same values.
+        parameter_device: where to, or "sharded" for each variable on one of `devices`, so that the bytes are balanced.
+        devices: the towers' devices.
+    """
+    variables = [v for v in model.weights if tf.as_dtype(v.dtype).is_floating]
+    homes = _balanced(variables, devices) if parameter_device == SHARDED else [parameter_device] * len(variables)
+    moved = [(v, device) for v, device in zip(variables, homes, strict=True) if home(v) != device]
+    for variable, device in moved:
+        keras_models.move_variable(variable, device)
+    for layer in keras_models.flatten_layers(model) if moved else []:
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def place_state(optimizer: keras.optimizers.Optimizer) -> None:
+    """Moves what a built optimizer keeps for single weights to where these live."""
+    for variable, weight in keras_optimizers.optimizer_state(optimizer):
+        if home(variable) != home(weight):
+            keras_models.move_variable(variable, home(weight))
+
+
+@contextlib.contextmanager
+def beside_inputs() -> Iterator[None]:
+    """Places every operation that has no device yet where the largest of its inputs is, while a graph is made.
+
+    So whatever an optimizer computes for a variable (its update, its clipping, its moving average) is computed where the
+    variable and the state for it live. Keras leaves that to TensorFlow, which takes the first device.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    of_inputs: dict[int, str] = {}
+    with tf.compat.v1.get_default_graph().device(lambda operation: _device_of_largest_input(operation, of_inputs)):
+        yield
+
+
+def _device_of_largest_input(operation: tf.Operation, of_inputs: dict[int, str]) -> str:
+    if operation.device or any(attribute.type == "func" for attribute in operation.op_def.attr):
+        return operation.device
+    variables = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
+    by_size = sorted(operation.inputs, key=_known_size, reverse=True)
+    devices = [_device_of(tensor, of_inputs) for tensor in variables or by_size]
+    return next(filter(None, devices), "")
+
+
+def _known_size(tensor: Tensor) -> float:
+    size = tensor.shape.num_elements()
+    return math.inf if size is None else size
+
+
+def _device_of(tensor: Tensor, of_inputs: dict[int, str]) -> str:
+    """Where a tensor is, as far as that is said; "" otherwise. What a graph captured from outside is looked up once."""
+    if not tf.is_symbolic_tensor(tensor) or tensor.op.device:
+        return tensor.device
+    if tensor.op.type == "ReadVariableOp":
+        return _device_of(tensor.op.inputs[0], of_inputs)
+    if tensor.op.type == "Placeholder" and id(tensor) not in of_inputs:
+        outside = [external for external, internal in tensor.graph.captures if internal is tensor]
+        of_inputs[id(tensor)] = _device_of(outside[0], of_inputs) if outside else ""
+    return of_inputs.get(id(tensor), "")
+
+
+def _balanced(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:
+    """A device for each variable: the largest first, each to the device that has the fewest bytes so far."""
+    loads = dict.fromkeys(devices, 0)
+    chosen = {}
+    for i in sorted(range(len(variables)), key=lambda i: -_bytes(variables[i])):
+        chosen[i] = min(loads, key=lambda device: loads[device])
+        loads[chosen[i]] += _bytes(variables[i])
+    return [chosen[i] for i in range(len(variables))]
+
+
+def _bytes(variable: keras.Variable) -> int:
+    return int(math.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+
+
+def home(variable: Any) -> str:
+    """The device on which a `keras.Variable` or a `tf.Variable` lives."""
+    return short_name(native(variable).device)
+
+
+def native(variable: Any) -> tf.Variable:
+    """The `tf.Variable` behind a `keras.Variable`; a `tf.Variable` itself."""
+    return variable if isinstance(variable, tf.Variable) else variable.value

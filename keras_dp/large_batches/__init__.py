@@ -1,0 +1,1 @@
+"""Recipes for training with large batches."""

@@ -1,0 +1,272 @@
+"""What devices send each other in one training step, read off the graphs that TensorFlow made for them."""
+
+import contextlib
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.batches.slicing import Slice
+from keras_dp.devices.available import short_name
+from keras_dp.keras_internals import keras_models
+from keras_dp.keras_internals.replacing import replaced
+from keras_dp.model import DataParallelModel
+from keras_dp.partition.calling import node_by_node
+from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
+
+Tensor = Any
+Graph = Any
+
+
+class Copies(NamedTuple):
+    """What one device sends another in one step.
+
+    Attributes:
+        kind: "weights" and "gradients" of the trainable weights; "moments" for all cross-tower sums, of batch normalization
+            and the denominators of losses; "inputs" for the slices; "outputs" for losses, metrics and state; or "other", as
+            learning rates, whose bytes are scalars.
+        source: the device that sends.
+        destination: the device that receives.
+        number: how many tensors.
+        bytes: their size.
+    """
+
+    kind: str
+    source: str
+    destination: str
+    number: int
+    bytes: int
+
+
+class CommunicationReport(NamedTuple):
+    """What the devices send each other in one training step of N towers, beside what they have to.
+
+    Attributes:
+        copies: one row for each kind and pair of devices.
+        num_towers: N.
+        weight_bytes: P, the bytes of the trainable weights.
+        largest_weight_bytes: the bytes of the largest one.
+        batch_bytes: the bytes of the global batch.
+        unsized: names of tensors whose size is not known, which count as copies without bytes: those that an optimizer
+            exchanges in a branch, as with loss scaling and gradient accumulation, and those whose size depends on values.
+    """
+
+    copies: list[Copies]
+    num_towers: int
+    weight_bytes: int
+    largest_weight_bytes: int
+    batch_bytes: int
+    unsized: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes that go from one device to another."""
+        return sum(row.bytes for row in self.copies)
+
+    def bytes_of(self, *kinds: str) -> int:
+        """The bytes of some kinds."""
+        return sum(row.bytes for row in self.copies if row.kind in kinds)
+
+    def number_of(self, *kinds: str) -> int:
+        """The number of copies of some kinds."""
+        return sum(row.number for row in self.copies if row.kind in kinds)
+
+    @property
+    def busiest_bytes(self) -> int:
+        """Weights and gradients into, or out of, the device that has most of them."""
+        loads: dict[tuple[str, str], int] = defaultdict(int)
+        for row in self.copies:
+            if row.kind in ("weights", "gradients"):
+                loads["out of", row.source] += row.bytes
+                loads["into", row.destination] += row.bytes
+        return max(loads.values(), default=0)
+
+    @property
+    def ring_bytes(self) -> float:
+        """2 P (N - 1) / N, what every device sends and receives in a ring all-reduce (Patarasuk and Yuan 2009, section 3)."""
+        return 2 * self.weight_bytes * (self.num_towers - 1) / self.num_towers
+
+    @property
+    def whole_variables_bytes(self) -> float:
+        """The least that the busiest device can send and receive if no variable is split.
+
+        A device that holds S bytes of the weights receives N - 1 gradients of them and the P - S bytes of the others, and
+        sends as much: P + (N - 2) S. Some device holds P / N at least, and some device holds the largest variable.
+        """
+        share = max(self.weight_bytes / self.num_towers, self.largest_weight_bytes)
+        return self.weight_bytes + (self.num_towers - 2) * share if self.num_towers > 1 else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<12}{'from':<10}{'to':<10}{'copies':>8}{'bytes':>16}"]
+        lines += [f"{row.kind:<12}{row.source:<10}{row.destination:<10}{row.number:>8}{row.bytes:>16,}" for row in self.copies]
+        count = sum(row.number for row in self.copies)
+        lines.append(f"{'all':<32}{count:>8}{self.total_bytes:>16,}")
+        facts = {
+            "weights and gradients, busiest device, each way": self.busiest_bytes,
+            "... at least, with whole variables": self.whole_variables_bytes,
+            "... in a ring all-reduce": self.ring_bytes,
+            "inputs": self.bytes_of("inputs"),
+            "the global batch": self.batch_bytes,
+        }
+        lines += [f"{name:<48}{round(size):>16,}" for name, size in facts.items()]
+        if self.unsized:
+            lines.append(f"{len(self.unsized)} of the copies are of unknown size, and count without bytes.")
+        return "\n".join(lines)
+
+
+def communication_report(parallel: DataParallelModel, batch: Any) -> CommunicationReport:
+    """What the towers' devices send each other in one training step: bytes and number of copies, by kind and by pair.
+
+    The step is run once on the batch, in a function of its own, to have TensorFlow make its graphs, one for each device;
+    all variables are put back to what they were. The sizes are those of the tensors that these graphs send. Tensors between
+    logical CPUs count as well, though they share their memory.
+
+    >>> import keras, keras_dp, numpy as np
+    >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
+    >>> parallel.compile("sgd", "mse")
+    >>> keras_dp.communication_report(parallel, (np.ones((8, 4)), np.ones((8, 1)))).total_bytes
+    0
+
+    Args:
+        parallel: a compiled `DataParallelModel`.
+        batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+    Raises:
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
+    """
+    if not isinstance(parallel, DataParallelModel) or not parallel.compiled or parallel.run_eagerly:
+        raise ValueError(
+            "communication_report() takes a compiled DataParallelModel that does not run eagerly, on one device. "
+            f"Received: {parallel!r}"
+        )
+    if not isinstance(batch, tuple):
+        batch = (batch,)
+    steps = parallel.tower_steps
+    batch = steps.on_host(batch)
+    with tf.device("CPU:0"):
+        slices = steps.inputs.cut(batch)
+    with _untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
+        # XLA works within devices, and would give tensors other names.
+        step, graphs = _run_and_collect(parallel.train_step, slices)
+    weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
+    copies, unsized = _copies(parallel, step, graphs)
+    return CommunicationReport(
+        copies=copies,
+        num_towers=parallel.num_towers,
+        weight_bytes=sum(weights),
+        largest_weight_bytes=max(weights, default=0),
+        batch_bytes=sum(leaf.numpy().nbytes for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None),
+        unsized=unsized,
+    )
+
+
+@contextlib.contextmanager
+def _untouched(parallel: DataParallelModel) -> Iterator[None]:
+    """Puts all variables back to what they were, also those of metrics and the optimizer."""
+    optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
+    metrics = [variable for metric in parallel.metrics for variable in metric.variables]
+    variables = [*parallel.variables, *optimizer, *metrics, *keras_models.seed_states(parallel.inner_model)]
+    before = [np.array(variable) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
+    """The concrete function of a step, and those that TensorFlow ran on each device in its place."""
+
+    def on_slices(data: list[Any]) -> Any:
+        # Which rows each slice has is constant here, so that the sizes of all tensors are known.
+        with tf.name_scope("inputs"):
+            rows = [[tf.constant(scalar.numpy()) for scalar in part[1:]] for part in slices]
+        return step(tuple(Slice(part, *scalars) for part, scalars in zip(data, rows, strict=True)))
+
+    function = tf.function(on_slices, autograph=False)
+    data = [part.data for part in slices]
+    concrete = function.get_concrete_function(data)
+    with tempfile.TemporaryDirectory() as directory:
+        writer = tf.summary.create_file_writer(directory)
+        with writer.as_default():
+            tf.summary.trace_on(graph=True, profiler=False)
+            try:
+                with _graph_optimization_off():
+                    function(data)
+            finally:
+                tf.summary.trace_export("step", step=0)
+        writer.close()
+        (path,) = map(str, Path(directory).iterdir())
+        events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(path)]
+    values = [value for event in events for value in event.summary.value]
+    (collected,) = [tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0]) for value in values]
+    names = {operation.name for operation in concrete.graph.get_operations()}
+
+    def known_nodes(graphs: Any) -> int:
+        return sum(node.name in names for graph in graphs.partition_graphs for node in graph.node)
+
+    return concrete, list(max(collected.function_graphs, key=known_nodes).partition_graphs)
+
+
+@contextlib.contextmanager
+def _graph_optimization_off() -> Iterator[None]:
+    """Has TensorFlow split graphs as they were traced. Grappler works within devices, and would give tensors other names."""
+    before = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False} | before)
+
+
+def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
+    """The copies, and the names of those whose size is not known."""
+    traced = concrete.graph
+    slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}
+    captured = dict(zip(map(id, concrete.captured_inputs), traced.inputs[-len(concrete.captured_inputs) :], strict=True))
+
+    def handles(variables: Sequence[Any]) -> list[Tensor]:
+        found = (captured.get(id(variable.value.handle)) for variable in variables)
+        return [handle for handle in found if handle is not None]
+
+    state = parallel.optimizer.variables if parallel.optimizer is not None else []
+    kinds = KindsOfCopies(traced, slices, handles(parallel.trainable_weights), handles(state))
+    receivers: dict[str, list[str]] = defaultdict(list)
+    for graph in graphs:
+        received = {node.name: _key(node) for node in graph.node if node.op == "_Recv"}
+        for node in graph.node:
+            for name in node.input:
+                source = name.lstrip("^").split(":")[0]
+                if source in received:
+                    receivers[received[source]].append(node.name)
+    rows: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    unsized = []
+    for graph in graphs:
+        for node in graph.node:
+            # That one operation waits for another sends no bytes.
+            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
+                elements = _known_elements(node.input[0], traced)
+                if elements is None:
+                    unsized.append(node.input[0])
+                kind = kinds.kind(node.input[0].split(":")[0], receivers[_key(node)])
+                source, destination = (short_name(node.attr[f"{end}_device"].s.decode()) for end in ("send", "recv"))
+                rows[kind, source, destination].append((elements or 0) * tf.as_dtype(node.attr["T"].type).size)
+    ordered = sorted(rows, key=lambda row: (KINDS.index(row[0]), *row[1:]))
+    return [Copies(*row, len(rows[row]), sum(rows[row])) for row in ordered], tuple(unsized)
+
+
+def _known_elements(name: str, traced: Graph) -> int | None:
+    operation, _, port = name.partition(":")
+    try:
+        return traced.get_tensor_by_name(f"{operation}:{port or 0}").shape.num_elements()
+    except KeyError:  # It comes from the body of a branch or loop, which TensorFlow puts in its place.
+        return None
+
+
+def _key(node: Any) -> str:
+    return str(node.attr["tensor_name"].s) + str(node.attr["recv_device"].s)

@@ -1,0 +1,1 @@
+"""Steps of a Keras model, run on towers."""

@@ -1,0 +1,72 @@
+"""AcrossWorkers: where the towers of several workers meet in a partitioned step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.workers.collectives import Collectives, counted_on
+
+Tensor = Any
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "max": tf.reduce_max,
+    "min": tf.reduce_min,
+    "prod": tf.reduce_prod,
+    "all": tf.reduce_all,
+    "any": tf.reduce_any,
+}
+
+
+class AcrossWorkers:
+    """Exchanges between workers as a partitioned step needs them; see `keras_dp.partition.across.Across`.
+
+    The operations are made in graphs that become parts of the current one: they have their places among those of this.
+
+    Args:
+        collectives: of the workers.
+    """
+
+    def __init__(self, collectives: Collectives):
+        self._collectives = collectives
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def reduced(self, own: Tensor, reduction: str) -> Tensor:
+        """The sum, or another reduction, of what each worker has."""
+        with counted_on(self._graph):
+            if reduction == "sum":
+                return self._collectives.sum(own)
+            count = self._collectives.count
+            everywhere = self._collectives.gather(tf.reshape(own, [1, -1]), tf.ones([count], tf.int32))
+            return tf.reshape(_REDUCTIONS[reduction](everywhere, axis=0), tf.shape(own))
+
+    def sums(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of several tensors at once, in a few packets."""
+        with counted_on(self._graph):
+            return self._collectives.sum_all(own)
+
+    def counts(self, own: Tensor) -> Tensor:
+        """The number of each worker, from that of this one."""
+        with counted_on(self._graph):
+            return self._collectives.counts(own)
+
+    def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
+        """The rows of all workers, in the order of the workers."""
+        refuse_strings(own)
+        others = [i for i in range(own.shape.rank) if i != axis]
+        with counted_on(self._graph):
+            rows = self._collectives.gather(_transposed(own, [axis, *others]), counts)
+        return _transposed(rows, [*range(1, axis + 1), 0, *range(axis + 1, own.shape.rank)])
+
+
+def refuse_strings(rows: Any) -> None:
+    """Raises a TypeError for rows that no worker can have all of."""
+    if rows.dtype == tf.string:
+        raise TypeError(
+            "A partitioned step needs strings of all rows, and workers can send each other numbers only. Turn the strings into "
+            "numbers in the dataset: dataset.map(...)."
+        )
+
+
+def _transposed(x: Tensor, axes: list[int]) -> Tensor:
+    return x if axes == sorted(axes) else tf.transpose(x, axes)

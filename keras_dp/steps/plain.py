@@ -1,0 +1,56 @@
+"""The step of a Keras model as one device runs it, with whatever the user of towers has chosen to differ."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_dp import choices
+from keras_dp.batch_normalization.modes import batch_norm_mode
+from keras_dp.batch_normalization.synchronized import batch_norms, is_synchronized
+from keras_dp.batches.slicing import count_rows
+from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.devices import variable_homes
+from keras_dp.keras_internals.replacing import replaced
+from keras_dp.optimizer import DataParallelOptimizer, sending_gradients_as
+
+
+def plain_step(
+    model: keras.Model,
+    name: choices.Step,
+    optimizer: DataParallelOptimizer | None,
+    batch_norm: choices.BatchNorm,
+    gradient_dtype: choices.GradientType,
+    whole: WholeTensors,
+) -> Callable[[Any], Any]:
+    """A step of a model, of a whole batch.
+
+    Args:
+        model: the inner model.
+        name: of the step.
+        optimizer: applies the gradients; None if the step has none.
+        batch_norm: see `DataParallelModel`.
+        gradient_dtype: see `DataParallelModel`.
+        whole: says which tensors of the batch have other rows.
+    """
+    run = getattr(model, f"{name}_step")
+    optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    synchronized = [layer for layer in batch_norms(model) if is_synchronized(layer)]
+    accumulates_rows = optimizer is not None and optimizer.accumulate == "rows"
+    is_spread = len({variable_homes.home(variable) for variable in model.trainable_weights}) > 1
+
+    def step(data: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for layer in synchronized:
+                # Keras would take E[x^2] - E[x]^2, which is wrong beside a large mean. Partitioned, all are synchronized.
+                stack.enter_context(replaced(layer, "synchronized", False))
+            if batch_norm != "sync":
+                stack.enter_context(batch_norm_mode(batch_norm, synchronized))
+            if optimizer is not None and (accumulates_rows or is_spread):
+                rows = count_rows(data, whole=whole) if accumulates_rows else None
+                stack.enter_context(optimizer.in_step(rows))
+            stack.enter_context(sending_gradients_as(gradient_dtype, optimizers))
+            return run(data)
+
+    return step

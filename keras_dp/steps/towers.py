@@ -1,0 +1,120 @@
+"""TowerSteps: the steps of a model, run on towers with the result of one device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from keras_dp import choices
+from keras_dp.batches.input_strategy import HOST, InputStrategy
+from keras_dp.batches.slicing import Slice, as_tensor, cut, refuse_other_rows
+from keras_dp.devices import variable_homes
+from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.partition.comparison import Comparison, compare
+from keras_dp.partition.step import Partition, partition_of
+from keras_dp.steps.partitioned import arguments_of, rows_of, run_on_slices
+from keras_dp.steps.plain import plain_step
+from keras_dp.steps.unknown_rows import UnknownRows
+
+Result = TypeVar("Result")
+
+
+class TowerSteps:
+    """The steps of a model, "train", "test" and "predict", on N towers.
+
+    A step comes about in five moves:
+
+    1. Cut: the input pipeline cuts the global batch of B rows into N slices (`batches`).
+    2. Trace: the model's own step is traced once, as one device would run it (`steps.plain`).
+    3. Propagate: each tensor gets a placement, from the batch to the results: rows, a part of a sum, or the whole
+       (`partition.propagation`, with a rule for each operation).
+    4. Exchange: where a rule asks for it, towers sum their parts or gather their rows (`partition.exchanges`).
+    5. Build: one graph runs each tower's operations on its device, and whatever has effects once (`partition.building`).
+
+    Args:
+        model: the inner model.
+        inputs: cuts its batches; knows the devices, the workers, and which tensors are not cut.
+        batch_norm: see `DataParallelModel`.
+        gradient_dtype: see `DataParallelModel`.
+
+    Attributes:
+        optimizer: applies the gradients in "train"; None if there is none.
+        jit_compile: whether XLA compiles what towers compute between exchanges.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        inputs: InputStrategy,
+        batch_norm: choices.BatchNorm = "sync",
+        gradient_dtype: choices.GradientType = None,
+    ):
+        self.model = model
+        self.inputs = inputs
+        self.batch_norm = batch_norm
+        self.gradient_dtype = gradient_dtype
+        self.optimizer: DataParallelOptimizer | None = None
+        self.jit_compile = False
+        self._unknown_rows = UnknownRows()
+
+    @property
+    def home(self) -> str:
+        """The device of whatever a step does once: where the first variable lives."""
+        weights = self.model.weights
+        return variable_homes.home(weights[0]) if weights else self.inputs.devices[0]
+
+    def run(self, name: choices.Step, slices: Sequence[Slice]) -> tuple[Any, Partition]:
+        """Runs a step on N slices of a batch, in the function that is traced.
+
+        Returns:
+            What the step returns for the whole batch, and how it was partitioned.
+        """
+        step, inputs = self.plain(name), self.inputs
+        return self.trace(
+            lambda rows: run_on_slices(
+                step, slices, inputs.whole, rows, inputs.devices, self.home, inputs.collectives, self.jit_compile
+            ),
+            inputs.known_rows,
+        )
+
+    def partition(self, name: choices.Step, slices: Sequence[Slice]) -> Partition:
+        """Says how a step is partitioned, for N slices of an eager batch; nothing is run."""
+        step, inputs = self.plain(name), self.inputs
+        return self.trace(
+            lambda rows: partition_of(*arguments_of(step, slices, inputs.whole, rows), inputs.devices, self.home),
+            int(slices[0].batch_rows),
+        )
+
+    def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> Comparison:
+        """Runs a step on one device and on towers, for N slices of an eager batch, and compares all there is."""
+        step, inputs = self.plain(name), self.inputs
+
+        def compared(rows: int | None) -> Comparison:
+            of_batch, arguments = arguments_of(step, slices, inputs.whole, rows)
+            return compare(of_batch, arguments, rows_of(slices), inputs.devices, self.home, tolerance)
+
+        return self.trace(compared, int(slices[0].batch_rows))
+
+    def plain(self, name: choices.Step) -> Callable[[Any], Any]:
+        """The model's own step, of a whole batch, with whatever the user has chosen to differ from one device's."""
+        optimizer = self.optimizer if name == "train" else None
+        return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, self.inputs.whole)
+
+    def trace(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
+        """Traces for any number of rows, or, if that is asked for while tracing, for a known one; see `UnknownRows`."""
+        return self._unknown_rows.trace(attempt, rows)
+
+    def on_host(self, batch: Any) -> Any:
+        """An eager batch as tensors on the host, with all variables created."""
+        with tf.device(HOST):
+            batch = keras.tree.map_structure(as_tensor, batch)
+        refuse_other_rows(batch, self.inputs.whole)
+        self.inputs.prepare(batch)
+        return batch
+
+    def slices_of(self, batch: Any) -> Sequence[Slice]:
+        """The N slices of an eager batch, with all variables created."""
+        batch = self.on_host(batch)
+        with tf.device(HOST):
+            return cut(batch, self.inputs.num_towers, whole=self.inputs.whole)

@@ -1,0 +1,81 @@
+"""Functions of Keras's trainer, which it calls with batches of all sizes: each is traced once for all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp.batches.input_strategy import InputStrategy
+from keras_dp.batches.slicing import own_spec, row_spec
+
+
+class AnyRows:
+    """A function of batches with one trace for any number of rows, where `tf.function` takes several to learn that it varies.
+
+    Args:
+        function: a `tf.function` of a batch, or of several, or of slices.
+        feed: cuts the batches.
+    """
+
+    def __init__(self, function: Any, feed: InputStrategy):
+        self._function = function
+        self._feed = feed
+        self._traced: set[str] = set()
+
+    def __call__(self, batch: Any) -> Any:
+        """What the function gives."""
+        # Slices that were sent to their devices ahead are no tensors, but several in one.
+        are_tensors = all(leaf is None or tf.is_tensor(leaf) for leaf in keras.tree.flatten(batch))
+        if are_tensors and not self._feed.is_eager():
+            types = self._types(batch)
+            if repr(types) not in self._traced:
+                self._traced.add(repr(types))
+                self._trace(types)
+        return self._function(batch)
+
+    def _types(self, batch: Any) -> Any:
+        """The types of a batch with any number of rows; tensors that are not cut have their own shapes."""
+        leaves = keras.tree.flatten(batch)
+        stays = zip(leaves, self._feed.whole.of(batch), strict=True)
+        types = [own_spec(leaf) if is_whole else row_spec(leaf) for leaf, is_whole in stays]
+        return keras.tree.pack_sequence_as(batch, types)
+
+    def _trace(self, types: Any) -> None:
+        """Traces the function, unless a layer asks for the number of rows: then each one has a trace of its own."""
+        known_rows, self._feed.known_rows = self._feed.known_rows, None
+        try:
+            self._function.get_concrete_function(types)
+        except (TypeError, ValueError):
+            # Whatever is wrong is found again, in the trace for the very batch.
+            pass
+        finally:
+            self._feed.known_rows = known_rows
+
+
+class StepFunction:
+    """A function of Keras's trainer that takes an iterator of batches: that of a dataset, or any other.
+
+    Args:
+        function: Keras's, for the iterator of a dataset.
+        step: of the model, of the slices of a batch.
+        feed: cuts the batches.
+        steps_per_execution: how many batches a call takes.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], step: Callable[[Any], Any], feed: InputStrategy, steps_per_execution: int
+    ):
+        self._function = function
+        self._steps = range(steps_per_execution)
+        self._on_batch = AnyRows(
+            tf.function(lambda batch: feed.run(step, (batch,)), autograph=False, reduce_retracing=True), feed
+        )
+
+    def __call__(self, iterator: Any) -> Any:
+        """What the last step gives."""
+        if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+            return self._function(iterator)
+        for _, batch in zip(self._steps, iterator, strict=False):
+            result = self._on_batch(batch)
+        return result

@@ -1,0 +1,1 @@
+"""Processes, on one machine or several, that train one model together."""

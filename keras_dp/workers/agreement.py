@@ -1,0 +1,70 @@
+"""Describe a model and its data as far as they must be the same on all workers."""
+
+import hashlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.keras_internals import keras_models
+
+
+def described_model(model: keras.Model) -> dict[str, Any]:
+    """What must be the same on all workers, by names for people."""
+    layers = keras_models.flatten_layers(model)
+    facts = {f"layer {i}": _configuration(layer) for i, layer in enumerate(layers)}
+    if not model.compiled:
+        return facts
+    optimizer = {} if model.optimizer is None else _configuration(model.optimizer)
+    return facts | {"the optimizer": optimizer, "the loss": _written(model.loss)}
+
+
+def described_data(value: Any) -> Any:
+    """An argument of `fit` and the like, as far as it must be the same on all workers: a checksum of what arrays hold."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        return described_data(tf.nest.flatten(value, expand_composites=True))
+    if tf.is_tensor(value) or hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            return f"an array of shape {list(array.shape)}"
+        sample = np.ascontiguousarray(array.flat[:: max(1, array.size // _SAMPLED_ELEMENTS)])
+        digest = hashlib.blake2b(sample.tobytes(), digest_size=4).hexdigest()
+        return f"{array.dtype} of shape {list(array.shape)}, checksum {digest}"
+    if isinstance(value, dict):
+        return {str(key): described_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [described_data(item) for item in value]
+    return type(value).__name__
+
+
+_SAMPLED_ELEMENTS = 2**16
+
+
+def _configuration(thing: Any) -> dict[str, Any]:
+    """An object's class and configuration, without names, and without seeds and learning rates, which workers are given."""
+    try:
+        config = thing.get_config()
+    except Exception:  # A user's own class, whose configuration cannot be written down, counts by its name.
+        config = {}
+    return {"class": type(thing).__name__, **_written(config)}
+
+
+_LEFT_OUT = ("name", "seed", "layers", "input_layers", "output_layers", "nodes", "build_config")
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, dict):
+        # A rate that is a number is a variable, and given to all; the name of a type counts.
+        left_out = _LEFT_OUT if isinstance(value.get("learning_rate"), dict) else (*_LEFT_OUT, "learning_rate")
+        kept = {str(key): item for key, item in value.items() if key not in left_out}
+        return {key: str(item) if key == "dtype" else _written(item) for key, item in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_written(item) for item in value]
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, keras.losses.Loss):
+        return _configuration(value)
+    return getattr(value, "__name__", type(value).__name__)

@@ -1,0 +1,298 @@
+"""Collectives: sums and gathers over the workers, by TensorFlow's own collective runtime."""
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.devices.available import short_name
+
+Tensor = Any
+
+BUCKET_BYTES = 4 * 2**20
+
+_HOST = "CPU:0"
+_SENT_AS_THEY_ARE = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_SENT_AS = {**dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32), tf.uint32: tf.int64}
+_SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
+# Keys of tensors whose size is known while a graph is made are below, those of all others above.
+_FIRST_LATE_KEY = 2**30
+_SIZES = 32  # powers of two
+_LATE_PLACES = 2**30 // _SIZES
+
+OTHER_WIDTHS = (
+    "The workers' rows do not fit together: all axes but the first must have one length. Pad the batches of all workers to a "
+    "fixed length."
+)
+
+
+class Collectives:
+    """Sums and gathers over W workers, in a graph or eagerly. One worker alone has itself for a sum.
+
+    Each operation has a key, by which its parts on the workers find each other, and which belongs to one kind, type and
+    shape for good. It is made of these and of the operation's place among those of its graph: so all workers must make the same
+    operations in one graph, and run the same graphs one after the other, but may trace them at different times, or more often.
+
+    Args:
+        index: the number of this worker.
+        count: W.
+        communication: "ring" over gRPC, or "nccl" between GPUs.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, communication: str = "ring"):
+        self.index = index
+        self.count = count
+        self._hint = communication
+        self._uses: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._order = list(range(count))
+        if count > 1:
+            # TensorFlow gathers in an order of its own.
+            ranks = self.gather(tf.constant([index])).numpy().tolist()
+            self._order = [ranks.index(i) for i in range(count)]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all workers, on every worker, on the device of `x`; it has the same shape on each.
+
+        Args:
+            x: a tensor of numbers.
+        """
+        if self.count == 1:
+            return x
+        sent = _as_sent(x)
+        with tf.device(_sending_device(sent)):
+            if tf.executing_eagerly() or not sent.shape.is_fully_defined():
+                size = tf.size(sent)
+                flat, arguments = self._padded("sum", tf.reshape(sent, [-1]))
+                total = tf.raw_ops.CollectiveReduceV2(input=flat, **arguments, **_ADD)
+                total = tf.reshape(total[:size], tf.shape(sent))
+            else:
+                arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape)))
+                if self._hint == "ring":
+                    total = tf.raw_ops.CollectiveReduce(input=sent, subdiv_offsets=[0], **arguments, **_ADD)
+                else:
+                    # TensorFlow runs those of the second version one after the other: NCCL needs that, gRPC does not.
+                    total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
+            return _as_received(total, x)
+
+    def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
+        """The sums of K dense tensors over all workers, packed into buckets of at most `BUCKET_BYTES`.
+
+        The last tensors, whose gradients are ready first, go first. A bucket holds tensors of one dtype and device. It is sent
+        as soon as it is full, and none before the one that precedes it there is full: in the same order on all workers.
+
+        Args:
+            tensors: K tensors; None stays None.
+        """
+        if self.count == 1:
+            return list(tensors)
+        sums: list[Any] = [None] * len(tensors)
+        pieces: dict[int, list[Tensor]] = {}
+        full: dict[tuple[Any, str], list[Tensor]] = {}
+        for kind, bucket in _buckets(tensors):
+            with tf.device(kind[1]), tf.control_dependencies(full.get(kind, ())):
+                packed = tf.concat(
+                    [tf.reshape(tensors[piece.tensor], [-1])[piece.begin : piece.end] for piece in bucket], axis=0
+                )
+            full[kind] = [] if tf.executing_eagerly() else [packed]
+            parts = tf.split(self.sum(packed), [piece.end - piece.begin for piece in bucket])
+            for piece, part in zip(bucket, parts, strict=True):
+                pieces.setdefault(piece.tensor, []).append(part)
+        for i, tensor in enumerate(tensors):
+            if i in pieces:
+                whole = tf.concat(pieces[i], axis=0) if len(pieces[i]) > 1 else pieces[i][0]
+                sums[i] = tf.reshape(whole, tensor.shape)
+            elif tensor is not None:
+                sums[i] = self.sum(tensor)
+        return sums
+
+    def counts(self, own: Tensor) -> Tensor:
+        """The W numbers of all workers, int32, from the one of each."""
+        return self.sum(tf.one_hot(self.index, self.count, dtype=tf.int32) * tf.cast(own, tf.int32))
+
+    def gather(self, x: Any, counts: Tensor | None = None) -> Any:
+        """The rows of all workers, in the order of the workers, on every worker.
+
+        Args:
+            x: a tensor, dense, ragged or sparse, with any number of rows on each worker.
+            counts: the number of rows on each of the W workers, if they are known.
+
+        Raises:
+            TypeError: if it holds strings, which TensorFlow's collectives cannot send.
+        """
+        if self.count == 1:
+            return x
+        if isinstance(x, tf.RaggedTensor):
+            return tf.RaggedTensor.from_row_lengths(self.gather(x.values), self.gather(x.row_lengths()), validate=False)
+        if isinstance(x, tf.SparseTensor):
+            return self._gather_sparse(x)
+        sent = _as_sent(x)
+        rows = tf.shape(sent)[0]
+        if counts is None:
+            counts = self.counts(rows) if sent.shape[1:].is_fully_defined() else self._counts_of_one_width(sent)
+        longest = tf.reduce_max(counts)
+        with tf.device(_sending_device(sent)):
+            beside = tf.zeros([sent.shape.rank - 1, 2], tf.int32)
+            whole = tf.pad(sent, tf.concat([[[0, longest - rows]], beside], axis=0))
+            size = tf.size(whole)
+            flat, arguments = self._padded("gather", tf.reshape(whole, [-1]))
+            gathered = tf.raw_ops.CollectiveGatherV2(input=flat, **arguments)
+            parts = tf.reshape(gathered, [self.count, -1])[:, :size]
+            parts = tf.reshape(parts, tf.concat([[self.count], tf.shape(whole)], axis=0))
+            if self._order != sorted(self._order):
+                parts = tf.gather(parts, self._order)
+            gathered = tf.boolean_mask(parts, tf.sequence_mask(counts, longest))
+            gathered.set_shape([None, *sent.shape[1:]])
+            return _as_received(gathered, x)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The messages of all W workers, at once, in eager code."""
+        if self.count == 1:
+            return [message]
+        with tf.init_scope(), tf.device(_HOST):
+            own = tf.constant(np.frombuffer(message, np.uint8))
+            counts = self.counts(tf.size(own))
+            everything = self.gather(own, counts).numpy().tobytes()
+        ends = np.cumsum(counts.numpy())
+        return [everything[end - size : end] for end, size in zip(ends, counts.numpy(), strict=True)]
+
+    def broadcast(self, message: bytes) -> bytes:
+        """The message of the first worker, which may be long, at once, in eager code. The others' are not looked at."""
+        if self.count == 1:
+            return message
+        (length,) = np.frombuffer(self.exchange(np.int64(len(message)).tobytes())[0], np.int64)
+        words = np.zeros(-(-int(length) // 4), np.int32)
+        if self.index == 0:
+            words.view(np.uint8)[:length] = np.frombuffer(message, np.uint8)
+        step = BUCKET_BYTES // 4
+        with tf.init_scope(), tf.device(_HOST):
+            parts = [self.sum(tf.constant(words[i : i + step])).numpy() for i in range(0, len(words), step)]
+        return np.concatenate([*parts, words[:0]]).tobytes()[:length]
+
+    def _counts_of_one_width(self, x: Tensor) -> Tensor:
+        """The numbers of rows of all workers, whose rows must have one shape."""
+        shapes = self.sum(tf.one_hot([self.index], self.count, axis=0, dtype=tf.int32) * tf.shape(x))
+        shapes = tf.ensure_shape(shapes, [self.count, x.shape.rank])
+        # TensorFlow's `assert_equal` makes functions, and graphs of exchanges become parts of others without them.
+        with tf.device(_HOST):
+            is_one = tf.reduce_all(tf.equal(shapes[:, 1:], shapes[:1, 1:]))
+            check = tf.raw_ops.Assert(condition=is_one, data=[OTHER_WIDTHS, shapes], summarize=64)
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.identity(shapes[:, 0])
+
+    def _padded(self, kind: str, flat: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """A flat tensor padded to a power of two, and the further arguments: so few sizes, each of which needs a key, occur."""
+        sizes = tf.constant([2**i for i in range(_SIZES)], tf.int64)
+        exponent = tf.searchsorted(sizes, [tf.size(flat, tf.int64)])[0]
+        padded = tf.pad(flat, [[0, tf.cast(sizes[exponent], tf.int32) - tf.size(flat)]])
+        key = _FIRST_LATE_KEY + self._key(kind, flat.dtype, (), _LATE_PLACES) * _SIZES + exponent
+        return padded, {**self._arguments(flat, key), "ordering_token": []}
+
+    def _key(self, kind: str, dtype: Any, shape: tuple[int, ...], most: int = _FIRST_LATE_KEY) -> int:
+        place = 0 if tf.executing_eagerly() else _next_place(tf.compat.v1.get_default_graph())
+        use = (kind, place, dtype.name, shape, most)
+        key = zlib.crc32(repr(use).encode()) % most
+        while self._uses.setdefault((key, most), use) != use:
+            key = (key + 1) % most
+        return key
+
+    def _arguments(self, x: Tensor, key: Any) -> dict[str, Any]:
+        # TensorFlow's own timeout would keep a thread for each operation until it is over: the health check sees to that.
+        return {
+            "group_size": self.count,
+            "group_key": _group_key(x),
+            "instance_key": key,
+            "communication_hint": self._hint,
+            "timeout_seconds": 0.0,
+        }
+
+    def _gather_sparse(self, x: tf.SparseTensor) -> tf.SparseTensor:
+        rows = self.counts(x.dense_shape[0])
+        before = tf.cast(tf.cumsum(rows, exclusive=True)[self.index], tf.int64)
+        offset = tf.concat([[before], tf.zeros_like(x.dense_shape[1:])], axis=0)
+        entries = self.counts(tf.shape(x.values)[0])
+        shape = tf.concat([[tf.cast(tf.reduce_sum(rows), tf.int64)], x.dense_shape[1:]], axis=0)
+        return tf.SparseTensor(self.gather(x.indices + offset, entries), self.gather(x.values, entries), shape)
+
+
+def _next_place(graph: tf.Graph) -> int:
+    """The number of the next collective operation among those of a graph."""
+    place: int = getattr(graph, "_keras_dp_collectives", 0)
+    graph._keras_dp_collectives = place + 1
+    return place
+
+
+@contextlib.contextmanager
+def counted_on(graph: tf.Graph) -> Iterator[None]:
+    """Counts the collective operations of the current graph on from those of another one, of which they are to be a part."""
+    part: Any = tf.compat.v1.get_default_graph()
+    part._keras_dp_collectives = getattr(graph, "_keras_dp_collectives", 0)
+    yield
+    graph._keras_dp_collectives = part._keras_dp_collectives
+
+
+class _Piece(NamedTuple):
+    """Elements `begin` to `end` of the flattened tensor number `tensor`."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+_ADD = {"merge_op": "Add", "final_op": "Id"}
+
+
+def _buckets(tensors: Sequence[Any]) -> Iterator[tuple[tuple[Any, str], list[_Piece]]]:
+    """Pieces that are sent together, at most `BUCKET_BYTES`; with their dtype and device."""
+    filling: dict[tuple[Any, str], list[_Piece]] = {}
+    room: dict[tuple[Any, str], int] = {}
+    for i in reversed(range(len(tensors))):
+        tensor = tensors[i]
+        if tensor is None or not tensor.shape.is_fully_defined():
+            continue
+        kind = (tensor.dtype, short_name(tensor.device or _HOST))
+        begin, size = 0, math.prod(tensor.shape)
+        while begin < size:
+            bucket = filling.setdefault(kind, [])
+            left = room.setdefault(kind, BUCKET_BYTES // tensor.dtype.size)
+            end = min(begin + left, size)
+            bucket.append(_Piece(i, begin, end))
+            room[kind] = left - (end - begin)
+            begin = end
+            if not room[kind]:
+                yield kind, filling.pop(kind)
+                del room[kind]
+    yield from filling.items()
+
+
+def _group_key(x: Tensor) -> int:
+    """The same devices of all workers are a group."""
+    kind, _, number = short_name(_sending_device(x)).partition(":")
+    return 1 + int(number or 0) + (1000 if kind == "GPU" else 0)
+
+
+def _sending_device(sent: Tensor) -> str:
+    # Whole numbers are summed in the host's memory, also where they are on a GPU.
+    return _HOST if sent.dtype.is_integer or not sent.device else sent.device
+
+
+def _as_sent(x: Tensor) -> Tensor:
+    """A tensor of a type that collectives take."""
+    if x.dtype in _SENT_AS_THEY_ARE:
+        return x
+    if x.dtype in _SENT_AS:
+        return tf.cast(x, _SENT_AS[x.dtype])
+    if x.dtype in _SEEN_AS:
+        return tf.bitcast(x, _SEEN_AS[x.dtype])
+    raise TypeError(
+        'Workers can send each other numbers only; predict(..., rows="shard") sends nothing. '
+        f"Received: a tensor of {x.dtype.name}"
+    )
+
+
+def _as_received(sent: Tensor, x: Tensor) -> Tensor:
+    """What was sent, as a tensor of the type of `x` again."""
+    return tf.bitcast(sent, x.dtype) if x.dtype in _SEEN_AS else tf.cast(sent, x.dtype)

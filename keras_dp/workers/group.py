@@ -1,0 +1,294 @@
+"""Workers: processes, on one machine or several, that train one model together."""
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import random
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp import choices
+from keras_dp.choices import refuse_unknown
+from keras_dp.devices.available import use_logical_cpus
+from keras_dp.keras_internals import tensorflow_runtime
+from keras_dp.workers.cluster import Cluster, find_cluster
+from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.health_check import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, HealthCheck
+
+TIMEOUT = 600.0
+START_TIMEOUT = 1800.0
+
+# The number of towers that `keras-dp launch --towers-per-worker` asks for.
+TOWERS_VARIABLE = "KERAS_DP_TOWERS"
+# Set by `keras-dp launch` alone.
+LAUNCHED_VARIABLE = "KERAS_DP_RESTART"
+
+_MARK = "keras_dp: "
+_NO_PROXY_VARIABLE = "no_grpc_proxy"
+_SECONDS_TO_NOTICE = (REFUSALS + 1) * INTERVAL_SECONDS + PROBE_SECONDS
+_NO_SEED = tf.compat.v1.get_seed(0)[0]
+
+logger = logging.getLogger("keras_dp")
+
+
+class WorkerLostError(RuntimeError):
+    """Workers cannot go on, because another one is gone or does not come; the message names it."""
+
+
+class WorkerGroup:
+    """The W processes that train together, and which of them this one is. `connect_workers` makes it.
+
+    Attributes:
+        index: the number of this worker, 0 to W - 1.
+        count: W.
+        is_chief: whether this is the first worker, which writes files.
+        collectives: what the workers tell each other.
+    """
+
+    def __init__(self, collectives: Collectives | None = None, health_check: HealthCheck | None = None):
+        self.collectives = collectives or Collectives()
+        self.index = self.collectives.index
+        self.count = self.collectives.count
+        self.is_chief = self.index == 0
+        self._health_check = health_check
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup(index={self.index}, count={self.count})"
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Sees to it that a few facts, of JSON's types, are the same on all workers.
+
+        Raises:
+            ValueError: on all workers, if they are not; it names the difference.
+        """
+        if self.count == 1:
+            return
+        own = json.dumps(facts).encode()
+        with self.reporting_lost_workers():
+            if len(set(self.collectives.exchange(hashlib.blake2b(own, digest_size=16).digest()))) == 1:
+                return
+            everywhere = [json.loads(message) for message in self.collectives.exchange(own)]
+        other = next(i for i, facts in enumerate(everywhere) if facts != everywhere[0])
+        path, first, second = _first_difference(everywhere[0], everywhere[other])
+        raise ValueError(
+            "The workers must run the same script with the same arguments, on the same data, of which each takes its part. "
+            f"They differ in {', '.join(path)}: worker 0 has {first!r}, worker {other} has {second!r}."
+        )
+
+    @contextlib.contextmanager
+    def reporting_lost_workers(self) -> Iterator[None]:
+        """Where workers wait for each other: names the worker that is lost, if TensorFlow's error comes of that.
+
+        Raises:
+            WorkerLostError: in place of TensorFlow's error.
+        """
+        try:
+            with self._health_check.expecting_progress() if self._health_check is not None else contextlib.nullcontext():
+                yield
+        except tf.errors.OpError as error:
+            reason = self._reason_of(error)
+            if reason is None:
+                raise
+            raise WorkerLostError(reason) from error
+
+    def note_progress(self) -> None:
+        """This worker has got on, where `reporting_lost_workers` waits no longer than the timeout."""
+        if self._health_check is not None:
+            self._health_check.note_progress()
+
+    def _reason_of(self, error: tf.errors.OpError) -> str | None:
+        if self._health_check is None:
+            return None
+        if "Collective ops is aborted by: Shape mismatch" in error.message:
+            return (
+                "The workers have come to different operations: every worker must call fit(), evaluate(), predict() and the "
+                f"like in the same order, with the same arguments. {error.message}"
+            )
+        if not isinstance(error, _ERRORS_OF_LOSSES):
+            return None
+        # TensorFlow hands the reason on, also from the worker that has noticed first.
+        if _MARK in error.message:
+            return error.message.split(_MARK)[-1].splitlines()[0]
+        deadline = time.monotonic() + _SECONDS_TO_NOTICE
+        while self._health_check.lost is None and time.monotonic() < deadline:
+            time.sleep(INTERVAL_SECONDS / 10)
+        return self._health_check.lost
+
+
+def _first_difference(one: Any, other: Any) -> tuple[list[str], Any, Any]:
+    """Where two nested dictionaries differ first, and what each has there."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in {**one, **other}:
+            if one.get(name) != other.get(name):
+                path, *values = _first_difference(one.get(name), other.get(name))
+                return [name, *path], *values
+    return [], one, other
+
+
+_ERRORS_OF_LOSSES = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+    tf.errors.UnknownError,
+)
+
+_current = WorkerGroup()
+
+
+def current_workers() -> WorkerGroup:
+    """The workers that `connect_workers` has connected; this process alone if it has not.
+
+    Raises:
+        RuntimeError: if `keras-dp launch` has started several, and nobody has connected them.
+    """
+    if _current.count == 1:
+        _notice_others()
+    return _current
+
+
+def _notice_others() -> None:
+    """Refuses, or warns of, workers that train a model each because nobody has connected them."""
+    try:
+        cluster = find_cluster()
+    except ValueError as error:
+        described = f"This process is one of several workers, in a way that is not understood ({error})"
+    else:
+        if cluster is None:
+            return
+        described = f"This process is worker {cluster.index} of {len(cluster.addresses)}, says {cluster.source}"
+    message = (
+        f"{described}, but connect_workers() was not called: each trains a model of its own on all of the data, and overwrites "
+        "the others' files. Call keras_dp.connect_workers() at the top of the script, before TensorFlow does anything."
+    )
+    if LAUNCHED_VARIABLE in os.environ:
+        raise RuntimeError(message)
+    _warn_once(f"{message} If each is meant to train alone, all is well.")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def connect_workers(
+    timeout: float = TIMEOUT, start_timeout: float = START_TIMEOUT, communication: choices.Communication = "ring"
+) -> WorkerGroup:
+    """Connects this process to the other workers, so that every `DataParallelModel` trains on all of them together.
+
+    Which workers there are, TF_CONFIG says, or Slurm; see docs/multi_worker.md, and `keras-dp launch`. Without, or with one
+    worker, nothing happens, and the script runs as it did. Call it at the top of the script, before TensorFlow does anything,
+    but after `use_logical_cpus`:
+
+    >>> import keras_dp
+    >>> workers = keras_dp.connect_workers()
+    >>> workers.index, workers.count, workers.is_chief
+    (0, 1, True)
+
+    All workers run the same script: the data and arguments of `fit`, `evaluate` and `predict` are those of the global batch,
+    of which each worker takes its shard. The random seeds of Python, NumPy and TensorFlow become those of the first worker.
+
+    Args:
+        timeout: seconds after which a worker that is silent is given up, and all others end with a `WorkerLostError`. It must
+            be longer than what one worker does alone, as saving a checkpoint. One whose process is gone is noticed at once.
+        start_timeout: seconds to wait for workers that start late.
+        communication: "ring" over gRPC, or "nccl" between GPUs.
+
+    Returns:
+        A `WorkerGroup`.
+
+    Raises:
+        ValueError: if TF_CONFIG is malformed, or the workers have different versions of Python's minor release, Keras,
+            TensorFlow, NumPy or keras_dp.
+        RuntimeError: if TensorFlow has started already, or this worker's port is taken.
+        TimeoutError: if a worker does not start in time.
+        WorkerLostError: if one is lost.
+    """
+    global _current
+    refuse_unknown("communication", communication, choices.Communication)
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if not isinstance(seconds, int | float) or seconds <= 0:
+            raise ValueError(f"`{name}` must be a positive number of seconds. Received: {name}={seconds!r}")
+    if _current.count > 1:
+        return _current
+    cluster = find_cluster()
+    if TOWERS_VARIABLE in os.environ and not tf.config.list_physical_devices("GPU"):
+        use_logical_cpus(int(os.environ[TOWERS_VARIABLE]))
+    if cluster is not None:
+        _current = _connect(cluster, timeout, start_timeout, communication)
+    return _current
+
+
+def _connect(cluster: Cluster, timeout: float, start_timeout: float, communication: str) -> WorkerGroup:
+    address = cluster.addresses[cluster.index]
+    _go_around_proxies(cluster)
+    try:
+        tensorflow_runtime.start_server(cluster.jobs, cluster.job, cluster.task, leader=cluster.names[0])
+    except RuntimeError as error:
+        raise RuntimeError(
+            "connect_workers() must be called before TensorFlow does anything: at the top of the script, before tensors, "
+            f"variables and models are made. Received: {error}"
+        ) from error
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            f"TensorFlow's server did not start: does another process listen on the port of worker {cluster.index}? "
+            f"Received: {address}, {error.message}"
+        ) from error
+    health_check = HealthCheck(cluster.addresses, cluster.index, timeout)
+    atexit.register(health_check.stop)
+    health_check.wait_for_all(start_timeout)
+    health_check.start(lambda reason: tensorflow_runtime.abort_collectives(_MARK + reason))
+    with WorkerGroup(health_check=health_check).reporting_lost_workers():
+        collectives = Collectives(cluster.index, len(cluster.addresses), communication)
+    group = WorkerGroup(collectives, health_check)
+    group.agree({"versions": _versions(), "cluster": cluster.jobs})
+    if tf.compat.v1.get_seed(0)[0] == _NO_SEED:
+        tf.random.set_seed(random.SystemRandom().randrange(2**31))
+    share_random_state(group)
+    logger.info("Worker %d of %d, at %s", group.index, group.count, address)
+    return group
+
+
+def _go_around_proxies(cluster: Cluster) -> None:
+    """Has gRPC not go through a proxy that is there for the rest of the world."""
+    listed = os.environ.get(_NO_PROXY_VARIABLE, os.environ.get("no_proxy", ""))
+    hosts = [address.rpartition(":")[0].strip("[]") for address in cluster.addresses]
+    os.environ[_NO_PROXY_VARIABLE] = ",".join(filter(None, [listed, *dict.fromkeys(hosts)]))
+
+
+def share_random_state(group: WorkerGroup) -> None:
+    """Gives all workers the first one's random state, of Python, NumPy and TensorFlow: they shuffle alike."""
+    if group.count == 1:
+        return
+    with group.reporting_lost_workers():
+        own = _random_state()
+        chiefs = group.collectives.broadcast(own)
+    if chiefs == own:
+        return
+    python, numpy, seed = json.loads(chiefs)
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    np.random.set_state((numpy[0], np.array(numpy[1], np.uint32), *numpy[2:]))
+    if seed != tf.compat.v1.get_seed(0)[0]:
+        tf.random.set_seed(seed)
+
+
+def _random_state() -> bytes:
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = state
+    return json.dumps([random.getstate(), [name, keys.tolist(), *rest], int(tf.compat.v1.get_seed(0)[0])]).encode()
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: metadata.version(name) for name in ("keras_dp", "keras", "tensorflow", "numpy")}
+    return {**packages, "Python": ".".join(platform.python_version_tuple()[:2])}

@@ -1,0 +1,1 @@
+"""Show another model, with its attributes and methods, and refuse those that cannot be shown."""

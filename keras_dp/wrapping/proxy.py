@@ -1,0 +1,100 @@
+"""Proxy: an object that shows the public names of another one as its own."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from keras_dp.keras_internals import saving
+
+
+class Proxy(saving.SavedAs):
+    """Every public name is that of the object inside, read, set and deleted, but for those that subclasses of Proxy define.
+
+    So whatever Keras's classes have, or will have, and whatever a user's class adds, is where the user put it.
+
+    What is written down, or pickled, is the object inside, and loads without keras_dp; copies and clones are faces again.
+
+    Attributes:
+        _inside: the name of the attribute that holds the object inside.
+        _own: further public names that are this object's own.
+    """
+
+    _inside: ClassVar[str]
+    _own: ClassVar[frozenset[str]] = frozenset()
+    _own_names: ClassVar[frozenset[str]] = frozenset()
+    _around: Callable[[Any], Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        defined = (vars(base) for base in cls.__mro__ if issubclass(base, Proxy))
+        cls._own_names = cls._own.union({cls._inside}, *defined)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        shown = self._shown_for(name)
+        return super().__getattribute__(name) if shown is None else getattr(shown, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        shown = self._shown_for(name)
+        if shown is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(shown, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        shown = self._shown_for(name)
+        if shown is None:
+            super().__delattr__(name)
+        else:
+            delattr(shown, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._shown())})
+
+    def __reduce__(self) -> Any:
+        return self._shown().__reduce__()
+
+    def __copy__(self) -> Any:
+        return self._around(copy.copy(self._shown()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._around(copy.deepcopy(self._shown(), memo))
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        """Refused, but for the class that an object itself has: see `_remember`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"The configuration that a {cls.__name__} shows is that of the object inside. Rebuild that, with from_config() of "
+            f"its own class, and wrap it: keras_dp.{cls.__name__}({cls._inside}). Received: config={config}"
+        )
+
+    def _remember(self, **arguments: Any) -> None:
+        """Remembers the arguments that this object was made with, beside the object inside, for copies and clones.
+
+        The object gets a class of its own, whose `from_config` makes another one around what it rebuilds: Keras clones models
+        from their class and their configuration alone, and the configuration is that of the object inside.
+        """
+        own_class: Any = type(self)
+        around = self._around = functools.partial(own_class, **arguments)
+
+        def from_config(cls: type, config: Any, custom_objects: Any = None) -> Any:
+            return around(type(self._shown()).from_config(config))
+
+        names = {name: getattr(own_class, name) for name in ("__doc__", "__module__", "__qualname__")}
+        class_of_its_own = type(own_class.__name__, (own_class,), {**names, "from_config": classmethod(from_config)})
+        # As `self.__class__ = ...`, also where `__class__` shows another one.
+        vars(object)["__class__"].__set__(self, class_of_its_own)
+
+    def _shown(self) -> Any:
+        """The object inside; None before there is one."""
+        return vars(self).get(type(self)._inside)
+
+    def _shown_for(self, name: str) -> Any:
+        """The object inside, if the name is one of its; else None."""
+        return None if name.startswith("_") or name in type(self)._own_names else self._shown()

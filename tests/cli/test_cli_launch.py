@@ -1,0 +1,423 @@
+"""The command `keras-dp launch`: what the workers are told, what becomes of their output, and how they end."""
+
+import collections
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from keras_dp.cli import launch, main
+from keras_dp.devices import nvidia
+
+REPORT = """
+import json, os, sys
+names = ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
+print(json.dumps({"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
+"""
+
+# Gives `index`, and `wait_for(name)` and `tell(name)` for files in the current directory, by which the workers meet.
+BEGIN = """
+import json, os, pathlib, signal, subprocess, sys, time
+index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+def tell(name):
+    pathlib.Path(f"{name}.writing").write_text(str(os.getpid()))
+    os.rename(f"{name}.writing", name)
+
+def wait_for(name):
+    end = time.monotonic() + 20
+    while not os.path.exists(name) and time.monotonic() < end:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def user_directory(tmp_path, monkeypatch):
+    """The current directory; no GPUs but those that a test says are there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
+    for name in ("TF_CONFIG", "KERAS_DP_TOWERS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def run(script, options="--workers 2", arguments=(), begin=BEGIN):
+    """The launcher's exit code."""
+    Path("script.py").write_text(begin + script, encoding="utf-8")
+    return main(["launch", *options.split(), "script.py", *arguments])
+
+
+def reports(output):
+    """What REPORT has printed, worker by worker, with TF_CONFIG parsed."""
+    lines = sorted((line.partition("{") for line in output.splitlines()), key=lambda line: line[0])
+    found = [json.loads(brace + rest) for _, brace, rest in lines]
+    return [{**report, "TF_CONFIG": json.loads(report["TF_CONFIG"])} for report in found]
+
+
+def when_told(name, action):
+    """A thread that calls `action` when a worker has told `name`."""
+
+    def wait():
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if Path(name).exists():
+                action()
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def ends(name):
+    """Whether the process that has told `name` ends, though perhaps nobody asks for its exit code."""
+    status = Path(f"/proc/{Path(name).read_text()}/status")
+    end = time.monotonic() + 10
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while "\nState:\tZ" not in status.read_text():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+    return True
+
+
+def test_workers_know_each_other(capsys):
+    arguments = ["--epochs", "3", "--w", "-h", "--workers", "7", "two words", "-m"]
+    assert run(REPORT, "--workers 3", arguments, begin="") == 0
+    found = reports(capsys.readouterr().out)
+    addresses = found[0]["TF_CONFIG"]["cluster"]["worker"]
+    assert len(set(addresses)) == 3
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
+    for index, report in enumerate(found):
+        assert report["TF_CONFIG"] == {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        assert report["arguments"] == arguments
+        assert (report["KERAS_DP_RESTART"], report["PYTHONUNBUFFERED"]) == ("0", "1")
+        assert report["KERAS_DP_TOWERS"] is report["CUDA_VISIBLE_DEVICES"] is None
+
+
+def test_module(user_directory, capsys):
+    (user_directory / "package").mkdir()
+    (user_directory / "package" / "training.py").write_text(REPORT)
+    assert main(["launch", "--workers", "1", "--towers-per-worker", "2", "-m", "package.training", "--epochs", "3"]) == 0
+    (report,) = reports(capsys.readouterr().out)
+    assert report["arguments"] == ["--epochs", "3"]
+    assert report["KERAS_DP_TOWERS"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("visible", "options", "expected"),
+    [
+        (None, "--workers 2", ["0,1", "2,3"]),
+        (None, "--workers 3 --towers-per-worker 1", ["0", "1", "2"]),
+        ("4,5,6,7", "--workers 2 --towers-per-worker 2", ["4,5", "6,7"]),
+        ("GPU-8932f937, GPU-d7b0c9a1", "--workers 2", ["GPU-8932f937", "GPU-d7b0c9a1"]),
+        ("2,3,-1,1", "--workers 2", ["2", "3"]),
+        ("-1", "--workers 2 --towers-per-worker 3", ["-1", "-1"]),
+        ("", "--workers 2", ["", ""]),
+    ],
+)
+def test_gpus_are_divided(user_directory, monkeypatch, capsys, visible, options, expected):
+    for index in range(4):
+        (user_directory / "gpus" / f"0000:0{index}:00.0").mkdir(parents=True)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert run(REPORT, options, begin="") == 0
+    assert [report["CUDA_VISIBLE_DEVICES"] for report in reports(capsys.readouterr().out)] == expected
+
+
+def test_lines_have_the_number_of_their_worker(capsys):
+    script = r"""
+bar = "\n\r\x1b[1m1/3\x1b[0m ━━\b\b\b\r2/3 ━━\b\b\b\r\b\b\r3/3 ━━\n"
+sys.stdout.buffer.write(bar.encode() + b"first\r\nsecond \xff")
+sys.stderr.write("one\ntwo")
+"""
+    assert run(script) == 0
+    output = capsys.readouterr()
+    for prefix in ("[0] ", "[1] "):
+        lines = [line.removeprefix(prefix) for line in output.out.split("\n") if line.startswith(prefix)]
+        assert lines == ["", "3/3 ━━", "first", "second \ufffd"]
+    assert sorted(output.err.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
+
+
+def test_lines_are_not_mixed(capsys):
+    script = """
+for line in range(300):
+    for part in range(3):
+        (sys.stdout if line % 2 else sys.stderr).write(str(index) * 50)
+    (sys.stdout if line % 2 else sys.stderr).write(chr(10))
+"""
+    assert run(script, "--workers 3") == 0
+    output = capsys.readouterr()
+    for stream in (output.out, output.err):
+        assert collections.Counter(stream.splitlines()) == {f"[{index}] {str(index) * 150}": 150 for index in range(3)}
+
+
+def test_lines_are_printed_as_they_come(capfd):
+    seen = []
+
+    def read():
+        while not seen or not seen[-1]:
+            seen.append(capfd.readouterr().out)
+        Path("read").touch()
+
+    thread = when_told("printed", read)
+    assert run("print('first'); tell('printed'); wait_for('read'); print(os.path.exists('read'))", "--workers 1") == 0
+    thread.join()
+    assert seen[-1] == "[0] first\n"
+    assert capfd.readouterr().out == "[0] True\n"
+
+
+def test_nobody_reads_the_output(monkeypatch, capsys):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert run("while True: print('more')", "--workers 1") == 1
+    assert "[0] BrokenPipeError" in capsys.readouterr().err
+
+
+def test_waits_for_all(capsys):
+    assert run("if index: time.sleep(0.5); print('last')") == 0
+    assert capsys.readouterr().out == "[1] last\n"
+
+
+def test_failure_is_summarized(capsys):
+    script = """
+if index == 0:
+    wait_for("told")
+    time.sleep(0.2)
+    sys.exit("worker 1 is lost")
+for line in range(30):
+    print("line", line, flush=True)
+tell("told")
+raise SystemExit(3)
+"""
+    assert run(script) == 3
+    before, summary = capsys.readouterr().err.split("keras-dp launch: ")
+    assert before == "[0] worker 1 is lost\n"
+    title, *lines = summary.splitlines()
+    assert title == "worker 1 failed first, with exit code 3. Its last lines:"
+    assert lines == [f"[1] line {line}" for line in range(10, 30)]
+
+
+def test_others_are_terminated(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.3)
+    script = """
+if index == 1:
+    wait_for("ready")
+    raise ValueError("lost")
+
+def end(number, frame):
+    print("terminated", time.monotonic() - begin > 0.25)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+begin = time.monotonic()
+tell("ready")
+time.sleep(60)
+"""
+    begin = time.monotonic()
+    assert run(script) == 1
+    assert time.monotonic() - begin < 10
+    output = capsys.readouterr()
+    assert output.out == "[0] terminated True\n"
+    assert output.err.endswith("\n[1] ValueError: lost\n")
+
+
+@pytest.mark.parametrize("state", ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_others_are_killed_if_they_do_not_end(monkeypatch, capsys, state):
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "KILL_SECONDS", 0.3)
+    script = f"""
+if index == 1:
+    wait_for("ready")
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+tell("ready")
+{state}
+time.sleep(60)
+"""
+    begin = time.monotonic()
+    assert run(script) == 128 + signal.SIGKILL
+    assert time.monotonic() - begin < 10
+    assert "worker 1 failed first, with signal 9 (Killed)." in capsys.readouterr().err
+    assert ends("ready")
+
+
+def test_what_a_worker_has_started_ends_with_it():
+    script = """
+if index == 0:
+    subprocess.Popen([sys.executable, "-c", "import os, time; open('child', 'w').write(str(os.getpid())); time.sleep(60)"])
+    while not os.path.exists("child") or not os.path.getsize("child"):
+        time.sleep(0.01)
+    os._exit(5)
+wait_for("child")
+"""
+    begin = time.monotonic()
+    assert run(script) == 5
+    assert time.monotonic() - begin < 10
+    assert ends("child")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_go_to_the_workers(capsys, number):
+    script = f"""
+def end(number, frame):
+    print("got", number)
+    sys.exit(index)
+
+signal.signal({int(number)}, end)
+tell(f"ready{{index}}")
+if index == 0:
+    wait_for("ready1")
+    tell("ready")
+time.sleep(60)
+"""
+    before = signal.getsignal(number)
+    thread = when_told("ready", lambda: os.kill(os.getpid(), number))
+    assert run(script, "--workers 2 --max-restarts 2") == 128 + number
+    thread.join()
+    output = capsys.readouterr()
+    assert sorted(output.out.splitlines()) == [f"[0] got {int(number)}", f"[1] got {int(number)}"]
+    assert output.err == ""
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(("handler", "seconds", "code"), [(signal.SIG_DFL, 60, 128 + signal.SIGHUP), (signal.SIG_IGN, 0.3, 0)])
+def test_terminal_is_closed(handler, seconds, code):
+    """Which ends the launcher, unless it runs under nohup."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        thread = when_told("ready", lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert run(f"tell('ready'); time.sleep({seconds})", "--workers 1") == code
+        thread.join()
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_signals_kill_in_the_end(monkeypatch, twice):
+    monkeypatch.setattr(launch, "KILL_SECONDS", 30.0 if twice else 0.2)
+    script = """
+signal.signal(signal.SIGTERM, lambda number, frame: tell("stubborn"))
+tell("ready")
+while True:
+    time.sleep(60)
+"""
+    threads = [when_told("ready", lambda: os.kill(os.getpid(), signal.SIGTERM))]
+    if twice:
+        threads.append(when_told("stubborn", lambda: os.kill(os.getpid(), signal.SIGINT)))
+    begin = time.monotonic()
+    assert run(script, "--workers 1") == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 10
+    for thread in threads:
+        thread.join()
+    assert ends("stubborn")
+
+
+def test_restarts_until_it_works(capsys):
+    script = REPORT + "sys.exit(4 if index == 1 and os.environ['KERAS_DP_RESTART'] < '2' else 0)"
+    assert run(script, "--workers 2 --max-restarts 5") == 0
+    output = capsys.readouterr()
+    found = reports(output.out)
+    assert [report["KERAS_DP_RESTART"] for report in found] == ["0", "1", "2"] * 2
+    clusters = {json.dumps(report["TF_CONFIG"]["cluster"]) for report in found}
+    assert len(clusters) == 3
+    restarts = re.findall(r"keras-dp launch: (all .*)", output.err)
+    assert restarts == [f"all workers start again, restart {number} of 5." for number in (1, 2)]
+
+
+def test_restarts_have_an_end(capsys):
+    assert run("sys.exit(4 + int(os.environ['KERAS_DP_RESTART']))", "--workers 1 --max-restarts 2") == 6
+    assert re.findall("exit code .", capsys.readouterr().err) == ["exit code 4", "exit code 5", "exit code 6"]
+
+
+@pytest.mark.parametrize(
+    ("options", "addresses"),
+    [
+        ("--hosts alpha,beta", ["alpha:2222", "beta:2222"]),
+        ("--hosts alpha,beta:99,[::1],[fe80::1]:7 --port 5000", ["alpha:5000", "beta:99", "[::1]:5000", "[fe80::1]:7"]),
+        ("--hosts alpha,alpha,beta,alpha:2223 --workers 4", ["alpha:2222", "alpha:2223", "beta:2222", "alpha:2224"]),
+    ],
+)
+def test_commands_for_hosts(user_directory, capsys, options, addresses):
+    arguments = ["--name", "it's $HOME", "--x={1,2}"]
+    Path("my script.py").write_text(REPORT)
+    assert main(["launch", *options.split(), "--towers-per-worker", "3", "my script.py", *arguments]) == 0
+    commands = capsys.readouterr().out
+    assert re.findall("# (.*)", commands) == addresses
+    (user_directory / "bin").mkdir()
+    (user_directory / "bin" / "python").symlink_to(sys.executable)
+    shell = subprocess.run(
+        ["bash", "-eu"],
+        input=commands,
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{user_directory / 'bin'}:{os.environ['PATH']}"},
+    )
+    assert shell.returncode == 0, shell.stderr
+    for index, line in enumerate(shell.stdout.splitlines()):
+        (report,) = reports(line)
+        assert report["TF_CONFIG"] == {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        assert (report["arguments"], report["KERAS_DP_TOWERS"]) == (arguments, "3")
+    assert index + 1 == len(addresses)
+
+
+def test_commands_for_hosts_with_a_module(capsys):
+    assert main(["launch", "--hosts", "alpha", "-m", "package.training", "--epochs", "3"]) == 0
+    output = capsys.readouterr().out
+    assert output.splitlines()[1].endswith("' python -m package.training --epochs 3")
+    assert "KERAS_DP_TOWERS" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--workers 0 script.py", "argument --workers: This is an integer of at least 1. Received: '0'"),
+        ("--workers two script.py", "argument --workers: This is an integer of at least 1. Received: 'two'"),
+        ("--workers 2 --towers-per-worker 0 script.py", "--towers-per-worker: This is an integer of at least 1. Received: '0'"),
+        ("--workers 2 --max-restarts -1 script.py", "--max-restarts: This is an integer of at least 0. Received: '-1'"),
+        ("--hosts a --port 70000 script.py", "--port: This is an integer from 1 to 65535. Received: '70000'"),
+        ("--workers 2 missing.py", "There is no such script. Received: 'missing.py'."),
+        ("--workers 2", "the following arguments are required: script"),
+        ("script.py --workers 2", "Either --workers or --hosts is needed. Received: neither."),
+        ("--workers 3 --hosts a,b script.py", "--workers and --hosts differ. Received: 3 and 2."),
+        ("--hosts a --max-restarts 1 script.py", "--hosts starts nothing. Received: --max-restarts 1."),
+        ("--hosts a,,b script.py", "A host is name, name:port or [IPv6]:port. Received: ''"),
+        ("--hosts a:b script.py", "A host is name, name:port or [IPv6]:port. Received: 'a:b'"),
+        ("--hosts ::1 script.py", "A host is name, name:port or [IPv6]:port. Received: '::1'"),
+        ("--hosts a:0 script.py", "--hosts: This is an integer from 1 to 65535. Received: '0'"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(user_directory, capsys, arguments, message):
+    (user_directory / "script.py").touch()
+    with pytest.raises(SystemExit) as refusal:
+        main(["launch", *arguments.split()])
+    assert refusal.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [("--workers 2", "the same number of"), ("--workers 2 --towers-per-worker 2", "2"), ("--workers 4", "the")],
+)
+def test_wrong_number_of_gpus(monkeypatch, capsys, options, needed):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(SystemExit) as refusal:
+        run(REPORT, options, begin="")
+    assert refusal.value.code == 2
+    error = capsys.readouterr().err
+    assert f"workers needs {needed}" in error
+    assert "Received: 3 GPUs. Change --workers" in error

@@ -1,0 +1,22 @@
+"""The benchmarks of examples/benchmarks begin; what they measure is not looked at."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted(Path(__file__).parents[2].glob("examples/benchmarks/*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_says_what_it_measures(script, monkeypatch, capsys):
+    """A script that imports what has moved would be noticed when somebody needs it."""
+    monkeypatch.setattr("sys.argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_finds_the_benchmarks():
+    assert len(SCRIPTS) > 5

@@ -1,0 +1,135 @@
+"""The example on CIFAR-10: its network, its rates, its pipeline, and the comparison that goes on where it was interrupted."""
+
+import argparse
+import importlib
+import itertools
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports an example by name."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    keras.config.set_floatx("float32")
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (32, 464_154), (56, 853_018)])
+def test_resnets_have_the_layers_of_the_paper(example, depth, parameters):
+    """He et al. 2016, table 6, give 0.27, 0.46 and 0.85 million parameters."""
+    model = example("cifar10_resnet").resnet(depth)
+    weighted = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense)]
+    assert len(weighted) == depth
+    assert sum(int(np.prod(variable.shape)) for variable in model.trainable_variables) == parameters
+
+
+def test_blocks_begin_as_the_identity(example):
+    """The last gain of each block is zero, and no other is."""
+    model = example("cifar10_resnet").resnet(20)
+    gains = [layer.gamma.numpy() for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization)]
+    assert [not gain.any() for gain in gains] == [False, *[False, True] * 9]
+    images = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
+    first = keras.Model(model.input, next(layer for layer in model.layers if isinstance(layer, keras.layers.ReLU)).output)
+    pooled = next(layer for layer in model.layers if isinstance(layer, keras.layers.GlobalAveragePooling2D))
+    strided = np.asarray(first(images))[:, ::4, ::4].mean(axis=(1, 2))
+    shown = np.asarray(keras.Model(model.input, pooled.output)(images))
+    np.testing.assert_allclose(shown[:, 24:40], strided, atol=1e-5)
+
+
+def test_other_depths_are_refused(example):
+    with pytest.raises(ValueError, match="6 n \\+ 2: 8, 14, 20, 32, 56. Received: depth=21"):
+        example("cifar10_resnet").resnet(21)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "expected"),
+    [
+        ("none", [0.8] * 6 + [0.08] * 2 + [0.008] * 2),
+        ("constant", [0.1] * 4 + [0.8] * 2 + [0.08] * 2 + [0.008] * 2),
+        ("gradual", [0.1, 0.275, 0.45, 0.625] + [0.8] * 2 + [0.08] * 2 + [0.008] * 2),
+    ],
+)
+def test_rates(example, warmup, expected):
+    args = argparse.Namespace(base_learning_rate=0.1, warmup_epochs=2, epochs=5)
+    schedule = example("cifar10_resnet").learning_rate(args, 8, warmup, steps_per_epoch=2)
+    # Keras's piecewise schedule changes after its boundaries.
+    steps = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
+    np.testing.assert_allclose([float(schedule(step)) for step in steps], expected, rtol=1e-5)
+
+
+def test_batches_are_all_images_in_another_order_cropped_and_flipped(example):
+    data = example("data.cifar10")
+    random = np.random.default_rng(0)
+    images = random.normal(size=(20, 32, 32, 3)).astype("float32")
+    batches = data.augmented_batches(images, np.arange(20), 8, seed=1)
+    epochs = [list(batches.as_numpy_iterator()) for _ in range(2)]
+    orders = [np.concatenate([labels for _, labels in epoch]) for epoch in epochs]
+    assert [len(labels) for _, labels in epochs[0]] == [8, 8, 4]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert (orders[0] != orders[1]).any()
+    again = list(data.augmented_batches(images, np.arange(20), 8, seed=1).as_numpy_iterator())
+    np.testing.assert_array_equal(again[0][0], epochs[0][0][0])
+    padded = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
+    flips = 0
+    for image, label in zip(epochs[0][0][0], epochs[0][0][1], strict=True):
+        found = [
+            flipped
+            for top, left, flipped in itertools.product(range(9), range(9), (False, True))
+            if (padded[label, top : top + 32, left : left + 32][:, :: -1 if flipped else 1] == image).all()
+        ]
+        assert len(found) == 1
+        flips += found[0]
+    assert 0 < flips < 8
+
+
+def test_files_are_checked(example, tmp_path):
+    data = example("data.cifar10")
+    with pytest.raises(FileNotFoundError, match="no file with images at this path"):
+        data.load(tmp_path / "none.npz")
+    np.savez(tmp_path / "half.npz", x_train=np.zeros((1, 32, 32, 3)))
+    with pytest.raises(ValueError, match="lacks y_train, x_test, y_test"):
+        data.load(tmp_path / "half.npz")
+
+
+def test_the_comparison_goes_on_where_it_was_interrupted(example, tmp_path, capsys):
+    comparison = example("large_batch_comparison")
+    parser = argparse.ArgumentParser()
+    comparison.add_arguments(parser)
+    args = parser.parse_args(["--seeds", "2", "--batch-norms", "local", "sync", "--out", str(tmp_path)])
+    vars(args).update(depth=8, towers=4, batch_size=64, base_batch_size=16)
+    vars(args).update(base_learning_rate=0.1, warmup_epochs=1, epochs=2)
+    data = ((np.zeros((6, 2)), np.zeros(6)), (np.zeros((3, 2)), np.zeros(3)))
+    trained = []
+
+    def train(args, train_set, test_set, towers, batch_size, scale, warmup, mode, seed, verbose):
+        if len(trained) == interrupted_after:
+            raise KeyboardInterrupt
+        trained.append((towers, batch_size, scale, warmup, mode, seed))
+        return {"accuracy": [0.5, 0.6], "val_accuracy": [0.4, 0.5 + 0.1 * seed]}, None
+
+    interrupted_after = 5
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare(args, data, train)
+    interrupted_after = None
+    comparison.compare(args, data, train)
+    large = [(1, "none"), (4, "none"), (4, "constant"), (4, "gradual")]
+    of_a_seed = [(1, 16, 1, "none", "sync"), *[(4, 64, *row, mode) for mode in ("local", "sync") for row in large]]
+    assert trained == [(*run, seed) for seed in range(2) for run in of_a_seed]
+    assert "5 of 18: gradual warm-up, local, seed 0: test accuracy 50.0 %, from an earlier run" in capsys.readouterr().out
+    table = (tmp_path / "table.md").read_text()
+    assert "| small batch | 16 | 0.10 | one device | 45.0 ± 7.1 |" in table
+    assert "| gradual warm-up | 64 | 0.40 | sync | 45.0 ± 7.1 |" in table
+    assert (tmp_path / "large_batches.png").stat().st_size > 10_000
+    # Other settings are other runs.
+    args.epochs = 3
+    trained.clear()
+    interrupted_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare(args, data, train)
+    assert len(trained) == 1

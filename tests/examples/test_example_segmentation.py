@@ -1,0 +1,40 @@
+"""The example that names the digit of each pixel: its scenes, and its network."""
+
+import importlib
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    keras.config.set_floatx("float32")
+    return importlib.import_module("digits_segmentation")
+
+
+def test_pixels_have_the_class_of_the_digit_that_is_seen(example):
+    """Each digit is painted in a brightness of its own, so that what is seen tells which class it must have."""
+    labels = np.arange(10)
+    images = np.zeros((10, 28, 28, 1), "float32")
+    images[:, 4:20, 8:20] = (0.5 + labels / 20).reshape(10, 1, 1, 1)
+    x, y = example.scenes(images, labels, 30, seed=3)
+    assert x.shape == (30, example.SIZE, example.SIZE, 1)
+    ink = x[..., 0] > 0.4
+    np.testing.assert_array_equal(y[~ink], example.BACKGROUND)
+    np.testing.assert_allclose(x[..., 0][ink], 0.5 + y[ink] / 20, rtol=1e-6)
+    # Digits hide those before them: not every scene shows all of the ink.
+    seen = ink.sum(axis=(1, 2))
+    assert seen.max() == example.DIGITS * 16 * 12
+    assert seen.min() < seen.max()
+    again = example.scenes(images, labels, 30, seed=3)
+    np.testing.assert_array_equal(again[0], x)
+    assert (example.scenes(images, labels, 30, seed=4)[1] != y).any()
+
+
+def test_the_network_gives_logits_for_each_pixel(example):
+    model = example.unet()
+    assert model.output_shape == (None, example.SIZE, example.SIZE, example.BACKGROUND + 1)
+    assert model(np.zeros((2, example.SIZE, example.SIZE, 1))).shape[0] == 2

@@ -1,0 +1,504 @@
+"""Moments over the global batch are Keras's, accurate, masked and cheap; the other modes do what they say."""
+
+import itertools
+from pathlib import Path
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, assert_same_script, assert_same_training, assert_towers_match_one_device, fit, twins
+from keras import layers
+
+import keras_dp
+from keras_dp import choices
+from keras_dp.batch_normalization.modes import batch_norm_mode
+from keras_dp.batches.slicing import cut
+from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.partition.calling import node_by_node
+from keras_dp.steps.partitioned import run_on_slices
+from keras_dp.workers.collectives import Collectives
+
+rng = np.random.default_rng(0)
+
+
+def step_on_towers(function, batch, num_towers, collectives=None):
+    """`function(batch)`, compiled to run on the slices of a batch."""
+
+    @tf.function(autograph=False)
+    def run():
+        devices = [f"CPU:{i}" for i in range(num_towers)]
+        slices = cut(batch, num_towers)
+        return run_on_slices(function, slices, WholeTensors(), None, devices, "CPU:0", collectives or Collectives())[0]
+
+    return run
+
+
+def operations_on_towers(*arguments):
+    """The operations of `step_on_towers`."""
+    with node_by_node():
+        return step_on_towers(*arguments).get_concrete_function().graph.get_operations()
+
+
+def moments_on_towers(x, num_towers, mask=None, mode="sync"):
+    layer = layers.BatchNormalization()
+    layer.build(x.shape)
+
+    def moments(batch):
+        x, mask = batch
+        with keras.StatelessScope(), batch_norm_mode(mode, []) as taken:
+            layer(x, training=True, mask=mask)
+        return tuple(taken[layer][0])
+
+    return step_on_towers(moments, (x, mask), num_towers)()
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_moments_of_the_global_batch(rows, num_towers):
+    x = rng.normal(size=(rows, 5, 3))
+    count, mean, variance = moments_on_towers(x, num_towers)
+    np.testing.assert_array_equal(count, rows * 5)
+    np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-14)
+    np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-14)
+
+
+def test_masked_moments_divide_by_n_plus_epsilon():
+    x, mask = rng.normal(size=(7, 5, 3)), rng.random((7, 5)) < 0.6
+    mask[0] = False
+    n = mask.sum() + keras.config.epsilon()
+    mean = x[mask].sum(axis=0) / n
+    variance = ((x[mask] - mean) ** 2).sum(axis=0) / n
+    for num_towers in (1, 2, 4):
+        count, received_mean, received_variance = moments_on_towers(x, num_towers, mask)
+        np.testing.assert_allclose(count, n, rtol=1e-15)
+        np.testing.assert_allclose(received_mean, mean, rtol=1e-12)
+        np.testing.assert_allclose(received_variance, variance, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_moments_of_slices_are_pooled_to_those_of_the_global_batch(rows):
+    """Not a mean of variances: the slices have other means and other sizes."""
+    x = rng.normal(size=(rows, 5, 3)) + np.arange(rows)[:, None, None]
+    count, mean, variance = moments_on_towers(x, 4, mode="local")
+    np.testing.assert_array_equal(count, rows * 5)
+    np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-13)
+    np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_large_means_do_not_cost_the_variance(mode):
+    x = (5000 + rng.normal(size=(64, 8, 4))).astype("float32")
+    exact = x.astype("float64").var(axis=(0, 1))
+    for num_towers in (2, 3):
+        _, _, variance = moments_on_towers(x, num_towers, mode=mode)
+        np.testing.assert_allclose(variance, exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.1, 5000.1, -3e7])
+@pytest.mark.parametrize("mode", ["sync", "local"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_variance_is_never_negative(value, mode, masked):
+    x = np.full((11, 3, 2), value, "float32")
+    _, _, variance = moments_on_towers(x, 4, np.ones((11, 3), bool) if masked else None, mode)
+    assert np.all(variance.numpy() >= 0)
+
+
+def rounds(operations):
+    """How many times, one after the other, something of towers goes where it is put together, and from there to towers."""
+    depths = {}
+
+    def depth(operation):
+        if operation.name not in depths:
+            depths[operation.name] = 0  # A loop would end here.
+            is_home = not operation.name.startswith("partitioned/tower_")
+            arrives = [is_home and tensor.op.name.startswith("partitioned/tower_") for tensor in operation.inputs]
+            below = [depth(tensor.op) + arrival for tensor, arrival in zip(operation.inputs, arrives, strict=True)]
+            depths[operation.name] = max(below, default=0)
+        return depths[operation.name]
+
+    return max(depth(operation) for operation in operations if operation.name.startswith("partitioned/tower_"))
+
+
+@pytest.mark.parametrize(("mask", "exchanged"), [(None, 2), (rng.random((9, 5)) < 0.6, 3)], ids=["plain", "masked"])
+def test_what_the_towers_exchange(mask, exchanged):
+    """Forward 2C numbers in two rounds, and as many backward in one; Keras counts the entries of each channel in a mask."""
+    x, channels = rng.normal(size=(9, 5, 8)), 8
+    layer = layers.BatchNormalization()
+    layer.build(x.shape)
+
+    def forward(batch):
+        x, mask = batch
+        with keras.StatelessScope():
+            return layer(x, training=True, mask=mask)
+
+    def backward(batch):
+        with tf.GradientTape() as tape:
+            tape.watch(batch[0])
+            loss = tf.reduce_sum(forward(batch) ** 3)
+        return tape.gradient(loss, batch[0])
+
+    def sums(operations):
+        found = [operation for operation in operations if operation.name.startswith("partitioned/sum/")]
+        return sum(operation.outputs[0].shape.num_elements() for operation in found)
+
+    def messages(function):
+        with mock.patch.object(Collectives, "gather", lambda self, x: tf.range(self.count)):
+            worker = Collectives(0, 2)
+        operations = operations_on_towers(function, (x, mask), 3, worker)
+        return sum(operation.type.startswith("Collective") for operation in operations)
+
+    steps = [operations_on_towers(step, (x, mask), 3) for step in (forward, backward)]
+    assert list(map(sums, steps)) == [exchanged * channels, 2 * exchanged * channels]
+    assert list(map(rounds, steps)) == [2, 3 if mask is None else 4]
+    # Workers send each other one message forward, or one a round with a mask. One before has their numbers of rows, and one
+    # after all has the rows of the result.
+    assert [messages(step) for step in (forward, backward)] == ([3, 4] if mask is None else [4, 6])
+
+
+RENORM = {"renorm": True, "renorm_clipping": {"rmax": 2.0, "rmin": 0.5, "dmax": 0.5}}
+
+LAYERS = {
+    "renorm": lambda: layers.BatchNormalization(**RENORM),
+    "renorm without clipping": lambda: layers.BatchNormalization(renorm=True, renorm_momentum=0.8, axis=1),
+    "no center": lambda: layers.BatchNormalization(center=False, momentum=0.8),
+    "no scale": lambda: layers.BatchNormalization(scale=False, epsilon=0.1),
+    "neither": lambda: layers.BatchNormalization(center=False, scale=False),
+    "regularized and constrained": lambda: layers.BatchNormalization(
+        gamma_regularizer="l2", beta_regularizer="l1", gamma_constraint=keras.constraints.MaxNorm(0.9), beta_initializer="ones"
+    ),
+    "other first statistics": lambda: layers.BatchNormalization(
+        moving_mean_initializer="ones", moving_variance_initializer="zeros"
+    ),
+    "synchronized": lambda: layers.BatchNormalization(synchronized=True),
+    "time distributed": lambda: layers.TimeDistributed(layers.BatchNormalization()),
+    "nested": lambda: keras.Sequential([layers.Dense(6), keras.Sequential([layers.BatchNormalization(), layers.ReLU()])]),
+    "not trainable": lambda: layers.BatchNormalization(trainable=False, moving_mean_initializer="ones"),
+}
+
+
+def compile_arguments():
+    return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": "mse"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_kind_of_layer(layer):
+    def build():
+        inputs = keras.Input((4, 6))
+        x = LAYERS[layer]()(layers.Dense(6)(inputs))
+        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+
+    data = rng.normal(size=(15, 4, 6)), rng.normal(size=(15, 2))
+    assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((6,), 1),
+        ((4, 6), 1),
+        ((4, 6), -2),
+        ((3, 2, 4), 1),
+        ((3, 2, 4), 2),
+        ((3, 2, 4), -1),
+        ((2, 3, 2, 4), 1),
+        ((2, 3, 2, 4), 4),
+    ],
+)
+def test_every_rank_and_axis(shape, axis):
+    """The last batch has one row for three towers; of rank 2, its variance is zero."""
+
+    def build():
+        inputs = keras.Input(shape)
+        x = layers.BatchNormalization(axis=axis, momentum=0.5)(layers.Dense(shape[-1], "tanh")(inputs))
+        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+
+    data = rng.normal(2, 3, size=(15, *shape)), rng.normal(size=(15, 2))
+    assert_same_training(build, compile_arguments, [(data, 7)], 3)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_masked_layer(axis):
+    def build():
+        inputs = keras.Input((5, 3))
+        x = layers.BatchNormalization(axis=axis)(layers.Dense(4)(layers.Masking()(inputs)))
+        return keras.Model(inputs, layers.LSTM(3)(x))
+
+    x = rng.normal(size=(13, 5, 3))
+    x[:, 3:] *= rng.integers(0, 2, (13, 1, 1))
+    x[4:8] = 0  # A slice without a single entry that counts.
+    assert_same_training(build, compile_arguments, [((x, rng.normal(size=(13, 3))), 12)], 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_call_tells_whether_to_train(training):
+    """It holds in fit, evaluate and predict alike."""
+
+    class Told(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dense = layers.BatchNormalization(moving_mean_initializer="ones"), layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(self.norm(x, training=training))
+
+    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    one, _ = assert_towers_match_one_device(Told, compile_arguments, [(data, 7)], 3)
+    assert np.all(one.norm.moving_mean.numpy() == 1) != training
+
+
+def test_frozen_layers_use_and_keep_their_moving_statistics():
+    def build():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)])
+        model.layers[1].trainable = False
+        return model
+
+    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    _, inner = assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
+    np.testing.assert_array_equal(inner.layers[1].moving_mean.numpy(), 0.0)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_moments_are_float32_under_mixed_precision(policy):
+    """The sum of 12 x 64 activations of 500 is beyond float16, and its last digits beyond bfloat16."""
+    keras.config.set_floatx("float32")
+    dtype = policy.removeprefix("mixed_")
+    x = tf.cast(500 + 20 * rng.normal(size=(12, 64, 3)), dtype)
+    norm = layers.BatchNormalization(momentum=0.0, dtype=policy)
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((64, 3), dtype=dtype), norm]), devices=3)
+    parallel.compile(keras.optimizers.SGD(0.0), "mse")
+    parallel.train_on_batch(x, tf.zeros_like(x))
+    exact = tf.cast(x, tf.float64).numpy()
+    np.testing.assert_allclose(norm.moving_mean, exact.mean(axis=(0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(norm.moving_variance, exact.var(axis=(0, 1)), rtol=1e-4)
+
+
+def test_group_and_layer_normalization_are_left_alone():
+    def build():
+        inputs = keras.Input((4, 6))
+        x = layers.GroupNormalization(2)(layers.LayerNormalization()(layers.Dense(6)(inputs)))
+        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+
+    data = rng.normal(size=(15, 4, 6)), rng.normal(size=(15, 2))
+    for mode in ("sync", "local"):
+        assert_same_training(build, compile_arguments, [(data, 7)], 3, {"batch_norm": mode})
+
+
+def small_network(norm=layers.BatchNormalization):
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(3, "tanh"),
+            norm(momentum=0.5),
+            layers.Dense(2, "tanh"),
+            norm(momentum=0.9),
+            layers.Dense(1),
+        ]
+    )
+
+
+def convolutions():
+    return keras.Sequential(
+        [
+            keras.Input((4, 4, 2)),
+            layers.Conv2D(3, 2),
+            layers.BatchNormalization(momentum=0.5),
+            layers.ReLU(),
+            layers.Conv2D(2, 2),
+            layers.BatchNormalization(momentum=0.7, axis=1),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+
+
+def slices_one_after_the_other(model, batches, num_slices, mode, learning_rate=0.1):
+    """The reference for the other modes: one device, plain Keras for each slice, and NumPy for what becomes of them.
+
+    Returns the losses. Gradients of the slices' parts of the loss add up; moving statistics are updated with the moments of
+    all slices' inputs together ("local"), or of the first slice's ("first").
+    """
+    norms = [layer for layer in model.layers if isinstance(layer, layers.BatchNormalization)]
+    inputs_of = keras.Model(model.inputs[0], [norm.input for norm in norms])
+    losses = []
+    for x, y in batches:
+        state = [variable.numpy() for variable in model.non_trainable_variables]
+        bounds = [len(x) * i // num_slices for i in range(num_slices + 1)]
+        gradients, parts, loss = [0.0] * len(model.trainable_variables), [], 0.0
+        for begin, end in itertools.pairwise(bounds):
+            if begin == end:
+                continue
+            for run in ("inputs", "step"):
+                # Every slice finds the state of before the step.
+                for variable, value in zip(model.non_trainable_variables, state, strict=True):
+                    variable.assign(value)
+                if run == "inputs":
+                    parts.append([part.numpy() for part in inputs_of(x[begin:end], training=True)])
+                    continue
+                with tf.GradientTape() as tape:
+                    part = tf.reduce_sum((model(x[begin:end], training=True) - y[begin:end]) ** 2) / len(x)
+                for k, gradient in enumerate(tape.gradient(part, model.trainable_variables)):
+                    gradients[k] += gradient.numpy()
+                loss += part.numpy()
+        losses.append(loss)
+        for weight, gradient in zip(model.trainable_variables, gradients, strict=True):
+            weight.assign_sub(learning_rate * gradient)
+        for variable, value in zip(model.non_trainable_variables, state, strict=True):
+            variable.assign(value)
+        for norm, own in zip(norms, zip(*parts, strict=True), strict=True):
+            values = own[0] if mode == "first" else np.concatenate(own)
+            axes = tuple(axis for axis in range(values.ndim) if axis != norm.axis % values.ndim)
+            update(norm, values.mean(axes), values.var(axes))
+    return losses
+
+
+def update(norm, mean, variance):
+    """Moves a layer's statistics as Keras documents it (Ioffe 2017, arXiv 1702.03275, for `renorm`)."""
+
+    def move(variable, value, momentum):
+        variable.assign(variable.numpy() * momentum + value * (1 - momentum))
+
+    move(norm.moving_mean, mean, norm.momentum)
+    if not norm.renorm:
+        move(norm.moving_variance, variance, norm.momentum)
+        return
+    deviation = np.sqrt(variance + norm.epsilon)
+    move(norm.renorm_mean, mean, norm.renorm_momentum)
+    move(norm.renorm_stddev, deviation, norm.renorm_momentum)
+    move(norm.moving_stddev, deviation, norm.momentum)
+    norm.moving_variance.assign(norm.moving_stddev.numpy() ** 2 - norm.epsilon)
+
+
+MODELS = {
+    "dense": (small_network, (3,)),
+    "convolutions": (convolutions, (4, 4, 2)),
+    "renorm": (lambda: small_network(lambda **arguments: layers.BatchNormalization(**RENORM, **arguments)), (3,)),
+}
+
+
+@pytest.mark.parametrize("mode", ["local", "first"])
+@pytest.mark.parametrize("model", MODELS)
+def test_other_modes_against_the_slices_one_after_the_other(model, mode):
+    """Uneven slices, and one batch with fewer rows than towers."""
+    build, shape = MODELS[model]
+    batches = [(rng.normal(2, 3, size=(rows, *shape)), rng.normal(size=(rows, 1))) for rows in (7, 11, 2, 10)]
+    one, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
+    parallel.compile(keras.optimizers.SGD(0.1), "mse")
+    received = []
+    for batch in batches:
+        parallel.reset_metrics()
+        received.append(parallel.train_on_batch(*batch))
+    expected = slices_one_after_the_other(one, batches, 3, mode)
+    np.testing.assert_allclose(received, expected, rtol=1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
+    def build():
+        inputs = keras.Input((5, 3))
+        return keras.Model(inputs, layers.BatchNormalization(momentum=0.5)(layers.Masking()(inputs)))
+
+    x = rng.normal(2, 3, size=(7, 5, 3))
+    x[:, 3:] *= rng.integers(0, 2, (7, 1, 1))
+    x[2:5] = 0
+    one, inner = twins(build)
+    one(x, training=True)
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local")
+    parallel.compile(keras.optimizers.SGD(0.0), "mse")
+    parallel.train_on_batch(x, np.zeros_like(x))
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def test_local_statistics_of_a_layer_that_is_called_twice():
+    """Each call's moments count, in their order; the second call's inputs are what the slices' first calls made."""
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(momentum=0.5, epsilon=0.3)
+
+        def call(self, x, training=None):
+            return self.norm(2 * self.norm(x, training=training), training=training)
+
+    x = rng.normal(2, 3, size=(7, 3))
+    model = Twice()
+    parallel = keras_dp.DataParallelModel(model, devices=3, batch_norm="local")
+    parallel.compile(keras.optimizers.SGD(0.0), "mse")
+    parallel.train_on_batch(x, np.zeros_like(x))
+    parts = [x[0:2], x[2:4], x[4:7]]
+    second = np.concatenate([2 * (part - part.mean(0)) / np.sqrt(part.var(0) + 0.3) for part in parts])
+    np.testing.assert_allclose(model.norm.moving_mean, (0.5 * 0 + 0.5 * x.mean(0)) * 0.5 + 0.5 * second.mean(0), atol=1e-12)
+    np.testing.assert_allclose(model.norm.moving_variance, (0.5 + 0.5 * x.var(0)) * 0.5 + 0.5 * second.var(0), atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", choices.values_of(choices.BatchNorm))
+def test_gradients_of_every_mode_are_those_of_finite_differences(mode):
+    """Seven rows on three towers; SGD(1) takes off the gradient, and the loss of a step is that of before it."""
+    x, y = rng.normal(2, 3, size=(7, 3)), rng.normal(size=(7, 1))
+    inner = small_network()
+    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
+    parallel.compile(keras.optimizers.SGD(1.0), "mse")
+    weights = inner.get_weights()
+
+    def step(values):
+        inner.set_weights(values)
+        parallel.reset_metrics()
+        return parallel.train_on_batch(x, y)
+
+    step(weights)
+    trained = {id(v) for v in inner.trainable_variables}
+    checked = 0
+    gradients = [before - after for before, after in zip(weights, inner.get_weights(), strict=True)]
+    for k, variable in enumerate(inner.weights):
+        for index in np.ndindex(weights[k].shape) if id(variable) in trained else ():
+            losses = []
+            for change in (1e-5, -1e-5):
+                changed = [value.copy() for value in weights]
+                changed[k][index] += change
+                losses.append(step(changed))
+            np.testing.assert_allclose(gradients[k][index], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+            checked += 1
+    assert checked == inner.count_params() - 2 * (3 + 2)
+
+
+def test_layers_that_say_so_stay_synchronized_in_local_mode():
+    def build():
+        return keras.Sequential([keras.Input((3,)), layers.BatchNormalization(synchronized=True), layers.Dense(1)])
+
+    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    assert_same_training(build, compile_arguments, [(data, 7)], 3, {"batch_norm": "local"})
+
+
+def test_negative_control_local_moments_give_other_weights():
+    data = rng.normal(size=(30, 3)), rng.normal(size=(30, 1))
+    one, inner = twins(small_network)
+    expected = fit(one, compile_arguments, [(data, 10)])
+    received = fit(keras_dp.DataParallelModel(inner, devices=2, batch_norm="local"), compile_arguments, [(data, 10)])
+    with pytest.raises(AssertionError):
+        assert_same(expected, received, 1e-3)
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="`batch_norm` must be one of 'sync', 'local', 'first'.*batch_norm='global'"):
+        keras_dp.DataParallelModel(small_network(), batch_norm="global")
+
+
+def test_a_layer_of_ones_own_across_the_towers():
+    """The worked example of docs/batch_normalization.md, as it stands there."""
+    namespace = {}
+    exec(worked_example(), namespace)
+
+    def build():
+        layer = namespace["BatchStandardDeviation"]()
+        return keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layer, layers.Dense(1)])
+
+    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    assert_same_script(build, lambda model: fit(model, compile_arguments, [(data, 7)]), 3)
+
+
+def worked_example():
+    page = (Path(__file__).parents[2] / "docs" / "batch_normalization.md").read_text()
+    (example,) = [block for block in page.split("```python\n") if "class BatchStandardDeviation" in block]
+    return example.split("```")[0]

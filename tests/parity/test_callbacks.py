@@ -1,0 +1,297 @@
+"""Callbacks for training on towers."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_dp
+from keras_dp.large_batches.warmup import LearningRateWarmup
+
+X, Y = np.ones((12, 4)), np.ones((12, 2))
+
+
+def build():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+
+
+def slow(x, y):
+    """A pipeline that takes three tenths of a second for each batch."""
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    return dataset.map(lambda x, y: (tf.numpy_function(_sleep, [x], tf.float64), y)).map(
+        lambda x, y: (tf.ensure_shape(x, (None, 4)), y)
+    )
+
+
+def _sleep(x):
+    time.sleep(0.3)
+    return x
+
+
+def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices():
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.compile("sgd", "mse")
+    wait = keras_dp.callbacks.InputWait()
+    parallel.fit(X, Y, verbose=0)
+    assert "input_wait" not in parallel.history.history
+    starved = parallel.fit(slow(X, Y), epochs=3, verbose=0, shuffle=False, callbacks=[wait]).history["input_wait"]
+    fed = parallel.fit(X, Y, batch_size=1, epochs=2, verbose=0, callbacks=[wait]).history["input_wait"]
+    assert min(starved) > 0.3
+    assert 0 <= fed[-1] < min(starved)
+    # Off again.
+    parallel.fit(X, Y, verbose=0)
+    assert "input_wait" not in parallel.history.history
+    assert parallel.distribute_strategy.seconds_waited is None
+
+
+def test_evaluating_within_a_measured_epoch_does_not_disturb_it():
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.evaluate(X, Y, verbose=0)
+
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.compile("sgd", "mse")
+    callbacks = [keras_dp.callbacks.InputWait(), Evaluates()]
+    history = parallel.fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), verbose=0, callbacks=callbacks).history
+    assert len(history["input_wait"]) == 2
+
+
+def test_input_wait_needs_towers():
+    model = build()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="measures the towers of a DataParallelModel"):
+        model.fit(X, Y, verbose=0, callbacks=[keras_dp.callbacks.InputWait()])
+
+
+def ramp(base, scale, warmup_steps, steps):
+    """Goyal et al. 2017, section 2.2: from the base rate by equal increments to the scaled one, for each step."""
+    return np.interp(np.arange(steps), [0, warmup_steps], [base, scale * base])
+
+
+class UsedRates(keras.callbacks.Callback):
+    """Collects the rate of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+
+def compiled(num_towers, optimizer=None, **arguments):
+    model = build()
+    if num_towers:
+        model = keras_dp.DataParallelModel(model, devices=num_towers)
+    model.compile(optimizer or keras.optimizers.SGD(1.0, momentum=0.9), "mse", **arguments)
+    return model
+
+
+def rates_of(model, callbacks, epochs=5, **arguments):
+    """The rates of all steps, three in an epoch, and the history."""
+    used = UsedRates()
+    arguments = {"batch_size": 4, "epochs": epochs, "verbose": 0, "callbacks": [*callbacks, used], **arguments}
+    history = model.fit(X, Y, **arguments).history
+    return used.rates, history
+
+
+@pytest.mark.parametrize("num_towers", [None, 2])
+@pytest.mark.parametrize("warmup_epochs", [0, 1, 2.5, 5, 8])
+def test_warmup_ramps_at_every_step_and_logs_the_rate(warmup_epochs, num_towers):
+    warmup = LearningRateWarmup(0.01, 8, warmup_epochs)
+    rates, history = rates_of(compiled(num_towers), [warmup])
+    expected = ramp(0.01, 8, 3 * warmup_epochs, 15) if warmup_epochs else np.full(15, 0.08)
+    np.testing.assert_allclose(rates, expected, rtol=1e-12)
+    np.testing.assert_allclose(history["learning_rate"], expected[2::3], rtol=1e-12)
+
+
+def test_the_callback_is_the_schedule():
+    model = compiled(2, keras.optimizers.SGD(keras_dp.schedules.WarmupThen(0.01, 8, 6), momentum=0.9))
+    one = compiled(2)
+    one.set_weights(model.get_weights())
+    rates_of(one, [LearningRateWarmup(0.01, 8, 2, momentum_correction=False)])
+    rates_of(model, [])
+    for expected, received in zip(one.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-9)
+
+
+def test_a_rate_that_plateaus_lower_stays_lower():
+    rates = {}
+    for place in ("before", "after"):
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
+        warmup = LearningRateWarmup(0.01, 8, 3)
+        callbacks = [plateau, warmup] if place == "before" else [warmup, plateau]
+        rates[place], _ = rates_of(compiled(2), callbacks)
+    # The first epoch improves on infinity, each of the others halves the rate.
+    factors = np.repeat([1, 1, 0.5, 0.25, 0.125], 3)
+    for received in rates.values():
+        np.testing.assert_allclose(received, ramp(0.01, 8, 9, 15) * factors, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.16, 0.07, 0.008])
+@pytest.mark.parametrize("epoch", [2, 3])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_scheduler_takes_over_after_the_warmup(place, epoch, rate):
+    callbacks = [LearningRateWarmup(0.01, 8, 2)]
+    callbacks.insert(place, keras.callbacks.LearningRateScheduler(lambda now: 0.08 if now < epoch else rate))
+    rates, _ = rates_of(compiled(2), callbacks)
+    np.testing.assert_allclose(rates, [*ramp(0.01, 8, 6, 3 * epoch), *[rate] * (15 - 3 * epoch)], rtol=1e-9)
+
+
+def test_the_rate_before_the_warmup_says_nothing():
+    """After a step to try things out, the optimizer's own rate was taken for one that a plateau had lowered."""
+    model = compiled(2, keras.optimizers.SGD(0.01, momentum=0.9))
+    model.train_on_batch(X[:1], Y[:1])
+    rates, _ = rates_of(model, [LearningRateWarmup(0.1, 8, 2)])
+    np.testing.assert_allclose(rates, ramp(0.1, 8, 6, 16)[1:], rtol=1e-12)
+
+
+@pytest.mark.parametrize("floatx", ["bfloat16", "float16"])
+def test_rounding_does_not_lower_the_rate(floatx):
+    keras.config.set_floatx(floatx)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 40)], epochs=42)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 120, 126), rtol=0.01)
+
+
+@pytest.mark.parametrize("initial_epoch", [1, 2, 3])
+def test_a_new_optimizer_past_the_warmup_has_the_full_rate(initial_epoch):
+    rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 2)], initial_epoch=initial_epoch)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[3 * initial_epoch :], rtol=1e-12)
+
+
+def test_an_optimizer_that_is_warm_is_said_to_be(caplog):
+    model = compiled(2)
+    rates_of(model, [LearningRateWarmup(0.01, 8, 1)], epochs=2)
+    assert "LearningRateWarmup" not in caplog.text
+    rates, _ = rates_of(model, [LearningRateWarmup(0.001, 4, 1)], epochs=2)
+    np.testing.assert_allclose(rates, 0.08, rtol=1e-12)
+    assert "has seen 6 batches already, so that the warm-up of 3 steps is over" in caplog.text
+    assert "new optimizer to warm up anew" in caplog.text
+
+
+@pytest.mark.parametrize("by", ["fit", "backup", "file"])
+@pytest.mark.parametrize("num_towers", [None, 2])
+def test_warmup_resumes_in_the_middle(tmp_path, caplog, num_towers, by):
+    """With what a plateau took from the rate: in the checkpoint there is nothing but the rate and the iterations."""
+
+    def callbacks():
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9, cooldown=9)
+        backup = [keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)] if by == "backup" else []
+        return [LearningRateWarmup(0.01, 8, 4), plateau, *backup]
+
+    unbroken = compiled(num_towers)
+    weights = unbroken.get_weights()
+    expected, _ = rates_of(unbroken, callbacks()[:2])
+    broken = compiled(num_towers)
+    broken.set_weights(weights)
+    begun, _ = rates_of(broken, callbacks(), epochs=3)
+    np.testing.assert_allclose(begun, expected[:9], rtol=1e-12)
+    if by == "file":
+        broken.save(tmp_path / "model.keras")
+        broken = keras.models.load_model(tmp_path / "model.keras")
+        broken = keras_dp.DataParallelModel(broken, devices=2) if num_towers else broken
+    elif by == "backup":
+        broken = compiled(num_towers)
+    left = callbacks()
+    left = [left[0], *left[2:]]
+    caplog.clear()
+    resumed, _ = rates_of(broken, left, initial_epoch=0 if by == "backup" else 3)
+    assert "goes on at step 9 with the rate 0.0" in caplog.text
+    np.testing.assert_allclose(resumed, expected[9:], rtol=1e-6)
+    for one, other in zip(unbroken.get_weights(), broken.get_weights(), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
+def test_warmup_goes_by_the_epochs_where_the_optimizer_is_new():
+    """As after `load_weights` of the weights alone: the rate of the new optimizer says nothing."""
+    rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 4)], initial_epoch=3)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 12, 15)[9:], rtol=1e-12)
+
+
+def test_warmup_with_accumulated_gradients_counts_batches():
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9, gradient_accumulation_steps=3)
+    rates, _ = rates_of(compiled(2, optimizer), [LearningRateWarmup(0.01, 8, 2)])
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-12)
+
+
+def test_warmup_of_steps_that_run_together_sets_the_rate_of_the_first():
+    rates, _ = rates_of(compiled(2, steps_per_execution=2), [LearningRateWarmup(0.01, 8, 2)])
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[np.arange(15) % 3 != 1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("lowered", [1.0, 0.5])
+def test_warmup_resumes_where_steps_run_together(lowered):
+    model = compiled(2, steps_per_execution=2)
+    rates_of(model, [LearningRateWarmup(0.01, 8, 2)], epochs=1)
+    model.optimizer.learning_rate = float(model.optimizer.learning_rate) * lowered
+    rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 2)], initial_epoch=1)
+    np.testing.assert_allclose(rates, lowered * ramp(0.01, 8, 6, 15)[3:][np.arange(12) % 3 != 1], rtol=1e-12)
+
+
+def test_warmup_with_mixed_precision():
+    keras.config.set_floatx("float32")
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    try:
+        model = compiled(2)
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+    assert isinstance(model.inner_model.optimizer, keras.optimizers.LossScaleOptimizer)
+    rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 2), keras_dp.callbacks.MomentumCorrection()])
+    # The first steps overflow, and are no steps for the optimizer; the epochs go on.
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-6)
+
+
+def test_warmup_in_a_list_of_callbacks():
+    model = compiled(2)
+    callbacks = keras.callbacks.CallbackList([LearningRateWarmup(0.01, 8, 2)], model=model)
+    with pytest.raises(ValueError, match="does not know how many steps an epoch has"):
+        callbacks.on_train_begin()
+
+
+def test_warmup_of_adam():
+    rates, _ = rates_of(compiled(2, keras.optimizers.Adam()), [LearningRateWarmup(0.01, 8, 2)])
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_data_of_unknown_length_needs_the_number_of_steps():
+    def batches():
+        while True:
+            yield X[:4], Y[:4]
+
+    model = compiled(2)
+    data = tf.data.Dataset.from_generator(batches, output_signature=(tf.TensorSpec((None, 4)), tf.TensorSpec((None, 2)))).take(
+        3
+    )
+    with pytest.raises(ValueError, match="does not know how many steps an epoch has"):
+        model.fit(data, verbose=0, shuffle=False, callbacks=[LearningRateWarmup(0.01, 8, 2)])
+    used = UsedRates()
+    model.fit(data, verbose=0, shuffle=False, callbacks=[LearningRateWarmup(0.01, 8, 2, steps_per_epoch=3), used])
+    np.testing.assert_allclose(used.rates, ramp(0.01, 8, 6, 3), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "schedule", [keras.optimizers.schedules.CosineDecay(0.1, 10), lambda: 0.1], ids=["schedule", "function"]
+)
+def test_warmup_does_not_set_the_rate_of_a_schedule(schedule):
+    with pytest.raises(ValueError, match=r"Wrap each schedule: keras_dp.schedules.WarmupThen\(schedule, scale, warmup_steps"):
+        rates_of(compiled(2, keras.optimizers.SGD(schedule)), [LearningRateWarmup(0.01, 8, 2)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 8), "`base_learning_rate` must be a positive number. Received: base_learning_rate=0"),
+        ((0.1, -1), "`scale` must be a positive number. Received: scale=-1"),
+        ((0.1, 8, -1), "`warmup_epochs` must be a number, 0 or more. Received: warmup_epochs=-1"),
+        ((0.1, 8, 5, 0), "`steps_per_epoch` must be a positive number. Received: steps_per_epoch=0"),
+    ],
+)
+def test_bad_arguments_of_the_warmup(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LearningRateWarmup(*arguments)

@@ -1,0 +1,252 @@
+"""What devices send each other in a step, read off TensorFlow's own partitioned graphs."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_same, assert_same_training, values
+from keras import layers
+
+import keras_dp
+from keras_dp.batches.slicing import cut
+from keras_dp.devices import variable_homes
+from keras_dp.keras_internals import keras_models
+from keras_dp.partition.calling import node_by_node
+from keras_dp.reports.communication import _run_and_collect
+
+CHANNELS = 8
+
+
+def build():
+    """No weight dominates, and one layer normalizes CHANNELS channels."""
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            *(layers.Dense(CHANNELS, "relu") for _ in range(6)),
+            layers.BatchNormalization(),
+            layers.Dense(4),
+        ]
+    )
+
+
+def report(optimizer="sgd", num_towers=3, rows=12, model=None, **wrapper_arguments):
+    parallel = keras_dp.DataParallelModel(model or build(), devices=num_towers, **wrapper_arguments)
+    parallel.compile(optimizer, "mse")
+    inputs, outputs = parallel.input_shape[1:], parallel.output_shape[1:]
+    return parallel, keras_dp.communication_report(parallel, (np.ones((rows, *inputs)), np.ones((rows, *outputs))))
+
+
+def size(variable):
+    return math.prod(variable.shape) * 8
+
+
+def sent_weights(parallel):
+    """Of a batch normalization the scale and the offset are made of its weights, once, and their gradients of those."""
+    return [weight for weight in parallel.trainable_weights if "batch_normalization" not in weight.path]
+
+
+@pytest.mark.parametrize("num_towers", [2, 4])
+def test_on_one_device_each_weight_and_gradient_is_copied_once_for_each_other_tower(num_towers):
+    parallel, communication = report(num_towers=num_towers)
+    weights = sent_weights(parallel)
+    for kind in ("weights", "gradients"):
+        assert communication.number_of(kind) == len(weights) * (num_towers - 1)
+        assert communication.bytes_of(kind) == sum(map(size, weights)) * (num_towers - 1)
+    assert communication.busiest_bytes == sum(map(size, weights)) * (num_towers - 1)
+
+
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: keras.optimizers.Adam(amsgrad=True),
+    "AdamW": lambda: keras.optimizers.AdamW(weight_decay=0.1),
+    "Adagrad": keras.optimizers.Adagrad,
+    "RMSprop": lambda: keras.optimizers.RMSprop(momentum=0.1, centered=True),
+    "Lion": keras.optimizers.Lion,
+    "Lamb": keras.optimizers.Lamb,
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.1),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "moving average": lambda: keras.optimizers.SGD(0.1, use_ema=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_updates_happen_where_variables_and_their_state_live(name):
+    """Keras places no update; left to TensorFlow, all would be sent to the first device and back."""
+    parallel, communication = report(OPTIMIZERS[name](), parameter_device="sharded")
+    weights = sent_weights(parallel)
+    for kind in ("weights", "gradients"):
+        assert communication.number_of(kind) == len(weights) * 2
+        assert communication.bytes_of(kind) == sum(map(size, weights)) * 2
+    assert communication.busiest_bytes <= 1.05 * communication.whole_variables_bytes
+    assert not communication.unsized
+    # Learning rates, norms and moving statistics: no tensor of a weight's size.
+    state = sum(map(size, parallel.non_trainable_weights))
+    assert communication.bytes_of("outputs", "other") < 4 * state + 64 * len(weights) < communication.weight_bytes
+    for variable in parallel.optimizer.variables:
+        homes = {variable_homes.home(weight) for weight in weights if weight.path.replace("/", "_") in variable.path}
+        assert not homes or variable_homes.home(variable) in homes
+
+
+def test_sharded_optimizer_state_is_split_evenly():
+    model = keras.Sequential([keras.Input((32,)), *(layers.Dense(32) for _ in range(12))])
+    parallel, _ = report("adam", 4, model=model, parameter_device="sharded")
+    loads = dict.fromkeys(parallel.devices, 0)
+    for variable in parallel.optimizer.variables:
+        loads[variable_homes.home(variable)] += size(variable)
+    assert max(loads.values()) <= 1.15 * sum(loads.values()) / 4
+
+
+@pytest.mark.parametrize("num_towers", [2, 4])
+def test_sharded_traffic_is_that_of_a_ring(num_towers):
+    model = keras.Sequential([keras.Input((32,)), *(layers.Dense(32) for _ in range(12))])
+    _, communication = report("adam", num_towers, model=model, parameter_device="sharded")
+    assert communication.busiest_bytes <= 1.1 * communication.ring_bytes
+
+
+@pytest.mark.parametrize(("rows", "first_slice"), [(12, 4), (11, 3), (2, 0)])
+def test_no_whole_batch_crosses_to_a_device(rows, first_slice):
+    """Slices are cut on the host, which is the first tower's device; an empty slice borrows one row."""
+    _, communication = report(rows=rows)
+    # With two rows for three towers, the first slice is empty, and the second and third have one row each.
+    assert communication.bytes_of("inputs") == (rows - first_slice) * (12 + 4) * 8 <= communication.batch_bytes
+
+
+def test_moments_are_two_rounds_forward_and_one_back():
+    _, communication = report(num_towers=2)
+    assert {row.bytes for row in communication.copies if row.kind == "moments" and row.destination == "CPU:0"} == {
+        (2 * CHANNELS + 2 * CHANNELS) * 8
+    }
+    _, local = report(num_towers=2, batch_norm="local")
+    assert local.bytes_of("moments") < communication.bytes_of("moments")
+
+
+def test_gradients_on_the_wire():
+    keras.config.set_floatx("float32")
+    _, exact = report()
+    _, half = report(gradient_dtype="bfloat16")
+    # Those of the batch normalization's weights are sent by themselves then, of two towers.
+    assert exact.bytes_of("gradients") / 2 <= half.bytes_of("gradients") <= half.weight_bytes
+    assert half.bytes_of("weights") == exact.bytes_of("weights")
+
+
+def test_towers_compiled_by_xla_send_the_same():
+    expected = report(optimizer="adam")[1]
+    parallel = keras_dp.DataParallelModel(build(), devices=3)
+    parallel.compile("adam", "mse", jit_compile=True)
+    assert keras_dp.communication_report(parallel, (np.ones((12, 12)), np.ones((12, 4)))) == expected
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+        lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
+    ],
+    ids=["loss scaling", "accumulation"],
+)
+def test_what_optimizers_exchange_in_branches_is_named_and_not_sized(optimizer):
+    """There Keras's operations are in functions of their own, whose names and shapes the step's graph does not have."""
+    parallel, communication = report(optimizer(), parameter_device="sharded")
+    for kind in ("weights", "gradients"):
+        assert communication.number_of(kind) >= len(sent_weights(parallel)) * 2
+    assert all("cond/" in name for name in communication.unsized)
+    assert communication.unsized
+    assert f"{len(communication.unsized)} of the copies are of unknown size" in str(communication)
+
+
+def test_a_single_tower_sends_nothing():
+    _, communication = report(num_towers=1)
+    assert communication.total_bytes == communication.busiest_bytes == communication.whole_variables_bytes == 0
+
+
+def test_the_report_leaves_the_model_as_it_was():
+    model = keras.Sequential([keras.Input((12,)), layers.Dense(8), layers.Dropout(0.5), layers.BatchNormalization()])
+    parallel = keras_dp.DataParallelModel(model, devices=2)
+    parallel.compile("adam", "mse", metrics=["mae"])
+    x, y = np.ones((6, 12)), np.ones((6, 8))
+    parallel.fit(x, y, verbose=0)
+    seed = keras_models.seed_states(model)[-1]
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables), seed]
+    before = [np.array(variable) for variable in variables] + values(parallel.optimizer)
+    keras_dp.communication_report(parallel, (x, y))
+    assert_same(before, [np.array(variable) for variable in variables] + values(parallel.optimizer), 0)
+
+
+def test_the_report_as_a_table():
+    parallel, communication = report()
+    lines = str(communication).splitlines()
+    assert lines[0].split() == ["kind", "from", "to", "copies", "bytes"]
+    row = next(line.split() for line in lines if line.startswith("gradients"))
+    weights = sent_weights(parallel)
+    assert row == ["gradients", "CPU:1", "CPU:0", str(len(weights)), f"{sum(map(size, weights)):,}"]
+    assert f"{communication.total_bytes:,}" in next(line for line in lines if line.startswith("all"))
+
+
+def test_refuses_what_has_no_step():
+    with pytest.raises(ValueError, match=r"takes a compiled DataParallelModel.*Received: <Sequential"):
+        keras_dp.communication_report(build(), np.ones((4, 12)))
+    with pytest.raises(ValueError, match="takes a compiled DataParallelModel"):
+        keras_dp.communication_report(keras_dp.DataParallelModel(build(), devices=2), np.ones((4, 12)))
+    eager = keras_dp.DataParallelModel(build(), devices=2)
+    eager.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="does not run eagerly"):
+        keras_dp.communication_report(eager, (np.ones((4, 12)), np.ones((4, 4))))
+
+
+def test_copies_of_a_partitioned_step_have_their_sizes():
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), 2)
+    parallel.compile("sgd", "mse")
+    report = keras_dp.communication_report(parallel, (np.ones((8, 4)), np.ones((8, 1))))
+    assert report.copies
+    assert all(copies.bytes for copies in report.copies)
+    assert not report.unsized
+
+
+def test_nothing_is_sent_in_the_rounds_of_a_loop():
+    """TensorFlow keeps a loop's variables where they come from: weights at home were sent to the towers in each round."""
+    model = keras.Sequential([keras.Input((7, 3)), layers.LSTM(4, return_sequences=True), layers.LSTM(2)])
+    parallel = keras_dp.DataParallelModel(model, devices=2)
+    parallel.compile("sgd", "mse")
+    batch = np.ones((4, 7, 3)), np.ones((4, 2))
+    parallel.train_on_batch(*batch)
+    with node_by_node():
+        _, graphs = _run_and_collect(parallel.train_step, cut(batch, 2))
+    for graph in graphs:
+        rounds = nodes_in_loops(graph)
+        assert {"MatMul", "Sigmoid"} <= {node.op for node in rounds}
+        assert not [node.name for node in rounds if node.op in ("_Send", "_Recv")]
+
+
+def nodes_in_loops(graph):
+    """The nodes of a device's graph that run once in each round of a loop."""
+    takers = {}
+    for node in graph.node:
+        for name in node.input:
+            takers.setdefault(name.lstrip("^").split(":")[0], []).append(node)
+    found, waiting = {}, [node for node in graph.node if node.op == "Enter"]
+    while waiting:
+        node = waiting.pop()
+        if node.name not in found and node.op != "Exit":
+            found[node.name] = node
+            waiting += takers.get(node.name, [])
+    return list(found.values())
+
+
+@pytest.mark.parametrize("vocabulary", [500, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_dense_gradient_of_an_embedding_is_made_of_what_is_less(name, vocabulary):
+    """Of the rows that the batch names, sent to where the table is, or of the tables of all towers, which would be larger."""
+
+    def build():
+        tokens = keras.Input((3,), dtype="int32")
+        return keras.Model(tokens, layers.Dense(2)(layers.Flatten()(layers.Embedding(vocabulary, 4)(tokens))))
+
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(vocabulary, size=(14, 3)), rng.normal(size=(14, 2))
+    assert_same_training(build, lambda: {"optimizer": OPTIMIZERS[name](), "loss": "mse"}, [((x, y), 5)], 3)
+    parallel = keras_dp.DataParallelModel(build(), devices=3)
+    parallel.compile(OPTIMIZERS[name](), "mse")
+    explanation = parallel.explain((x, y))
+    assert max(meeting.bytes for meeting in explanation.meetings if meeting.bytes) < 2 * len(x) * 3 * 4 * 8

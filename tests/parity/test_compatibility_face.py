@@ -1,0 +1,900 @@
+"""The rest of what a `keras.Model` shows and does, beside training: on the wrapper it is the inner model's, or refused."""
+
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import json
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import weakref
+import zipfile
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, assert_same_script, twins, values
+from keras import layers, losses, metrics, optimizers
+
+import keras_dp
+
+rng = np.random.default_rng(0)
+# Batches of 9, 9 and 2 rows: three towers share none of them evenly, and the last has fewer rows than there are towers.
+X, Y = rng.normal(size=(20, 4)), rng.normal(size=(20, 2))
+
+# What the wrapper has of its own, because this is what runs the towers. Tested one by one.
+OF_THE_TOWERS = {
+    *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "call"),
+    *("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function"),
+    *("train_function", "test_function", "predict_function", "compile", "compile_from_config", "optimizer", "jit_compile"),
+    *("run_eagerly", "distribute_strategy", "distribute_reduction_method", "quantize", "from_config"),
+}
+
+
+def build():
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(3, "tanh", name="body", kernel_regularizer="l2")(inputs)
+    return keras.Model(inputs, layers.Dense(2, name="head")(hidden), name="users")
+
+
+def compiled(model, **arguments):
+    adam = optimizers.Adam(0.05, name="adam")
+    defaults = {"optimizer": adam, "loss": losses.MeanSquaredError(), "metrics": [metrics.MeanAbsoluteError()]}
+    model.compile(**{**defaults, **arguments})
+    return model
+
+
+def train(model, **arguments):
+    """Fits, and returns the history's numbers."""
+    return model.fit(X, Y, **{"batch_size": 9, "shuffle": False, "verbose": 0, **arguments}).history
+
+
+def inner(model):
+    """The model itself, or the one inside a wrapper."""
+    return getattr(model, "inner_model", model)
+
+
+def wrapped_like(model, other):
+    """Another model, wrapped if the first one is."""
+    return other if inner(model) is model else keras_dp.DataParallelModel(other, devices=2)
+
+
+def assert_same_answers(script, build=build):
+    """Runs a script that trains nothing on a plain model and on a wrapper, and compares the numbers that it returns."""
+    one, other = twins(build)
+    parallel = keras_dp.DataParallelModel(other, devices=3)
+    answers = []
+    for model in (one, parallel):
+        keras.utils.set_random_seed(5)
+        answers.append(script(model))
+    assert_same(*answers, 1e-9)
+
+
+class Scaled(keras.Model):
+    """A user's own class, with an attribute, a method, a property, a variable and a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.factor = 1.0
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False, name="scale")
+        self.output_mean = metrics.Mean(name="output_mean")
+        self.temperature = 1.0
+
+    def call(self, x, offset=None, power=1.0):
+        y = (self.factor * self.scale * self.dense(x)) ** power
+        return y if offset is None else y + offset
+
+    def double(self):
+        self.factor *= 2
+
+    @property
+    def total(self):
+        return self.factor * float(self.scale)
+
+    def compile(self, optimizer="sgd", temperature=1.0, **arguments):
+        super().compile(optimizer, **arguments)
+        self.temperature = temperature
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean((y - y_pred / self.temperature) ** 2)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.output_mean.update_state(y_pred)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    def get_metrics_result(self):
+        results = super().get_metrics_result()
+        return {**results, "doubled": 2 * results["output_mean"]}
+
+
+def scaled():
+    model = Scaled()
+    model(X)
+    return model
+
+
+def record_use(monkeypatch, owner, name, used):
+    """Has `owner` note in `used` that its attribute `name` was asked for, or its method called; says if that is possible."""
+
+    def note(*args, **kwargs):
+        used.append(name)
+
+    if isinstance(inspect.getattr_static(type(owner), name, None), property):
+        monkeypatch.setattr(type(owner), name, property(note))
+    elif callable(getattr(owner, name)):
+        monkeypatch.setitem(vars(owner), name, note)
+    else:
+        return False
+    return True
+
+
+def use(owner, name):
+    """Asks for an attribute, or calls a method with None for every argument that it needs."""
+    with contextlib.suppress(Exception):
+        method = getattr(owner, name)
+        if callable(method):
+            given = inspect.signature(method).parameters.values()
+            needed = [p for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            method(*[None] * len(needed))
+
+
+def names_with_a_life_of_their_own(shown, behind, exceptions):
+    """The public names of `behind` that `shown` does not take from it."""
+    own = []
+    for name in sorted(set(dir(behind)) - exceptions):
+        if name.startswith("_"):
+            continue
+        used = []
+        try:
+            value = getattr(behind, name)
+        except AttributeError:
+            continue
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if record_use(monkeypatch, behind, name, used):
+                use(shown, name)
+                is_own = name not in used
+            else:
+                is_own = value is not getattr(shown, name, None) and value != getattr(shown, name, None)
+        if is_own:
+            own.append(name)
+    return ", ".join(own)
+
+
+def test_every_public_name_is_the_inner_models():
+    """Enumerated, so that what Keras adds is noticed; and used, so that what a user overrides is."""
+
+    class Users(keras.Model):
+        pass
+
+    inputs = keras.Input((4,))
+    model = Users(inputs, layers.Dense(2)(inputs))
+    parallel = compiled(keras_dp.DataParallelModel(model, devices=2))
+    assert names_with_a_life_of_their_own(parallel, model, OF_THE_TOWERS) == ""
+
+
+def test_every_public_name_of_the_optimizer_is_the_users():
+    class Users(optimizers.Adam):
+        pass
+
+    users = Users(0.05)
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=2), optimizer=users)
+    assert names_with_a_life_of_their_own(parallel.optimizer, users, {"from_config"}) == ""
+    assert isinstance(parallel.optimizer, keras_dp.DataParallelOptimizer)
+    assert parallel.optimizer.inner_optimizer is parallel.inner_model.optimizer is users
+
+
+def test_options_set_on_the_optimizer():
+    options = {"learning_rate": 0.2, "beta_1": 0.5, "epsilon": 0.01, "clipnorm": 0.1, "weight_decay": 0.1, "use_ema": True}
+
+    def script(model):
+        compiled(model)
+        for name, value in options.items():
+            setattr(model.optimizer, name, value)
+        return train(model)
+
+    _, parallel = assert_same_script(build, script, 3)
+    for name, value in options.items():
+        assert float(getattr(parallel.inner_model.optimizer, name)) == value, name
+
+
+def test_methods_of_the_optimizer():
+    def script(model):
+        compiled(model, optimizer=optimizers.AdamW(0.05))
+        model.optimizer.exclude_from_weight_decay(var_names=["bias"])
+        model.optimizer.build(model.trainable_variables)
+        gradients = [keras.ops.ones(variable.shape) for variable in model.trainable_variables]
+        iterations = int(model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True)))
+        model.optimizer.apply(gradients)
+        model.optimizer.learning_rate.assign(0.01)
+        history = train(model)
+        model.optimizer.iterations.assign(30)
+        model.optimizer.set_weights([variable.numpy() for variable in model.optimizer.variables])
+        return iterations, history, train(model)
+
+    assert_same_script(build, script, 3)
+
+
+def test_an_optimizer_put_in_place_of_the_compiled_one():
+    """On the wrapper, or on the inner model."""
+
+    def script(model):
+        results = []
+        for owner in (model, inner(model)):
+            compiled(model)
+            owner.optimizer = optimizers.SGD(0.3)
+            results.append(train(model))
+        return results
+
+    assert_same_script(build, script, 3)
+
+
+def test_evaluation_without_an_optimizer():
+    def script(model):
+        return compiled(model, optimizer=None).evaluate(X, Y, batch_size=9, verbose=0)
+
+    assert_same_answers(script)
+
+
+def test_a_class_of_ones_own():
+    """Its attributes, methods and properties, read and set, and its overrides."""
+
+    def script(model):
+        model.factor = 3.0
+        model.double()
+        model.compile(optimizers.Adam(0.05), temperature=2.0)
+        histories = [train(model)]
+        model.scale.assign(0.5)
+        histories.append(train(model))
+        assert set(histories[0]) == {"loss", "output_mean", "doubled"}
+        return histories, model.factor, model.total, model.temperature, float(keras.ops.sum(model(X)))
+
+    _, parallel = assert_same_script(scaled, script, 3)
+    assert not hasattr(parallel, "no_such_attribute")
+    parallel.note = "new"
+    assert parallel.inner_model.note == "new"
+    del parallel.note
+    assert not hasattr(parallel.inner_model, "note")
+    assert {"double", "total", "factor", "devices"} <= set(dir(parallel))
+
+
+@pytest.mark.filterwarnings(r"ignore:Layer 'averages' \(of type Functional\) was passed an input with a mask")
+def test_calling_the_model():
+    """With all arguments of `call`, masks, several inputs, inside a `tf.function`, and on symbolic inputs."""
+
+    def dropping():
+        return keras.Sequential([keras.Input((4,)), layers.Dropout(0.5, seed=3)])
+
+    assert_same_answers(lambda model: [model(X), model(X, training=True), model(tf.constant(X), training=False)], dropping)
+    assert_same_answers(lambda model: [model(X, Y), model(X, power=2.0), model(X, offset=Y), model.call(X, power=2.0)], scaled)
+    assert_same_answers(lambda model: tf.function(model)(tf.constant(X)))
+
+    def averages():
+        inputs = keras.Input((2, 2))
+        return keras.Model(inputs, layers.GlobalAveragePooling1D()(inputs), name="averages")
+
+    def with_masks(model):
+        x = X.reshape(20, 2, 2) * (np.arange(40).reshape(20, 2, 1) % 3 > 0)
+        return [model(x), model(layers.Masking()(x)), model(x, mask=x[..., 0] != 0)]
+
+    assert_same_answers(with_masks, averages)
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    assert parallel(keras.Input((4,))).shape == (None, 2)
+    with pytest.raises(ValueError, match=r"expected shape=\(None, 4\), found shape=\(20, 2\)"):
+        parallel(Y)
+
+
+def test_inside_another_model(tmp_path):
+    """The other model then holds the inner model: it trains on one device, or on towers of its own, and is saved."""
+
+    def script(model):
+        inputs = keras.Input((4,))
+        whole = compiled(keras.Model(inputs, layers.Dense(2, kernel_initializer="ones")(model(inputs))))
+        sequential = keras.Sequential([keras.Input((4,)), model, layers.Dense(2, kernel_initializer="ones")])
+        results = [train(whole), train(wrapped_like(model, whole)), whole.get_weights(), sequential(X)]
+        whole.save(tmp_path / "whole.keras")
+        results.append(keras.models.load_model(tmp_path / "whole.keras")(X))
+        return results, train(compiled(model))
+
+    assert_same_script(build, script, 3)
+
+
+def test_training_loops_of_ones_own():
+    """`compute_loss`, `losses`, `apply_gradients`, `compute_metrics`, `reset_metrics`, `stateless_call`: on one device."""
+
+    def script(model):
+        compiled(model)
+        seen = []
+        for _ in range(2):
+            model.reset_metrics()
+            for begin in range(0, 20, 9):
+                x, y = tf.constant(X[begin : begin + 9]), tf.constant(Y[begin : begin + 9])
+                with tf.GradientTape() as tape:
+                    y_pred = model(x, training=True)
+                    loss = model.compute_loss(x, y, y_pred, training=True)
+                gradients = tape.gradient(loss, model.trainable_weights)
+                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+                seen.append((loss, model.compute_metrics(x, y, y_pred), sum(model.losses)))
+            seen.append(model.get_metrics_result())
+        state = [[v.value for v in kind] for kind in (model.trainable_variables, model.non_trainable_variables)]
+        outputs, _, added = model.stateless_call(*state, tf.constant(X), return_losses=True)
+        counts = [v.value for v in model.metrics_variables]
+        seen.append((outputs, added, model.stateless_compute_loss(*state, counts, y=tf.constant(Y), y_pred=outputs)[0]))
+        return seen, train(model)
+
+    assert_same_script(build, script, 3)
+
+
+def test_summary():
+    def lines_of(model):
+        lines = []
+        model.summary(
+            line_length=90,
+            positions=[0.3, 0.6, 0.8, 1.0],
+            print_fn=lambda line, line_break=False: lines.append(line),
+            expand_nested=True,
+            show_trainable=True,
+            layer_range=["body", "head"],
+        )
+        return lines
+
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=2))
+    assert lines_of(parallel) == [*lines_of(parallel.inner_model), " Devices: 2 towers on CPU:0 and CPU:1"]
+    assert "body" in "".join(lines_of(parallel))
+    parallel.get_layer("body").trainable = False
+    assert lines_of(parallel)[:-1] == lines_of(parallel.inner_model)
+
+
+def test_saving(tmp_path):
+    """`.keras`, unzipped and `.h5` hold the plain model and its optimizer."""
+
+    def script(model):
+        results = [train(compiled(model))]
+        folder = tmp_path / type(model).__name__
+        folder.mkdir()
+        for name, arguments in (("a.keras", {}), ("a.keras", {"overwrite": True}), ("a", {"zipped": False}), ("a.h5", {})):
+            model.save(folder / name, **arguments)
+            loaded = keras.models.load_model(folder / name)
+            assert type(loaded) is type(build())
+            assert type(loaded.optimizer) is optimizers.Adam
+            results += [loaded.get_weights(), [variable.numpy() for variable in loaded.optimizer.variables]]
+        return results
+
+    assert_same_script(build, script, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
+def test_weights_files(tmp_path):
+    """Written by the one and read by the other, whole, in shards, in part, and with the optimizer's state."""
+    plain, parallel = compiled(build()), compiled(keras_dp.DataParallelModel(build(), devices=3))
+    train(plain)
+    train(parallel)
+
+    def write(model, name, **arguments):
+        model.set_weights([rng.normal(size=weight.shape) for weight in model.get_weights()])
+        model.save_weights(tmp_path / name, **arguments)
+
+    for writer, reader in ((plain, parallel), (parallel, plain)):
+        for name, arguments in (("a.weights.h5", {}), ("a.weights.json", {"max_shard_size": 1})):
+            write(writer, name, **arguments)
+            writer.optimizer.iterations.assign_add(5)
+            writer.save_weights(tmp_path / name, **arguments)
+            reader.load_weights(tmp_path / name)
+            assert_same(writer.get_weights(), reader.get_weights(), 0)
+            assert int(inner(reader).optimizer.iterations) == int(inner(writer).optimizer.iterations)
+        write(writer, "a.weights.h5")
+        before = reader.get_weights()
+        reader.load_weights(tmp_path / "a.weights.h5", objects_to_skip=[reader.get_layer("head")])
+        assert_same(writer.get_weights()[:2] + before[2:], reader.get_weights(), 0)
+
+    write(plain, "a.weights.h5")
+    parallel.load_weights(tmp_path / "a.weights.h5")
+    inputs = keras.Input((4,))
+    wider = keras.Model(inputs, layers.Dense(7, name="head")(layers.Dense(3, name="body")(inputs)))
+    wider.save_weights(tmp_path / "wider.weights.h5")
+    with pytest.raises(ValueError, match="shape"):
+        parallel.load_weights(tmp_path / "wider.weights.h5")
+    with pytest.warns(UserWarning, match="Skipping variable loading|could not be loaded"):
+        parallel.load_weights(tmp_path / "wider.weights.h5", skip_mismatch=True)
+    assert_same(wider.get_weights()[:2] + plain.get_weights()[2:], parallel.get_weights(), 0)
+
+
+def test_tensorflows_checkpoints(tmp_path):
+    """`tf.train.Checkpoint` and `tf.saved_model.save` find the inner model's objects, and the user's optimizer."""
+    plain, parallel = compiled(build()), compiled(keras_dp.DataParallelModel(build(), devices=3))
+    for writer, reader in ((plain, parallel), (parallel, plain)):
+        train(writer)
+        train(reader, epochs=2)
+        path = tf.train.Checkpoint(model=writer, optimizer=writer.optimizer).save(str(tmp_path / "checkpoint"))
+        reader.set_weights([np.zeros_like(weight) for weight in reader.get_weights()])
+        tf.train.Checkpoint(model=reader, optimizer=reader.optimizer).restore(path).expect_partial()
+        assert_same(writer.get_weights(), reader.get_weights(), 0)
+        assert_same(values(writer.optimizer), values(reader.optimizer), 0)
+    tf.saved_model.save(parallel, tmp_path / "saved")
+    outputs = tf.saved_model.load(tmp_path / "saved").signatures["serving_default"](tf.constant(X))
+    assert_same(plain.predict(X, verbose=0), next(iter(outputs.values())), 1e-12)
+
+
+def content(path):
+    """What a file of Keras holds: its configuration, and the values of all variables by their paths."""
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+        with h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as weights:
+            values = {}
+            weights.visititems(lambda name, item: values.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
+    return config, values
+
+
+def test_functions_that_save_models(tmp_path):
+    """`keras.saving.save_model` and the like take the wrapper, too: the files are those of the inner model."""
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=3))
+    train(parallel)
+    for saved, name in ((parallel, "wrapper"), (parallel.inner_model, "inner")):
+        keras.saving.save_model(saved, tmp_path / f"{name}.keras")
+    keras.saving.save_weights(parallel, tmp_path / "wrapper.weights.h5")
+    keras.models.save_model(parallel, tmp_path / "wrapper.h5")
+    (config, saved_values), (of_inner, values_of_inner) = (content(tmp_path / f"{name}.keras") for name in ("wrapper", "inner"))
+    assert config == of_inner
+    assert_same(values_of_inner, saved_values, 0)
+    assert len(saved_values) > len(parallel.weights)  # with the optimizer's
+
+    plain, again = build(), keras_dp.DataParallelModel(build(), devices=2)
+    loaded = [keras.models.load_model(tmp_path / f"wrapper.{kind}") for kind in ("keras", "h5")]
+    keras.saving.load_weights(plain, tmp_path / "wrapper.weights.h5")
+    keras.saving.load_weights(again, tmp_path / "wrapper.weights.h5")
+    for model in (*loaded, plain, again):
+        assert_same(parallel.get_weights(), model.get_weights(), 0)
+    assert {type(model) for model in loaded} == {type(build())}
+    assert_same(values(parallel.optimizer), values(loaded[0].optimizer), 0)
+
+
+def test_configurations():
+    """What tools write down of a model is the inner model's."""
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=2))
+    assert parallel.get_config() == parallel.inner_model.get_config()
+    assert parallel.to_json() == parallel.inner_model.to_json()
+    assert parallel.get_build_config() == parallel.inner_model.get_build_config()
+    assert parallel.get_compile_config() == parallel.inner_model.get_compile_config()
+    assert type(keras.models.model_from_json(parallel.to_json())) is type(build())
+    with pytest.raises(ValueError, match=r"that of the object inside. Rebuild that, .* and wrap it: keras_dp.DataPar"):
+        keras_dp.DataParallelModel.from_config(parallel.get_config())
+
+
+SETTINGS = {
+    "devices": ["CPU:2", "CPU:0"],
+    "parameter_device": "sharded",
+    "batch_norm": "local",
+    "gradient_dtype": "bfloat16",
+}
+
+
+class Registered(keras.Model):
+    """A user's class with a configuration, which changes nothing but what `from_config` is given."""
+
+    def __init__(self, units, **arguments):
+        super().__init__(**arguments)
+        self.units = units
+        self.dense = layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**{**config, "dtype": "float64"})
+
+
+def registered():
+    model = Registered(2)
+    model(X)
+    return model
+
+
+def sequential():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(2)])
+
+
+@pytest.mark.parametrize("clone", [keras.models.clone_model, lambda model: model.__class__.from_config(model.get_config())])
+@pytest.mark.parametrize("build", [build, sequential, registered], ids=["functional", "sequential", "subclassed"])
+def test_clones(build, clone):
+    """A clone of a wrapper is a wrapper, with the same settings around a clone of the inner model."""
+
+    def script(model):
+        clones = [compiled(clone(compiled(model)))]
+        clones.append(compiled(clone(clones[0])))
+        for each in clones:
+            each(X)
+            each.set_weights(model.get_weights())
+        return [train(each) for each in clones], train(model)
+
+    _, parallel = assert_same_script(build, script, 3)
+    configured = keras_dp.DataParallelModel(build(), **SETTINGS)
+    cloned = clone(clone(configured))
+    assert isinstance(cloned, keras_dp.DataParallelModel)
+    assert type(cloned.inner_model) is type(parallel.inner_model)
+    assert not {id(layer) for layer in cloned.layers} & {id(layer) for layer in configured.layers}
+    assert all(getattr(cloned.tower_steps, name) == SETTINGS[name] for name in ("batch_norm", "gradient_dtype"))
+    assert (cloned.devices, cloned.parameter_device) == (["CPU:2", "CPU:0"], "sharded")
+
+
+def test_clones_with_a_function_for_each_layer_are_made_of_the_inner_model():
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    with pytest.raises(ValueError, match="only supported for Sequential models or Functional models.*DataParallelModel"):
+        keras.models.clone_model(parallel, clone_function=lambda layer: layer)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_copies(copied):
+    """As with Keras, everything is copied: weights, the optimizer's state, and here the towers."""
+
+    def script(model):
+        first = train(compiled(model))
+        other = copied(model)
+        second = train(model)
+        assert_same(second, train(other), 1e-12)
+        assert_same(values(model.optimizer), values(other.optimizer), 1e-12)
+        return first, second
+
+    _, parallel = assert_same_script(build, script, 3)
+    other = copied(parallel)
+    assert isinstance(other, keras_dp.DataParallelModel)
+    assert other.devices == parallel.devices
+
+
+def test_pickles_hold_the_inner_model(tmp_path):
+    """As files do: another process needs neither keras_dp nor as many devices."""
+    parallel = compiled(keras_dp.DataParallelModel(build(), devices=3))
+    train(parallel)
+    loaded = pickle.loads(pickle.dumps(parallel))
+    assert type(loaded) is type(parallel.inner_model)
+    assert_same(parallel.get_weights(), loaded.get_weights(), 0)
+    assert_same(values(parallel.optimizer), values(loaded.optimizer), 0)
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps(parallel))
+    np.save(tmp_path / "x.npy", X)
+    script = """
+import pickle, sys
+import numpy as np
+with open("model.pickle", "rb") as file:
+    model = pickle.load(file)
+assert "keras_dp" not in sys.modules
+np.save("y.npy", model.predict(np.load("x.npy"), verbose=0))
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    assert_same(parallel.predict(X, verbose=0), np.load(tmp_path / "y.npy"), 1e-6)
+
+
+@pytest.mark.filterwarnings(r"ignore:(?s).*tf.lite.Interpreter is deprecated")
+def test_tensorflow_lite():
+    """Its converter takes the wrapper of a model with a single input of floats; of others it could not tell them apart."""
+    keras.config.set_floatx("float32")
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    interpreter = tf.lite.Interpreter(model_content=tf.lite.TFLiteConverter.from_keras_model(parallel).convert())
+    interpreter.allocate_tensors()
+    (given,), (returned,) = interpreter.get_input_details(), interpreter.get_output_details()
+    interpreter.set_tensor(given["index"], X[:1].astype("float32"))
+    interpreter.invoke()
+    assert_same(parallel.predict(X[:1], verbose=0), interpreter.get_tensor(returned["index"]), 1e-5)
+
+    tokens = keras.Input((3,), dtype="int32")
+    embedded = keras.Model(tokens, layers.Dense(2)(layers.Flatten()(layers.Embedding(5, 2)(tokens))))
+    first, second = keras.Input((3,)), keras.Input((2,))
+    with_two = keras.Model([first, second], layers.Dense(2)(layers.Concatenate()([first, second])))
+    for refused in (embedded, with_two):
+        converter = tf.lite.TFLiteConverter.from_keras_model(keras_dp.DataParallelModel(refused, devices=2))
+        with pytest.raises(ValueError, match=r"from_keras_model\(parallel.inner_model\)"):
+            converter.convert()
+
+
+def test_freezing():
+    """`trainable` of the wrapper, of the inner model and of a layer; it counts from the next `compile` on."""
+
+    def script(model):
+        results = []
+
+        def train_and_count():
+            results.append((train(model), len(model.trainable_weights), len(model.non_trainable_weights), model.trainable))
+
+        compiled(model)
+        train_and_count()
+        model.get_layer("body").trainable = False
+        train_and_count()  # Not before compile().
+        compiled(model)
+        train_and_count()
+        model.trainable = False
+        model.trainable = True
+        results.append(len(model.trainable_weights))
+        inner(model).trainable = False
+        results.append((model.trainable, len(model.trainable_weights), len(model.trainable_variables)))
+        model.get_layer("head").trainable = True
+        results.append((model.trainable, len(model.trainable_weights), len(model.trainable_variables)))
+        compiled(model)
+        with pytest.warns(UserWarning, match="does not have any trainable weights"):
+            train_and_count()
+        return results
+
+    assert_same_script(build, script, 3)
+
+
+def test_transfer_learning():
+    """A part of a trained model is the frozen base of a new one, which is then tuned as a whole."""
+
+    def script(model):
+        results = [train(compiled(model))]
+        base = keras.Model(model.input, model.get_layer("body").output)
+        base.trainable = False
+        inputs = keras.Input((4,))
+        head = layers.Dense(2, kernel_initializer="ones")
+        whole = wrapped_like(model, keras.Model(inputs, head(base(inputs, training=False))))
+        results.append(train(compiled(whole)))
+        base.trainable = True
+        results.append(train(compiled(whole, optimizer=optimizers.SGD(0.01))))
+        return results, whole.get_weights()
+
+    assert_same_script(build, script, 3)
+
+
+def test_random_numbers_after_training():
+    """Training uses up none of those that layers built later start from."""
+
+    def script(model):
+        history = train(compiled(model))
+        return history, model.predict(X, verbose=0), random.random(), np.random.rand(), layers.Dense(3)(X)
+
+    assert_same_script(build, script, 3)
+
+
+def test_weights_changed_between_fits(tmp_path):
+    """By whatever way, on either of the two: there is no copy."""
+    source = compiled(build())
+    source.optimizer.build(source.trainable_variables)
+    source.save_weights(tmp_path / "source.weights.h5")
+
+    def script(model):
+        results = [train(compiled(model))]
+        inner(model).set_weights([0.5 * weight for weight in model.get_weights()])
+        results += [train(model), model.evaluate(X, Y, verbose=0)]
+        inner(model).layers[1].kernel.assign(np.ones((4, 3)))
+        results += [train(model), model.predict(X, verbose=0)]
+        model.load_weights(tmp_path / "source.weights.h5")
+        tree = model.get_state_tree(value_format="numpy_array")
+        results.append(train(model))
+        model.set_state_tree(tree)
+        model.get_layer("head").set_weights([0.5 * weight for weight in source.get_layer("head").get_weights()])
+        return tree, [*results, train(model)]
+
+    assert_same_script(build, script, 3)
+
+
+def test_the_inner_model_trained_by_itself(caplog):
+    """In between, and after the wrapper is gone, which leaves nothing behind."""
+
+    def script(model):
+        plain = inner(model)
+        return train(compiled(model)), train(plain), train(model), int(plain.optimizer.iterations)
+
+    one, parallel = assert_same_script(build, script, 3)
+    plain, wrapper = parallel.inner_model, weakref.ref(parallel)
+    del parallel
+    caplog.clear()  # TensorFlow's warnings of many tracings hold what was traced.
+    gc.collect()
+    assert wrapper() is None
+    assert_same(train(one), train(plain), 1e-9)
+
+
+def test_a_compiled_model_is_wrapped(tmp_path):
+    """It was compiled before it was wrapped, was loaded so, or is compiled again directly: the wrapper follows."""
+
+    def script(model):
+        results = [train(compiled(model))]
+        model.save(tmp_path / "model.keras")
+        loaded = wrapped_like(model, keras.models.load_model(tmp_path / "model.keras"))
+        assert loaded.compiled
+        results += [train(loaded), loaded.get_weights(), float(loaded.optimizer.learning_rate)]
+        compiled(inner(model), optimizer=optimizers.SGD(0.1), loss="mae", metrics=None)
+        model.optimizer.learning_rate = 0.3
+        results.append(float(inner(model).optimizer.learning_rate))
+        return results, train(model)
+
+    assert_same_script(build, script, 3)
+
+
+def test_two_wrappers_around_one_model():
+    """In turn; and one around a part of another model."""
+
+    def script(model):
+        other = wrapped_like(model, inner(model))
+        results = [train(compiled(model)), train(compiled(other)), train(model)]
+        first = layers.Dense(4, kernel_initializer="identity")
+        whole = compiled(keras.Sequential([keras.Input((4,)), first, inner(model)]))
+        return [*results, train(whole)], whole.get_weights()
+
+    assert_same_script(build, script, 3)
+
+
+def test_two_models_in_turn():
+    """And with `clear_session` in between."""
+
+    def script(model):
+        other = compiled(wrapped_like(model, build()), optimizer="sgd")
+        compiled(model)
+        keras.utils.clear_session()
+        results = [train(model), train(other)]
+        keras.utils.clear_session()
+        return [*results, train(model), train(other)], other.get_weights()
+
+    assert_same_script(build, script, 3)
+
+
+def test_fit_inside_a_thread():
+    """While another one uses Keras, too."""
+    expected = float(losses.MeanSquaredError()(X, 2 * X))
+    elsewhere = []
+
+    def in_a_thread(function):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    def penalty(kernel):
+        """Another thread, in the middle of the computation of the loss."""
+        in_a_thread(lambda: elsewhere.append(float(losses.MeanSquaredError()(X, 2 * X))))
+        return 0.1 * keras.ops.sum(kernel**2)
+
+    def penalized():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(2, kernel_regularizer=penalty)])
+
+    def script(model):
+        histories = []
+        compiled(model)
+        in_a_thread(lambda: histories.append(train(model)))
+        return histories
+
+    assert_same_script(penalized, script, 3)
+    np.testing.assert_allclose(elsewhere, expected)
+    assert len(elsewhere) > 2
+
+
+def test_uncompiled():
+    parallel = keras_dp.DataParallelModel(build(), devices=3)
+    assert_same(parallel.inner_model.predict(X, 9, 0), parallel.predict(X, 9, 0), 1e-12)
+    assert_same(parallel.inner_model.predict_on_batch(X[:2]), parallel.predict_on_batch(X[:2]), 1e-12)
+    assert not parallel.compiled
+    assert not hasattr(parallel, "optimizer")
+    for method in (parallel.fit, parallel.evaluate, parallel.train_on_batch, parallel.test_on_batch):
+        with pytest.raises(ValueError, match=r"must call `compile\(\)`"):
+            method(X, Y)
+
+
+@pytest.mark.filterwarnings("ignore:`compile\\(\\)` was not called as part of model loading")
+def test_compile_configs():
+    """What was given to `compile` is shown with the user's optimizer, and a plain model's can be given to the wrapper."""
+    plain, parallel = compiled(build()), compiled(keras_dp.DataParallelModel(build(), devices=3))
+    configs = [copy.deepcopy(model.get_compile_config()) for model in (plain, parallel)]
+    assert configs[0]["metrics"]
+    for config in configs:
+        config["optimizer"]["config"].pop("name")
+    assert configs[0] == configs[1]
+
+    def script(model):
+        model.compile_from_config(plain.get_compile_config())
+        return train(model), model.evaluate(X, Y, verbose=0)
+
+    assert_same_script(build, script, 3)
+
+
+def test_settings_changed_after_compile():
+    """`steps_per_execution`, `run_eagerly` and `stop_training` from a callback, on the wrapper."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 8
+
+    def script(model):
+        compiled(model)
+        model.steps_per_execution = 3
+        model.unrolled_steps_per_execution = 2
+        history = train(model, batch_size=4)
+        compiled(model)
+        stopped = train(model, batch_size=2, epochs=3, callbacks=[Stop()])
+        assert model.stop_training
+        compiled(model)
+        model.run_eagerly = True
+        return history, stopped, train(model)
+
+    assert_same_script(build, script, 3)
+
+
+def test_steps_called_directly():
+    """`make_train_function`, `train_function` and `train_step` with a whole batch, before any `fit`."""
+
+    def script(model):
+        compiled(model)
+        model.make_predict_function()
+        results = [model.predict_function([(tf.constant(X),)])]
+        model.make_train_function()
+        batches = iter(tf.data.Dataset.from_tensor_slices((X, Y)).batch(9))
+        results += [{name: float(value) for name, value in model.train_function(batches).items()} for _ in range(3)]
+        model.make_test_function(force=True)
+        batches = iter(tf.data.Dataset.from_tensor_slices((X, Y)).batch(9))
+        results.append({name: float(value) for name, value in model.test_function(batches).items()})
+        batch = tf.constant(X[:8]), tf.constant(Y[:8])
+        for step in (model.train_step, model.test_step):
+            results.append({name: float(value) for name, value in step(batch).items()})
+        results.append(model.predict_step(batch[:1]))
+        return results, train(model)
+
+    assert_same_script(build, script, 3)
+
+
+def test_building():
+    """`build`, on the wrapper or on the inner model, creates the weights that the file or the summary needs."""
+
+    def unbuilt():
+        return keras.Sequential([layers.Dense(3), layers.Dense(2)])
+
+    def built_with(build):
+        def script(model):
+            build(model)
+            return model.count_params(), model.built, model.output_shape[1], model.get_weights()
+
+        return script
+
+    assert_same_answers(built_with(lambda model: model.build((None, 4))), unbuilt)
+    assert_same_answers(built_with(lambda model: inner(model)(X)), unbuilt)
+    parallel = keras_dp.DataParallelModel(unbuilt(), devices=2)
+    assert not hasattr(parallel, "inputs")
+    with pytest.raises(ValueError, match="isn't built"):
+        parallel.count_params()
+    train(compiled(parallel))
+    assert parallel.get_build_config() == parallel.inner_model.get_build_config()
+
+
+def test_adding_and_removing_layers():
+    def sequential():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Dense(2)])
+
+    def script(model):
+        results = [train(compiled(model))]
+        model.add(layers.Dense(2, kernel_initializer="ones"))
+        results += [train(compiled(model)), len(model.layers)]
+        model.pop()
+        return results, train(compiled(model)), model.output_shape[1:]
+
+    assert_same_script(sequential, script, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
+def test_quantizing():
+    """To int8: neither the wrapper nor the inner model goes on with what it traced before, whichever is quantized."""
+
+    def dense():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+
+    def script(model):
+        results = [train(compiled(model))]
+        inner(model).quantize("int8")
+        results.append(train(model))
+        other = wrapped_like(model, dense())
+        results.append(inner(other).predict(X, verbose=0))
+        other.quantize("int8")
+        return results, inner(other).predict(X, verbose=0)
+
+    assert_same_script(dense, script, 3)
+
+
+def test_what_the_wrapper_is():
+    """A `keras.Model`, and of the inner model's class no more than that; with its own name in errors and in listings."""
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    assert isinstance(parallel, keras.Model)
+    assert not isinstance(parallel, type(parallel.inner_model))
+    assert repr(parallel) == str(parallel) == "<DataParallelModel name=users, built=True, 2 towers on CPU:0 and CPU:1>"
+    assert {parallel: 1}[parallel] == 1

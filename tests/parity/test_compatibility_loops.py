@@ -1,0 +1,239 @@
+"""Models with a `fit`, `evaluate`, `predict` or `make_train_function` of their own."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same_script
+from keras import layers
+
+import keras_dp
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(21, 4)), rng.normal(size=(21, 3))
+
+
+class Network(keras.Model):
+    """Has batch normalization, and dropout, whose masks are one device's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = keras.Sequential([layers.Dense(5), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(3)])
+
+    def call(self, x, training=None):
+        return self.inside(x, training=training)
+
+
+def compiled(model):
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def batches(batch_size=8):
+    return [(tf.constant(X[i : i + batch_size]), tf.constant(Y[i : i + batch_size])) for i in range(0, len(X), batch_size)]
+
+
+def numbers(logs):
+    return {name: float(value) for name, value in logs.items()}
+
+
+class Preprocessing(Network):
+    """Prepares its data, and passes them to `super()`; an argument and an attribute of its own."""
+
+    def fit(self, x, y, shift=0.0, **arguments):
+        self.shift = shift
+        return super().fit(x - shift, y, **arguments)
+
+    def evaluate(self, x, y=None, **arguments):
+        prepared = arguments.get("_use_cached_eval_dataset", False)
+        return super().evaluate(x if prepared else x - self.shift, y, **arguments)
+
+    def predict(self, x, **arguments):
+        return 2 * super().predict(x - self.shift, **arguments)
+
+    def train_on_batch(self, x, y, **arguments):
+        return super().train_on_batch(x - self.shift, y, **arguments)
+
+    def test_on_batch(self, x, y, **arguments):
+        return super().test_on_batch(x - self.shift, y, **arguments)
+
+    def predict_on_batch(self, x):
+        return super().predict_on_batch(x - self.shift)
+
+
+def test_calls_that_end_in_those_of_super():
+    def script(model):
+        compiled(model)
+        fit = {"epochs": 2, "batch_size": 8, "shuffle": False, "verbose": 0}
+        history = model.fit(X, Y, shift=0.5, validation_data=(X, Y), **fit)
+        results = [history.history, model.shift, model.evaluate(X, Y, batch_size=8, verbose=0)]
+        results += [model.train_on_batch(X, Y), model.test_on_batch(X, Y), model.predict_on_batch(X)]
+        return [*results, model.predict(X, batch_size=8, verbose=0)]
+
+    _, parallel = assert_same_script(Preprocessing, script, 3)
+    assert list(inspect.signature(parallel.fit).parameters) == ["x", "y", "shift", "arguments"]
+    assert parallel.history is not None
+    assert parallel.inner_model.shift == 0.5
+
+
+class Logging(Network):
+    """Looks at the logs of each step, in a function around Keras's."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses_seen = []
+
+    def make_train_function(self, force=False):
+        super().make_train_function(force)
+        train = self.train_function
+
+        def logged(iterator):
+            logs = train(iterator)
+            self.losses_seen.append(float(logs["loss"]))
+            return logs
+
+        self.train_function = logged
+
+
+def test_a_train_function_around_that_of_super():
+    def script(model):
+        compiled(model).fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        assert len(model.losses_seen) == 3
+        return model.losses_seen
+
+    assert_same_script(Logging, script, 3)
+
+
+class CompilingItsStep(Network):
+    """Makes its train function from its step alone."""
+
+    def make_train_function(self, force=False):
+        self.train_function = tf.function(lambda iterator: self.train_step(next(iterator)))
+
+
+def test_a_train_function_from_the_step():
+    def script(model):
+        return compiled(model).fit(X, Y, epochs=2, batch_size=8, shuffle=False, verbose=0).history
+
+    assert_same_script(CompilingItsStep, script, 3)
+
+
+class LoopOverSteps(Network):
+    def fit(self, epochs):
+        return [numbers(self.train_step(batch)) for _ in range(epochs) for batch in batches()]
+
+
+class LoopOverCompiledSteps(Network):
+    def fit(self, epochs):
+        @tf.function(reduce_retracing=True)
+        def step(x, y):
+            return self.train_step((x, y))
+
+        return [numbers(step(*batch)) for _ in range(epochs) for batch in batches()]
+
+
+class LoopOverBatches(Network):
+    def fit(self, epochs):
+        for _ in range(epochs):
+            self.reset_metrics()
+            logs = [self.train_on_batch(*batch, return_dict=True) for batch in batches()]
+        return logs
+
+
+@pytest.mark.parametrize("build", [LoopOverSteps, LoopOverCompiledSteps, LoopOverBatches])
+def test_a_loop_of_ones_own_around_steps_trains_on_the_towers(build, caplog):
+    def built():
+        model = build()
+        model(X)
+        return model
+
+    _, parallel = assert_same_script(built, lambda model: compiled(model).fit(epochs=2), 3)
+    assert "ran on one device" not in caplog.text
+    assert parallel._calls_on_towers
+
+
+class LoopOfItsOwn(Network):
+    def fit(self, epochs):
+        for _ in range(epochs):
+            for x, y in batches():
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                gradients = tape.gradient(loss, self.trainable_variables)
+                self.optimizer.apply(gradients, self.trainable_variables)
+        return float(loss)
+
+
+def test_a_loop_that_computes_by_itself_runs_as_it_is_and_says_so(caplog):
+    assert_same_script(LoopOfItsOwn, lambda model: compiled(model).fit(epochs=2), 3)
+    assert "own fit() ran on one device: it called neither super().fit(), nor train_on_batch()" in caplog.text
+
+
+class Distilled(Network):
+    """Trains by a step of its own, and asks its `fit` for the temperature."""
+
+    def fit(self, *arguments, temperature=1.0, **named):
+        self.temperature = temperature
+        return super().fit(*arguments, **named)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(((self(x, training=True) - y) / self.temperature) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_fit_and_a_step():
+    def script(model):
+        model.compile("adam")
+        return model.fit(X, Y, temperature=2.0, batch_size=8, shuffle=False, verbose=0).history
+
+    assert_same_script(Distilled, script, 3)
+
+
+class Saving(Network):
+    """Saves, compiles and asks for its class in the middle of its own loop."""
+
+    def fit(self, path):
+        self.train_on_batch(X, Y)
+        self.save_weights(path)
+        self.compile(keras.optimizers.Adam(0.01), "mae")
+        assert self.__class__ is Saving
+        assert type(type(self)()) is Saving
+        return self.train_on_batch(X, Y)
+
+
+def test_a_loop_that_compiles_and_saves(tmp_path):
+    paths = iter([tmp_path / "plain.weights.h5", tmp_path / "parallel.weights.h5"])
+    _, parallel = assert_same_script(Saving, lambda model: compiled(model).fit(next(paths)), 3)
+    assert isinstance(parallel.inner_model.optimizer, keras.optimizers.Adam)
+    again = Saving()
+    again(X)
+    again.load_weights(tmp_path / "parallel.weights.h5")
+
+
+def test_what_is_saved_during_an_own_fit_is_the_plain_model(tmp_path):
+    """A callback that is given the model sees the wrapper; the file holds the user's class."""
+
+    @keras.saving.register_keras_serializable("tests")
+    class Saved(keras.Sequential):
+        def fit(self, *arguments, **named):
+            return super().fit(*arguments, **named)
+
+    path = tmp_path / "model.keras"
+    parallel = compiled(keras_dp.DataParallelModel(Saved([keras.Input((4,)), layers.Dense(3)]), devices=2))
+    parallel.fit(X, Y, verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(path)])
+    loaded = keras.saving.load_model(path)
+    assert type(loaded) is Saved
+    np.testing.assert_allclose(loaded.predict(X, verbose=0), parallel.predict(X, verbose=0))
+
+
+def test_own_loops_leave_the_model_as_it_was():
+    inner = compiled(Preprocessing())
+    before = set(vars(inner))
+    parallel = keras_dp.DataParallelModel(inner, devices=2)
+    parallel.fit(X, Y, shift=1.0, verbose=0)
+    assert set(vars(inner)) - before <= {"shift"}
+    assert type(inner) is Preprocessing

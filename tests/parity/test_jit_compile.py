@@ -1,0 +1,57 @@
+"""What towers compute between exchanges, compiled by XLA."""
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_towers_match_one_device
+from keras import layers
+
+import keras_dp
+from keras_dp.batches.slicing import cut
+from keras_dp.reports.communication import _run_and_collect
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(22, 8, 8, 2)), rng.normal(size=(22, 3))
+
+
+def build():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.Conv2D(4, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3),
+        ]
+    )
+
+
+def test_towers_compiled_by_xla_match_one_device():
+    """With an uneven last batch, and batch normalization between whose sums each tower is compiled."""
+    assert_towers_match_one_device(
+        build,
+        lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse", "metrics": ["mae"], "jit_compile": True},
+        [((X, Y), 9)],
+        num_towers=3,
+        wrapper_arguments={"parameter_device": "sharded"},
+    )
+
+
+@pytest.mark.parametrize("jit_compile", [True, False, "auto"])
+def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
+    """Never the sums between them, and never the whole step, which XLA would put on one device."""
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.compile("sgd", "mse", jit_compile=jit_compile)
+    parallel.train_on_batch(X, Y)
+    _, graphs = _run_and_collect(parallel.train_step, cut((X, Y), 2))
+    compiled = {graph.node[0].device[-5:]: sum(node.op == "_XlaRun" for node in graph.node) for graph in graphs}
+    convolutions = sum(node.op.startswith("Conv2D") for graph in graphs for node in graph.node)
+    if jit_compile is True:
+        assert compiled["CPU:0"] > 1
+        assert compiled["CPU:1"] > 1
+        assert convolutions == 0
+        assert "operations on each tower, compiled by XLA, " in str(parallel.explain((X, Y)))
+    else:
+        assert set(compiled.values()) == {0}
+        assert convolutions == 4  # Forward and for the kernel, on each of two towers.

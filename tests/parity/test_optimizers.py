@@ -1,0 +1,237 @@
+"""LARS against NumPy and on towers; Lamb on towers; what is excluded from weight decay."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_towers_match_one_device
+from keras import layers
+
+import keras_dp
+from keras_dp.large_batches.lars import LARS
+from keras_dp.large_batches.weight_decay import exclude_from_weight_decay
+
+X = np.sin(np.arange(44.0)).reshape(11, 4)
+Y = np.cos(np.arange(22.0)).reshape(11, 2)
+
+
+def build():
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Dense(5), layers.BatchNormalization(), layers.ReLU(), layers.Dense(2)],
+    )
+
+
+def lars(w, gradients, rate, momentum, decay, trust, nesterov=False, adapted=True):
+    """Algorithm 1 of You et al. 2017, one weight after several gradients."""
+    v = np.zeros_like(w)
+    for g in gradients:
+        norms = np.linalg.norm(w), np.linalg.norm(g)
+        total = g + decay * w if adapted else g
+        local_rate = trust * norms[0] / (norms[1] + decay * norms[0]) if adapted and all(norms) else 1.0
+        v = momentum * v + rate * local_rate * total
+        w = w - (momentum * v + rate * local_rate * total if nesterov else v)
+    return w
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.125])
+@pytest.mark.parametrize("momentum", [0.0, 0.875])
+def test_lars_is_the_papers(momentum, decay, nesterov):
+    random = np.random.default_rng(0)
+    values, gradients = random.normal(size=(3, 4)), random.normal(size=(5, 3, 4))
+    weight = keras.Variable(values)
+    optimizer = LARS(0.5, momentum, decay, 0.25, nesterov and momentum > 0)
+    for gradient in gradients:
+        optimizer.apply([gradient], [weight])
+    expected = lars(values, gradients, 0.5, momentum, decay, 0.25, nesterov and momentum > 0)
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("weight", "gradient"), [(np.zeros(2), np.ones(2)), (np.ones(2), np.zeros(2))])
+def test_lars_where_a_norm_is_zero_is_sgd(weight, gradient):
+    variable = keras.Variable(weight)
+    LARS(0.5, 0.0, 0.25, 0.001).apply([gradient], [variable])
+    np.testing.assert_allclose(variable.numpy(), weight - 0.5 * (gradient + 0.25 * weight))
+
+
+def test_what_lars_does_not_decay_it_does_not_adapt():
+    one, other = keras.Variable(np.full(3, 2.0)), keras.Variable(np.full(3, 2.0))
+    optimizer = LARS(0.5, 0.875, 0.25, 0.001)
+    optimizer.exclude_from_weight_decay(var_list=[one])
+    for _ in range(2):
+        optimizer.apply([np.ones(3), np.ones(3)], [one, other])
+    gradients = np.ones((2, 3))
+    np.testing.assert_allclose(one.numpy(), lars(np.full(3, 2.0), gradients, 0.5, 0.875, 0.25, 0.001, adapted=False))
+    np.testing.assert_allclose(other.numpy(), lars(np.full(3, 2.0), gradients, 0.5, 0.875, 0.25, 0.001))
+
+
+def test_lars_adds_up_rows_of_sparse_gradients_before_it_measures_them():
+    values = np.arange(6.0).reshape(3, 2)
+    sparse, dense = keras.Variable(values), keras.Variable(values)
+    rows = tf.IndexedSlices(tf.ones((2, 2), tf.float64), tf.constant([1, 1]), tf.constant([3, 2]))
+    LARS(0.5, 0.0, 0.25, 0.25).apply([rows], [sparse])
+    LARS(0.5, 0.0, 0.25, 0.25).apply([np.array([[0.0, 0], [2, 2], [0, 0]])], [dense])
+    np.testing.assert_allclose(sparse.numpy(), dense.numpy(), rtol=1e-12)
+    assert np.abs(dense.numpy() - values).max() > 0.1
+
+
+def optimizers():
+    return {
+        "LARS": LARS(2.0, 0.9, 1e-2, 0.05),
+        "LARS, Nesterov, clipped": LARS(2.0, 0.9, 1e-2, 0.05, nesterov=True, global_clipnorm=0.1),
+        "LARS, accumulating": LARS(2.0, 0.9, 1e-2, 0.05, gradient_accumulation_steps=2),
+        "Lamb": keras.optimizers.Lamb(0.05),
+        "Lamb, decaying": keras.optimizers.Lamb(0.05, weight_decay=0.1, clipnorm=0.1),
+    }
+
+
+@pytest.mark.parametrize("parameter_device", [None, "sharded"])
+@pytest.mark.parametrize("name", optimizers())
+def test_on_towers(name, parameter_device):
+    """Norms of whole variables, of the gradients of whole batches, wherever the variables live."""
+    assert_towers_match_one_device(
+        build,
+        lambda: {"optimizer": optimizers()[name], "loss": "mse"},
+        [((X, Y), 6)],
+        3,
+        {"parameter_device": parameter_device},
+    )
+
+
+def test_lars_is_saved_and_loaded(tmp_path):
+    model = build()
+    model.compile(LARS(2.0, 0.9, 1e-2, 0.05, nesterov=True), "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert again.optimizer.get_config() == model.optimizer.get_config()
+    assert again.optimizer.weight_decay == 1e-2
+    for loaded in (model, again):
+        loaded.fit(X, Y, verbose=0)
+    for expected, received in zip(model.get_weights(), again.get_weights(), strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight_decay": -1}, "`weight_decay` must be a number, 0 or more. Received: weight_decay=-1"),
+        ({"weight_decay": None}, "`weight_decay` must be a number, 0 or more. Received: weight_decay=None"),
+        ({"trust_coefficient": 0}, "`trust_coefficient` must be a positive number. Received: trust_coefficient=0"),
+    ],
+)
+def test_bad_arguments_of_lars(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LARS(**arguments)
+
+
+def layers_of_all_kinds():
+    """Kernels and embeddings, and all that should not decay."""
+    tokens = keras.Input((3,), dtype="int32")
+    x = layers.Embedding(5, 4)(tokens)
+    x = layers.MultiHeadAttention(2, 2)(x, x)
+    x = layers.LayerNormalization()(layers.Conv1D(4, 2, padding="same")(x))
+    x = layers.RMSNormalization(axis=[1, 2])(layers.GroupNormalization(2)(x))
+    x = layers.PReLU()(layers.GRU(4, return_sequences=True)(x))
+    return keras.Model(tokens, layers.Dense(2)(layers.BatchNormalization()(layers.Flatten()(x))))
+
+
+@pytest.mark.parametrize("wrapped", [None, "inner model", "wrapper"])
+def test_biases_and_normalization_do_not_decay(wrapped):
+    model = layers_of_all_kinds()
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.25)
+    parallel = keras_dp.DataParallelModel(model, devices=2, parameter_device="sharded") if wrapped else model
+    exclude_from_weight_decay(optimizer, parallel if wrapped == "wrapper" else model)
+    parallel.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    before = [variable.numpy() for variable in model.trainable_variables]
+    optimizer.apply([np.zeros(variable.shape) for variable in model.trainable_variables], model.trainable_variables)
+    decayed = {
+        variable.path.rpartition("/")[2]
+        for variable, value in zip(model.trainable_variables, before, strict=True)
+        if np.abs(variable.numpy() - value).max() > 0
+    }
+    assert decayed == {"kernel", "recurrent_kernel", "embeddings"}
+
+
+@pytest.mark.parametrize("excluded", ["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("parameter_device", [None, "CPU:1", "sharded"])
+def test_what_does_not_decay_does_not_on_towers(excluded, parameter_device):
+    """Variables that move to another device are the same variables."""
+    weights = []
+    for num_towers in (None, 2):
+        keras.utils.set_random_seed(0)
+        model = build()
+        model.set_weights([value + 1.0 for value in model.get_weights()])
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.5)
+        if excluded == "before wrapping":
+            exclude_from_weight_decay(optimizer, model)
+        if num_towers:
+            model = keras_dp.DataParallelModel(model, devices=num_towers, parameter_device=parameter_device)
+        if excluded == "after wrapping":
+            exclude_from_weight_decay(optimizer, model)
+        model.compile(optimizer, "mse")
+        model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for expected, received in zip(*weights, strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_excluding_from_several_optimizers():
+    model = build()
+    parts = [keras.optimizers.SGD(0.5, weight_decay=0.25) for _ in range(2)]
+    optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(parts[0], {".*kernel": parts[1]}))
+    exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    before = [variable.numpy() + 1 for variable in model.trainable_variables]
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        variable.assign(value)
+    optimizer.apply([np.zeros(value.shape) for value in before], model.trainable_variables)
+    decayed = [(variable.numpy() != value).any() for variable, value in zip(model.trainable_variables, before, strict=True)]
+    assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
+
+
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.05, 0.9, weight_decay=0.5), lambda: LARS(2.0, 0.9, 0.5)])
+@pytest.mark.parametrize("num_towers", [None, 2])
+def test_a_loaded_model_excludes_again_what_keras_does_not_save(tmp_path, num_towers, make):
+    model = build()
+    optimizer = make()
+    exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, "mse")
+    model.fit(X, Y, shuffle=False, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    if num_towers:
+        loaded = keras_dp.DataParallelModel(loaded, devices=num_towers)
+    exclude_from_weight_decay(loaded.optimizer, loaded)
+    for one in (model, loaded):
+        one.fit(X, Y, epochs=3, shuffle=False, verbose=0)
+    for expected, received in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_towers", [None, 2])
+def test_excluded_between_two_fits(num_towers):
+    model = build()
+    if num_towers:
+        model = keras_dp.DataParallelModel(model, devices=num_towers)
+    model.compile(keras.optimizers.SGD(0.0625, weight_decay=8.0), lambda y_true, y_pred: 0.0 * y_pred)
+    model.set_weights([value + 1.0 for value in model.get_weights()])
+    model.fit(X, Y, verbose=0)
+    exclude_from_weight_decay(model.optimizer, model)
+    before = [variable.numpy() for variable in model.trainable_variables]
+    model.fit(X, Y, verbose=0)
+    decayed = [(v.numpy() != value).all() for v, value in zip(model.trainable_variables, before, strict=True)]
+    assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
+
+
+def test_excluding_needs_an_optimizer():
+    with pytest.raises(ValueError, match="and not its name. Received: optimizer='sgd'"):
+        exclude_from_weight_decay("sgd", build())
+
+
+def test_excluding_needs_variables():
+    model = keras.Sequential([layers.Dense(2)])
+    with pytest.raises(ValueError, match="not built has no variables that could be excluded"):
+        exclude_from_weight_decay(keras.optimizers.SGD(weight_decay=0.1), model)

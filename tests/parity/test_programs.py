@@ -1,0 +1,119 @@
+"""Published kinds of programs, most with training steps of their own, train on towers as they do on one device."""
+
+import contextlib
+import functools
+import re
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+from comparison import TOLERANCE, assert_same, explained_by_check_step, largest_change, values
+from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
+from programs.catalogue import PROGRAMS
+
+import keras_dp
+
+PAGE = (
+    Path(__file__)
+    .parents[2]
+    .joinpath("docs", "partition.md")
+    .read_text(encoding="utf-8")
+    .partition("## Which programs gather rows")[2]
+)
+GATHERED = {
+    name: set(re.findall(r"`(\w+)`", types)) for name, types in re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE, re.MULTILINE)
+}
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """The types of operations that are computed once, from gathered rows, in the steps that are traced meanwhile."""
+    types = set()
+    run_on_slices = keras_dp.steps.towers.run_on_slices
+
+    def recording(*args):
+        result, partition = run_on_slices(*args)
+        types.update(once.type for once in partition.gathered)
+        return result, partition
+
+    monkeypatch.setattr(keras_dp.steps.towers, "run_on_slices", recording)
+    return types
+
+
+@pytest.mark.parametrize("towers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_program_trains_as_on_one_device(name, towers, gathered):
+    """With the operations gathered of which docs/partition.md tells, and no others."""
+    wrapped = []
+
+    def wrap(model):
+        wrapped.append(keras_dp.DataParallelModel(model, devices=towers))
+        return wrapped[0]
+
+    received = run(name, wrap)
+    with explained_by_check_step(wrapped[0], PROGRAMS[name]()[1]):
+        assert_same(plain(name), received, TOLERANCE["float64"])
+    assert gathered == GATHERED.get(name, set()) or towers != 3
+
+
+def test_the_page_counts_the_programs_that_gather():
+    counted = f"Of {len(PROGRAMS)} kinds of published programs (tests/programs), {len(PROGRAMS) - len(GATHERED)} gather no row"
+    assert counted in PAGE
+    assert GATHERED.keys() <= PROGRAMS.keys()
+
+
+@functools.lru_cache
+def plain(name):
+    """What a program gives without keras_dp: the same for each number of towers."""
+    with ordered_reads():
+        return run(name, lambda model: model)
+
+
+@contextlib.contextmanager
+def ordered_reads():
+    """Has each variable be read before a step updates it, as the program says.
+
+    TensorFlow's dependency optimizer drops that order where a model is called on rows of the step's own: of 400 runs of
+    `constant_rows` in plain Keras 11 read weights that were updated already, and none of 200 without the optimizer. On towers,
+    a variable is read once for all calls.
+    """
+    before = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options({"dependency_optimization": False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"dependency_optimization": True} | before)
+
+
+def run(name, wrap):
+    """Builds a program's model, wraps it, runs the script, and returns all that came of it.
+
+    Args:
+        name: of the program.
+        wrap: takes the program's model and returns the one that the script trains.
+
+    Returns:
+        What the script returned, and the values of the model's variables, with the states of its seed generators, and of all
+        its optimizers' variables.
+    """
+    keras.utils.clear_session()
+    build, script = PROGRAMS[name]()
+    keras.utils.set_random_seed(3)
+    model = build()
+    before = model.get_weights()
+    keras.utils.set_random_seed(5)
+    results = script(wrap(model))
+
+    after = model.get_weights()
+    assert len(before) != len(after) or largest_change(before, after) > 1e-6, "nothing was trained"
+    return {
+        "results": results,
+        "variables": [variable.numpy() for variable in model.variables],
+        "optimizers": {attribute: values(optimizer) for attribute, optimizer in optimizers(model)},
+    }
+
+
+def optimizers(model):
+    """The optimizers among a model's attributes, with the attributes' names."""
+    return [(name, value) for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]

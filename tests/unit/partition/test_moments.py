@@ -1,0 +1,164 @@
+"""The variance of rows is one device's, and workers take it together with the mean, in one message."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from worker_threads import on_workers
+
+from keras_dp.partition.moments import Variance
+from keras_dp.partition.step import Argument, RowCounts, partition_of, run_partitioned
+from keras_dp.partition.worker_exchanges import _pooled
+from keras_dp.steps.across_workers import AcrossWorkers
+
+rng = np.random.default_rng(0)
+
+
+def batch_of(rows, counts):
+    """The arguments of a step of rows on towers with so many of them."""
+    whole = tf.constant(rows)
+    begins = np.cumsum([0, *counts[:-1]]).tolist()
+    slices = [whole[min(begin, len(rows) - 1) : begin + max(count, 1)] for begin, count in zip(begins, counts, strict=True)]
+    argument = Argument(tf.TensorSpec([None, *rows.shape[1:]], whole.dtype), lambda: whole, slices)
+    counted = RowCounts(tf.constant(len(rows)), [*map(tf.constant, begins)], [*map(tf.constant, counts)])
+    return [argument], counted, [f"CPU:{tower}" for tower in range(len(counts))], "CPU:0"
+
+
+def on_towers(step, rows, counts):
+    """What a step returns on towers."""
+    return tf.function(lambda: run_partitioned(step, *batch_of(rows, counts))[0], autograph=False)()
+
+
+def variances(step, rows):
+    """How many variances a partitioned step knows."""
+    arguments, _, devices, home = batch_of(rows, (4, 0, len(rows) - 4))
+    facts = partition_of(step, arguments, devices, home).propagation.facts.values()
+    return sum(isinstance(known.placement, Variance) for known in facts)
+
+
+def normalized(x):
+    mean, variance = tf.nn.moments(x, [0, 1])
+    return mean, variance, tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+
+@pytest.mark.parametrize("counts", [(5,), (4, 5), (7, 2, 1), (3, 0, 4), (0, 0, 1), (0, 1)])
+def test_moments_of_the_batch(counts):
+    rows = rng.normal(2, 3, size=(sum(counts), 4, 3)) + np.arange(sum(counts))[:, None, None]
+    for result, plain in zip(on_towers(normalized, rows, counts), normalized(tf.constant(rows)), strict=True):
+        np.testing.assert_allclose(result, plain, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_moments():
+    def gradients(x):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            mean, variance, y = normalized(x)
+            loss = tf.reduce_sum(y**3) + tf.reduce_sum(variance**2) + tf.reduce_sum(mean)
+            squares = tf.reduce_sum(tape.gradient(loss, x) ** 2)
+        return tape.gradient(loss, x), tape.gradient(squares, x)
+
+    rows = rng.normal(2, 3, size=(9, 4, 3))
+    for result, plain in zip(on_towers(gradients, rows, (4, 0, 5)), gradients(tf.constant(rows)), strict=True):
+        np.testing.assert_allclose(result, plain, rtol=1e-9, atol=1e-9)
+
+
+def around_another_mean(x):
+    mean = tf.reduce_mean(x + 1, [0, 1], keepdims=True)
+    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0, 1], keepdims=True)
+
+
+def around_the_mean_of_other_axes(x):
+    mean = tf.reduce_mean(x, [0], keepdims=True)
+    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0, 1], keepdims=True)
+
+
+def without_the_axes(x):
+    mean = tf.reduce_mean(x, [0, 1, 2])
+    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0, 1, 2])
+
+
+def of_each_row(x):
+    mean = tf.reduce_mean(x, [1, 2], keepdims=True)
+    return tf.reduce_mean(tf.math.squared_difference(x, mean), [1, 2], keepdims=True)
+
+
+def in_half_precision(x):
+    x = tf.cast(x, tf.bfloat16)
+    mean = tf.reduce_mean(x, [0], keepdims=True)
+    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0], keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "step", [around_another_mean, around_the_mean_of_other_axes, without_the_axes, of_each_row, in_half_precision]
+)
+def test_what_is_no_variance_of_the_batch(step):
+    rows = rng.normal(2, 3, size=(9, 4, 3))
+    tolerance = 0.2 if step is in_half_precision else 1e-12
+    np.testing.assert_allclose(
+        tf.cast(on_towers(step, rows, (4, 0, 5)), tf.float64),
+        tf.cast(step(tf.constant(rows)), tf.float64),
+        rtol=0,
+        atol=tolerance,
+    )
+    assert variances(step, rows) == 0
+    assert variances(normalized, rows) == 1
+
+
+def test_a_variance_that_waits_for_what_becomes_of_the_mean():
+    """Over workers, the mean would come with the variance."""
+    moving = tf.Variable(tf.zeros((1, 3), tf.float64))
+
+    def step(x):
+        axes = tf.constant([0])
+        mean = tf.reduce_mean(x, axes, keepdims=True)
+        distances = tf.math.squared_difference(x, mean)
+        with tf.control_dependencies([moving.assign(mean)]):
+            return tf.reduce_mean(distances, axes, keepdims=True)
+
+    rows = rng.normal(2, 3, size=(9, 3))
+    np.testing.assert_allclose(on_towers(step, rows, (4, 0, 5)), rows.var(0, keepdims=True), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(moving, rows.mean(0, keepdims=True), rtol=0, atol=1e-12)
+    assert variances(step, rows) == 0
+
+
+def test_variances_in_a_list_of_tensors():
+    def step(x):
+        _, variance = tf.nn.moments(x, [0], keepdims=True)
+        listed = tf.TensorArray(x.dtype, 1, clear_after_read=False).write(0, variance)
+        return listed.read(0), listed.stack()
+
+    rows = rng.normal(2, 3, size=(9, 3))
+    for result in on_towers(step, rows, (4, 0, 5)):
+        np.testing.assert_allclose(np.squeeze(result), rows.var(0), rtol=0, atol=1e-12)
+
+
+def test_whatever_else_is_made_of_the_distances():
+    def step(x):
+        mean = tf.reduce_mean(x, [0], keepdims=True)
+        distances = tf.math.squared_difference(x, mean)
+        variance = tf.reduce_mean(distances, [0], keepdims=True)
+        return distances, variance, 3 * variance + tf.reduce_sum(x, 0), tf.reduce_max(distances, 0)
+
+    rows = rng.normal(2, 3, size=(9, 3))
+    for result, plain in zip(on_towers(step, rows, (4, 0, 5)), step(tf.constant(rows)), strict=True):
+        np.testing.assert_allclose(result, plain, rtol=0, atol=1e-12)
+    assert variances(step, rows) == 1
+
+
+@pytest.mark.parametrize("counts", [(4, 5), (7, 2, 1), (3, 0, 4), (0, 0, 1)])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_moments_of_workers(counts, offset):
+    """A worker has the parts of its rows; one without rows has zeros."""
+    rows = offset + rng.normal(2, 3, size=(sum(counts), 3)) + np.arange(sum(counts))[:, None]
+    ends = np.cumsum(counts)
+
+    def pooled(collectives):
+        own = rows[ends[collectives.index] - counts[collectives.index] : ends[collectives.index]]
+        share = len(own) / len(rows)
+        mean, variance = (own.mean(0), own.var(0)) if len(own) else (np.zeros(3), np.zeros(3))
+        return _pooled(
+            AcrossWorkers(collectives), tf.constant(share * mean), tf.constant(share * variance), tf.constant(counts)
+        )
+
+    for variance, mean in on_workers(len(counts), pooled):
+        np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-14)
+        np.testing.assert_allclose(variance, rows.var(0), rtol=1e-8)

@@ -1,0 +1,90 @@
+"""What is said of the devices: before training, in `repr` and in `summary`."""
+
+import logging
+
+import keras
+import numpy as np
+import pandas as pd
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_dp
+from keras_dp.devices import announcement
+
+X, Y = np.ones((20, 4)), np.ones((20, 1))
+DATASET = tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def build(*middle):
+    return keras.Sequential([keras.Input((4,)), *middle, layers.Dense(1)])
+
+
+def said(caplog, model, *args, **kwargs):
+    """What the first fit of a wrapper says."""
+    model.compile("sgd", "mse")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "keras_dp"):
+        model.fit(*args, **kwargs)
+    return [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch_rows", "batch_norm", "expected"),
+    [
+        (1, None, None, "2 towers on CPU:0 and GPU:3"),
+        (1, 33, None, "2 towers on CPU:0 and GPU:3; global batch 33, 16 or 17 rows a tower"),
+        (1, 32, "local", "2 towers on CPU:0 and GPU:3; global batch 32, 16 rows a tower; batch norm of each tower"),
+        (3, 36, None, "3 workers, each with 2 towers on CPU:0 and GPU:3; global batch 36, 6 rows a tower"),
+    ],
+)
+def test_the_line(workers, batch_rows, batch_norm, expected):
+    assert announcement.training(["CPU:0", "GPU:3"], workers, batch_rows, batch_norm) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "rows"),
+    [
+        ((X, Y), {}, "; global batch 32, 16 rows a tower"),
+        ((X, Y), {"batch_size": 10}, "; global batch 10, 5 rows a tower"),
+        ((pd.DataFrame(X), pd.Series(Y[:, 0])), {"batch_size": 10}, "; global batch 10, 5 rows a tower"),
+        ((DATASET.batch(5, drop_remainder=True),), {}, "; global batch 5, 2 or 3 rows a tower"),
+        ((DATASET.batch(5),), {}, ""),
+        ((((X, Y) for _ in range(1)),), {"steps_per_epoch": 1}, ""),
+    ],
+    ids=["arrays", "batch_size", "pandas", "fixed", "unknown", "generator"],
+)
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
+def test_the_rows_of_a_batch_are_said_if_they_are_known(data, arguments, rows, caplog):
+    (line,) = said(caplog, keras_dp.DataParallelModel(build(), devices=2), *data, verbose=2, **arguments)
+    assert line == f"2 towers on CPU:0 and CPU:1{rows}"
+
+
+@pytest.mark.parametrize("mode", ["sync", "local", "first"])
+def test_batch_normalization_is_said_if_there_is_one(mode, caplog):
+    parallel = keras_dp.DataParallelModel(build(layers.BatchNormalization()), devices=4, batch_norm=mode)
+    (line,) = said(caplog, parallel, X, Y, verbose=2)
+    assert line == f"4 towers on CPU:0 to CPU:3; global batch 32, 8 rows a tower; {announcement.BATCH_NORM[mode]}"
+
+
+def test_nothing_is_said_of_towers_that_do_not_run(caplog):
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.run_eagerly = True
+    caplog.clear()
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    parallel.fit(X, Y, verbose=2)
+    assert not [record for record in caplog.records if "tower" in record.getMessage() and record.levelno == logging.INFO]
+
+
+def test_repr_and_summary():
+    parallel = keras_dp.DataParallelModel(build(), devices=["CPU:3", "CPU:1"])
+    assert repr(parallel) == f"<DataParallelModel name={parallel.name}, built=True, 2 towers on CPU:3 and CPU:1>"
+    lines, of_inner = [], []
+    parallel.summary(print_fn=lines.append)
+    parallel.inner_model.summary(print_fn=of_inner.append)
+    assert lines == [*of_inner, " Devices: 2 towers on CPU:3 and CPU:1"]
+
+
+def test_the_summary_is_printed(capsys):
+    keras_dp.DataParallelModel(build(), devices=1).summary()
+    assert capsys.readouterr().out.endswith(" Devices: 1 tower on CPU:0\n")

@@ -1,0 +1,34 @@
+"""docs/compatibility.md and the tests that it names cannot drift apart."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+
+
+def collected():
+    """The test functions that pytest finds in each of the files, slow ones too."""
+    files = sorted(str(path) for path in ROOT.glob("tests/parity/test_compatibility_*.py"))
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *files]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    return set(re.findall(r"^(tests/parity/test_compatibility_\w+\.py)::(\w+)", output, re.MULTILINE))
+
+
+def documented():
+    """The test that the last column of each row names, with the file that its section names."""
+    found = []
+    page, _, _ = PAGE.read_text(encoding="utf-8").partition("\n# What became of it")
+    for section in page.split("\n## ")[1:]:
+        (file,) = set(re.findall(r"`(tests/parity/test_compatibility_\w+\.py)`", section))
+        rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+        found += [(file, re.fullmatch(r"\|.*\| `(\w+)` \|", row).group(1)) for row in rows]
+    return found
+
+
+def test_every_row_names_a_test_and_every_test_has_a_row():
+    rows = documented()
+    assert len(rows) == len(set(rows)) > 100
+    assert set(rows) == collected()

@@ -1,0 +1,143 @@
+"""Devices are found, named and refused; variables move and stay themselves."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, fit_evaluate_predict, twins, values
+from keras import layers
+
+import keras_dp
+from keras_dp.devices import available, variable_homes
+from keras_dp.devices.available import tower_devices
+
+
+def build():
+    return keras.Sequential([keras.Input((6,)), layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dense(2)])
+
+
+def test_devices_by_default_number_and_name():
+    assert tower_devices(None) == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+    assert tower_devices(2) == ["CPU:0", "CPU:1"]
+    assert tower_devices(["/device:CPU:2", "cpu:0"]) == ["CPU:2", "CPU:0"]
+    parallel = keras_dp.DataParallelModel(build(), devices=["CPU:3", "CPU:1"])
+    assert (parallel.devices, parallel.num_towers, parallel.parameter_device) == (["CPU:3", "CPU:1"], 2, "CPU:0")
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (0, "at least one tower.*devices=0"),
+        ([], r"at least one tower.*devices=\[\]"),
+        (5, r"sees no GPU.*keras_dp\[cuda\].*use_logical_cpus\(5\).*devices=5, and the CPU as CPU:0 to CPU:3"),
+        (["CPU:9"], "no device 'CPU:9'. The devices are: CPU:0, CPU:1, CPU:2, CPU:3"),
+        (["GPU:0"], r"no device 'GPU:0'.*TensorFlow sees no GPU; on a machine that has some, pip install .keras_dp\[cuda\]"),
+        (["CPU:1", "/device:CPU:1"], "CPU:1 more than once"),
+        ("CPU:0", "a list of names.*devices='CPU:0'"),
+        (True, "devices=True"),
+        ([0, 1], r"devices=\[0, 1\]"),
+    ],
+)
+def test_refuses_devices(devices, message):
+    with pytest.raises(ValueError, match=message):
+        keras_dp.DataParallelModel(build(), devices=devices)
+
+
+@pytest.mark.parametrize(("gpus", "seen"), [(1, "1 GPU, GPU:0"), (4, "4 GPUs, GPU:0 to GPU:3")])
+def test_refuses_more_towers_than_gpus(gpus, seen, monkeypatch):
+    monkeypatch.setattr(available, "available_devices", lambda: [f"GPU:{i}" for i in range(gpus)] + ["CPU:0", "CPU:1"])
+    assert tower_devices(None) == [f"GPU:{i}" for i in range(gpus)]
+    with pytest.raises(
+        ValueError, match=f"TensorFlow sees {seen}. Received: devices=5. Give a smaller number, or None for all"
+    ):
+        tower_devices(5)
+
+
+def test_refuses_parameter_devices():
+    with pytest.raises(ValueError, match="no device 'CPU:7'.* Or it is 'sharded'.$"):
+        keras_dp.DataParallelModel(build(), parameter_device="CPU:7")
+    with pytest.raises(ValueError, match="no device 'shard'.* Did you mean 'sharded'?"):
+        keras_dp.DataParallelModel(build(), parameter_device="shard")
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_logical_cpus_are_a_positive_number(count):
+    with pytest.raises(ValueError, match="positive integer"):
+        keras_dp.use_logical_cpus(count)
+
+
+def test_logical_cpus_come_before_tensorflow_starts():
+    keras_dp.use_logical_cpus(4)  # As there are already.
+    with pytest.raises(RuntimeError, match=r"before TensorFlow does anything.*count=3.*4 logical CPU"):
+        keras_dp.use_logical_cpus(3)
+
+
+def test_logical_cpus_in_a_fresh_process():
+    script = (
+        "import keras_dp; keras_dp.use_logical_cpus(3); from keras_dp.devices.available import *; print(tower_devices(None))"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "['CPU:0', 'CPU:1', 'CPU:2']"
+
+
+def compile_arguments():
+    return {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"}
+
+
+@pytest.mark.parametrize("parameter_device", ["CPU:2", "sharded"])
+def test_variables_move_and_stay_the_users(parameter_device, tmp_path):
+    data = np.random.default_rng(0).normal(size=(21, 6)), np.random.default_rng(1).normal(size=(21, 2))
+    one, inner = twins(build)
+    expected = fit_evaluate_predict(one, compile_arguments, [(data, 8)])
+    variables = inner.weights
+    parallel = keras_dp.DataParallelModel(inner, devices=3, parameter_device=parameter_device)
+    assert parallel.parameter_device == parameter_device
+    assert_same(expected, fit_evaluate_predict(parallel, compile_arguments, [(data, 8)]), 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+    assert_same(values(one.optimizer), values(inner.optimizer), 1e-9)
+
+    assert all(a is b for a, b in zip(variables, inner.weights, strict=True))
+    homes = {variable_homes.home(variable) for variable in inner.weights}
+    assert homes == ({"CPU:2"} if parameter_device == "CPU:2" else {"CPU:0", "CPU:1", "CPU:2"})
+    momenta = inner.optimizer.variables[2::2]
+    assert [variable_homes.home(v) for v in momenta] == [variable_homes.home(v) for v in inner.trainable_weights]
+
+    inner.save(tmp_path / "moved.keras")
+    loaded = keras.models.load_model(tmp_path / "moved.keras")
+    assert_same(inner.get_weights(), loaded.get_weights(), 0)
+    inner.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    assert_same(inner.predict(data[0], verbose=0), exported.serve(data[0]).numpy(), 1e-9)
+    # Training goes on without us.
+    for model in (one, inner):
+        model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def test_sharding_balances_bytes():
+    model = keras.Sequential([keras.Input((50,)), *(layers.Dense(50) for _ in range(6)), layers.Dense(3)])
+    keras_dp.DataParallelModel(model, devices=3, parameter_device="sharded")
+    loads = {}
+    for variable in model.weights:
+        loads[variable_homes.home(variable)] = loads.get(variable_homes.home(variable), 0) + int(np.prod(variable.shape))
+    assert sorted(loads) == ["CPU:0", "CPU:1", "CPU:2"]
+    assert max(loads.values()) < 1.05 * min(loads.values())
+
+
+def test_an_optimizer_that_was_built_before_finds_its_variables_again():
+    """Moved variables have new identities, by which Keras's optimizers look up their state."""
+    data = np.random.default_rng(0).normal(size=(16, 6)), np.random.default_rng(1).normal(size=(16, 2))
+    one, inner = twins(build)
+    for model in (one, inner):
+        model.compile("adam", "mse")
+        model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+    parallel = keras_dp.DataParallelModel(inner, devices=2, parameter_device="CPU:3")
+    parallel.compile(inner.optimizer, "mse")
+    assert {variable_homes.home(variable) for variable in inner.optimizer.variables[2:]} == {"CPU:3"}
+    for model in (one, parallel):
+        model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+    assert_same(values(one.optimizer), values(inner.optimizer), 1e-9)

@@ -1,0 +1,337 @@
+"""The private names of Keras that keras_dp touches are there, and mean what they meant."""
+
+import ast
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from worker_processes import free_ports
+
+import keras_dp
+from keras_dp.keras_internals import keras_batch_norms, keras_models, keras_optimizers, tensorflow_runtime
+
+PACKAGE = Path(keras_dp.__file__).parent
+
+
+def model():
+    inner = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dropout(0.5)], name="inner")
+    outer = keras.Sequential([keras.Input((3,)), inner, layers.BatchNormalization(), layers.Dense(2)])
+    outer.compile("adam", "mse", metrics=["accuracy"])
+    return outer
+
+
+INTERNALS = {*PACKAGE.glob("keras_internals/*.py"), PACKAGE / "partition" / "tensorflow_internals.py"}
+MODULES = sorted(set(PACKAGE.rglob("*.py")) - INTERNALS)
+
+
+def names_defined(tree):
+    """Functions, classes, attributes that are set, and annotated names of a class."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_private_names_are_touched_in_their_modules_alone(path):
+    """Elsewhere, names with an underscore are those that our own modules define, or public ones of named tuples."""
+    own = {name for module in MODULES for name in names_defined(ast.parse(module.read_text()))} | {
+        "_asdict",
+        "_fields",
+        "_replace",
+    }
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.startswith(("keras.src", "tensorflow.python")) for name in names), path
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            assert node.attr in own, f"{path.name}:{node.lineno}: {node.attr}"
+
+
+def test_flatten_layers_and_is_built():
+    names = [type(layer).__name__ for layer in keras_models.flatten_layers(model())]
+    assert names.count("Sequential") == 2
+    assert {"Dense", "Dropout", "BatchNormalization"} <= set(names)
+    assert keras_models.is_built(model())
+    assert not keras_models.is_built(keras.Sequential([layers.Dense(1)]))
+
+
+def test_models_are_called_with_training_if_they_take_it():
+    class Without(keras.Model):
+        def call(self, x):
+            return x
+
+    class With(keras.Model):
+        def call(self, x, training=None):
+            return training
+
+    x = np.ones((2, 3))
+    assert keras_models.call_model(With(), x, training=True) is True
+    assert keras_models.call_model(With(), x, training=False) is False
+    np.testing.assert_array_equal(keras_models.call_model(Without(), x, training=True), x)
+
+
+def test_build_and_symbolic_build_create_all_variables():
+    unbuilt = keras.Sequential([layers.Dense(4), layers.Dense(2)])
+    unbuilt.compile("adam", "mse", metrics=["accuracy", keras.metrics.AUC(num_labels=2, multi_label=True)])
+    specs = tf.TensorSpec([None, 3], tf.float64), tf.TensorSpec([None, 2], tf.float64), None
+    keras_models.build(unbuilt, specs[0])
+    assert [tuple(v.shape) for v in unbuilt.weights] == [(3, 4), (4,), (4, 2), (2,)]
+    assert not unbuilt.optimizer.built
+    keras_models.symbolic_build(unbuilt, specs)
+    assert unbuilt.optimizer.built
+    assert [type(metric).__name__ for metric in keras_models.compile_metrics(unbuilt).metrics] == ["CategoricalAccuracy", "AUC"]
+    assert len(unbuilt.metrics_variables) == 2 + 2 + 4
+
+
+def test_build_takes_ragged_and_sparse_inputs():
+    class TakesRagged(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            dense = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x.to_tensor()
+            return self.dense(tf.ensure_shape(dense, (None, 3)))
+
+    for spec in (tf.RaggedTensorSpec((None, None), tf.float64), tf.SparseTensorSpec((None, 3), tf.float64)):
+        unbuilt = TakesRagged()
+        keras_models.build(unbuilt, spec)
+        assert [tuple(v.shape) for v in unbuilt.weights] == [(3, 2), (2,)]
+
+
+def test_loss_tracker_and_compile_metrics():
+    compiled = model()
+    compiled.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    tracker = keras_models.loss_tracker(compiled)
+    assert tracker is compiled.metrics[0]
+    assert float(tracker.count) == 4.0
+    assert [metric.name for metric in keras_models.compile_metrics(compiled).metrics] == ["accuracy"]
+
+
+def test_seed_states_move_with_random_operations():
+    outer = model()
+    states = keras_models.seed_states(outer)
+    assert len(states) == 2  # The dropout's, and the global one.
+    before = [state.numpy().tolist() for state in states]
+    outer(np.ones((2, 3)), training=True)
+    assert states[0].numpy().tolist() == [before[0][0], before[0][1] + 1]
+    keras.random.normal((2,))
+    assert states[1].numpy().tolist() != before[1]
+
+
+def test_replacements_do_not_reach_other_threads():
+    layer = layers.BatchNormalization(momentum=0.0)
+    layer.build((None, 3))
+    ones, seen = tf.ones(3, tf.float64), []
+
+    def use_keras():
+        layer(np.zeros((2, 3)), training=True)
+        seen.append(float(layer.moving_mean[0]))
+
+    with keras_batch_norms.replaced_moments(lambda layer, inputs, mask: (ones, ones)):
+        thread = threading.Thread(target=use_keras)
+        thread.start()
+        thread.join()
+        use_keras()
+    assert seen == [0.0, 1.0]
+
+
+def test_moments_are_replaced_and_put_back():
+    layer = layers.BatchNormalization(momentum=0.5)
+    layer.build((None, 3))
+    assert keras_batch_norms.reduction_axes(layer) == [0]
+    ones = tf.ones(3, tf.float64)
+    with keras_batch_norms.replaced_moments(lambda layer, inputs, mask: (ones, 4 * ones)):
+        layer(np.zeros((2, 3)), training=True)
+    assert layer.moving_mean.numpy().tolist() == [0.5] * 3
+    assert layer.moving_variance.numpy().tolist() == [2.5] * 3
+    mean, variance = keras_batch_norms.own_moments(layer, tf.constant([[1.0] * 3, [3.0] * 3]), None)
+    assert (float(mean[0]), float(variance[0])) == (2.0, 1.0)
+    keras_batch_norms.update_moving_statistics(layer, ones, ones)
+    assert layer.moving_mean.numpy().tolist() == [0.75] * 3
+
+
+def test_variables_move_and_optimizers_find_them_again():
+    moved = model()
+    moved.optimizer.exclude_from_weight_decay(var_list=moved.trainable_variables[:1])
+    moved.optimizer.build(moved.trainable_variables)
+    variable = moved.trainable_variables[0]
+    value = variable.numpy()
+    keras_models.move_variable(variable, "CPU:3")
+    assert variable.value.device.endswith("CPU:3")
+    np.testing.assert_array_equal(variable.numpy(), value)
+    gradients = [tf.ones_like(v) for v in moved.trainable_variables]
+    moved.optimizer.apply(gradients, moved.trainable_variables)
+    assert (variable.numpy() < value).all()
+    assert not keras_optimizers.decays(moved.optimizer, variable)
+    assert keras_optimizers.decays(moved.optimizer, moved.trainable_variables[1])
+
+
+def test_velocities_are_those_that_hold_the_learning_rate():
+    variables = [keras.Variable([1.0, 2.0])]
+    for optimizer in (keras.optimizers.SGD(0.5, momentum=0.5), keras.optimizers.RMSprop(0.5, momentum=0.5)):
+        assert keras_optimizers.velocities(optimizer) == []
+        optimizer.apply([[1.0, 1.0]], variables)
+        (velocity,) = keras_optimizers.velocities(optimizer)
+        assert np.abs(velocity.numpy()).min() > 0.1
+    assert keras_optimizers.velocities(keras.optimizers.SGD(0.5)) == []
+    assert keras_optimizers.velocities(keras.optimizers.Adam()) is None
+
+
+def test_schedules_see_every_batch():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=2)
+    assert keras_optimizers.learning_rate_schedule(optimizer) is schedule
+    assert keras_optimizers.learning_rate_schedule(keras.optimizers.SGD(0.1)) is None
+    rates = [0.1, schedule, lambda: 0.1]
+    assert [keras_optimizers.has_learning_rate_variable(keras.optimizers.SGD(rate)) for rate in rates] == [True, False, False]
+    weight = keras.Variable([1.0])
+    for batches in range(3):
+        assert int(keras_optimizers.batches_seen(optimizer)) == batches
+        assert float(optimizer.learning_rate) == float(schedule(batches))
+        optimizer.apply([[1.0]], [weight])
+
+
+def test_accumulators_add_up_gradients():
+    variables = [keras.Variable([1.0]), keras.Variable([1.0])]
+    variables[1].overwrite_with_gradient = True
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=3)
+    optimizer.apply([[2.0], [2.0]], variables)
+    optimizer.apply([[3.0], [3.0]], variables)
+    (accumulator,) = keras_optimizers.accumulators(optimizer)
+    assert accumulator.numpy() == [5.0]
+
+
+def test_coupled_weight_decay_is_left_to_the_update():
+    weight = keras.Variable([1.0])
+    keras_optimizers.SGDWithCoupledWeightDecay(0.5, weight_decay=0.5).apply([[0.0]], [weight])
+    assert weight.numpy() == [1.0]
+    keras.optimizers.SGD(0.5, weight_decay=0.5).apply([[0.0]], [weight])
+    assert weight.numpy() == [0.75]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.Adam(amsgrad=True, use_ema=True, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.9)),
+    ],
+    ids=["many", "inside another"],
+)
+def test_optimizer_state_is_found_for_each_weight(optimizer):
+    trained = model()
+    built = optimizer()
+    built.build(trained.trainable_variables)
+    pairs = keras_optimizers.optimizer_state(built)
+    weights = trained.trainable_variables
+    assert {id(weight) for _, weight in pairs} == set(map(id, weights))
+    assert all(variable.shape == weight.shape for variable, weight in pairs)
+    # Whatever is not a scalar is kept for some weight.
+    kept = {id(variable) for variable, _ in pairs}
+    assert kept == {id(variable) for variable in built.variables if variable.shape != ()}
+
+
+def test_reduced_gradients_are_passed_through_no_operation():
+    weights = [keras.Variable(np.ones(2)), keras.Variable(np.ones(3))]
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build(weights)
+
+    @tf.function
+    def apply(gradients):
+        optimizer.apply(gradients, weights)
+
+    gradients = [np.ones(2), np.ones(3)]
+    together = [op for op in apply.get_concrete_function(gradients).graph.get_operations() if op.type == "IdentityN"]
+    assert together, "Keras does not reduce gradients any more: reduced_gradients can go"
+    with keras_optimizers.reduced_gradients(optimizer):
+        alone = tf.function(apply.python_function).get_concrete_function(gradients).graph.get_operations()
+    assert not [operation for operation in alone if operation.type == "IdentityN"]
+
+
+def test_fit_begins_with_the_epoch_that_a_callback_wants(tmp_path):
+    seen = []
+
+    class Begins(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.append(keras_models.initial_epoch(self.model))
+            keras_models.set_initial_epoch(self.model, 2)
+
+    def epochs(model, epochs, callback):
+        return model.fit(np.ones((4, 3)), np.ones((4, 1)), epochs=epochs, verbose=0, callbacks=[callback]).epoch
+
+    def small_model():
+        small = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        small.compile("sgd", "mse")
+        return small
+
+    assert epochs(small_model(), 4, Begins()) == [2, 3]
+    assert seen == [None]
+    # As one does that restores a backup.
+    epochs(small_model(), 3, keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False))
+    resumed = small_model()
+    assert epochs(resumed, 5, keras.callbacks.BackupAndRestore(tmp_path / "backup")) == [3, 4]
+    assert keras_models.initial_epoch(resumed) == 3
+    keras_models.set_initial_epoch(resumed, None)
+    assert epochs(resumed, 2, keras.callbacks.Callback()) == [0, 1]
+
+
+def test_tensorflows_server_and_collectives():
+    """In a process of its own, as one worker, whose collectives run, and then fail for a reason."""
+    script = """
+import sys
+import grpc
+import tensorflow as tf
+from keras_dp.keras_internals import tensorflow_runtime
+from keras_dp.workers import health_check
+
+address = sys.argv[1]
+jobs = {"worker": [address]}
+tensorflow_runtime.start_server(jobs, "worker", 0, leader="/job:worker/replica:0/task:0")
+arguments = {"group_size": 1, "group_key": 1, "communication_hint": "ring", "timeout_seconds": 20.0, "ordering_token": []}
+
+def collect(instance_key):
+    x = tf.constant([1.0, 2.0])
+    total = tf.raw_ops.CollectiveReduceV2(input=x, instance_key=instance_key, merge_op="Add", final_op="Id", **arguments)
+    return total.numpy().tolist(), tf.raw_ops.CollectiveGatherV2(input=x, instance_key=instance_key + 1, **arguments).device
+
+total, device = collect(1)
+assert total == [1.0, 2.0]
+assert device.startswith("/job:worker/replica:0/task:0"), device
+
+# What the other workers ask.
+with grpc.insecure_channel(address, health_check._OPTIONS) as channel:
+    answers = [channel.unary_unary(health_check._STATUS)(b"", timeout=10) for _ in range(2)]
+assert answers[0] == answers[1] != b"", answers
+others = health_check.HealthCheck(["127.0.0.1:1", address], 0, 10.0)
+others.wait_for_all(10.0)
+others.stop()
+
+tensorflow_runtime.abort_collectives("Worker 1 is lost")
+try:
+    collect(3)
+except tf.errors.UnavailableError as error:
+    assert "Worker 1 is lost" in error.message, error
+else:
+    print("the collectives go on")
+"""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-W", "ignore", "-c", script, f"127.0.0.1:{port}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+def test_a_server_is_not_started_after_tensorflow():
+    tf.constant(1.0)
+    with pytest.raises(RuntimeError, match="must be configured at program startup"):
+        tensorflow_runtime.start_server({"worker": ["127.0.0.1:1"]}, "worker", 0, leader="/job:worker/replica:0/task:0")

@@ -1,0 +1,64 @@
+"""GPUs that TensorFlow does not see are noticed, with the reason."""
+
+import logging
+
+import keras
+import pytest
+
+import keras_dp
+from keras_dp.devices import nvidia
+from keras_dp.devices.available import _warn_once
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Where the driver lists its GPUs; nothing is there yet."""
+    monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(nvidia, "DRIVER_OF_WINDOWS", tmp_path / "libcuda.so.1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _warn_once.cache_clear()
+    return tmp_path
+
+
+def with_gpus(driver, count):
+    for number in range(count):
+        (driver / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
+
+
+def warnings(caplog, **arguments):
+    """The warnings as a model is wrapped, twice."""
+    with caplog.at_level(logging.WARNING, "keras_dp"):
+        for _ in range(2):
+            keras_dp.DataParallelModel(keras.Sequential([keras.layers.Dense(1)]), **arguments)
+    return [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"devices": 2}])
+@pytest.mark.parametrize(
+    ("variable", "said"), [(None, 'pip install "keras_dp[cuda]"'), ("0,1", 'pip install "keras_dp[cuda]"'), ("", "is empty")]
+)
+def test_gpus_that_are_there_and_not_seen(variable, said, arguments, driver, monkeypatch, caplog):
+    with_gpus(driver, 2)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    (message,) = warnings(caplog, **arguments)
+    assert message.startswith("This machine has GPUs, and TensorFlow sees none of them: the towers run on the CPU.")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("count", "variable", "arguments"), [(0, None, {}), (0, "", {}), (2, "-1", {}), (2, None, {"devices": ["CPU:0", "CPU:1"]})]
+)
+def test_no_gpus_or_none_wanted(count, variable, arguments, driver, monkeypatch, caplog):
+    with_gpus(driver, count)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert warnings(caplog, **arguments) == []
+
+
+def test_gpus_are_counted(driver):
+    assert nvidia.count_gpus() == 0
+    (driver / "libcuda.so.1").touch()
+    assert nvidia.count_gpus() == 1
+    with_gpus(driver, 3)
+    assert nvidia.count_gpus() == 3

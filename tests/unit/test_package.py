@@ -1,0 +1,105 @@
+"""The public names, the backend, and what the package says of itself."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import keras_dp
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_public_names_have_docstrings():
+    assert keras_dp.__all__ == [
+        "DataParallelModel",
+        "DataParallelOptimizer",
+        "SyncBatchNormalization",
+        "WorkerGroup",
+        "WorkerLostError",
+        "callbacks",
+        "check_step",
+        "communication_report",
+        "connect_workers",
+        "convert_batch_norm",
+        "cross_tower_sum",
+        "gather_rows",
+        "optimizers",
+        "recalibrate_batch_norm",
+        "schedules",
+        "use_logical_cpus",
+    ]
+    assert all(getattr(keras_dp, name).__doc__ for name in keras_dp.__all__)
+
+
+def test_another_backend_is_refused():
+    script = "import keras; keras.config.backend = lambda: 'jax'; import keras_dp"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow" in result.stderr
+    assert "Received: backend 'jax'" in result.stderr
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
+    """Keras fails in the words of Python's imports."""
+    (tmp_path / f"{backend}.py").write_text(f"raise ModuleNotFoundError('No module named {backend}', name={backend!r})")
+    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", "import keras_dp"], capture_output=True, text=True, env=environment)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow")
+    assert last.endswith(f"Received: backend '{backend}', which needs a package that is missing: {backend}")
+
+
+def test_the_version_is_that_of_the_package():
+    assert keras_dp.__version__ == metadata.version("keras_dp")
+    assert f"## {keras_dp.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_what_the_package_says_of_itself():
+    said = metadata.metadata("keras_dp")
+    assert {"Author", "Keywords", "Classifier", "Project-URL"} <= set(said)
+    assert "Programming Language :: Python :: 3.13" in said.get_all("Classifier")
+    links = re.findall(r"\]\(([^)]+)\)", said["Description"])
+    assert len(links) > 5
+    assert all(link.startswith("https://") for link in links)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if not target.startswith("http") and not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_imported_once_more():
+    """As after a purge of sys.modules in a notebook: gradients go through the sums of the module that is there now."""
+    script = """
+import sys
+import keras, numpy as np
+import keras_dp
+keras_dp.use_logical_cpus(2)
+
+def trained(keras_dp):
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)])
+    parallel = keras_dp.DataParallelModel(model) if keras_dp else model
+    parallel.compile("sgd", "mse")
+    parallel.fit(np.sin(np.arange(15.0)).reshape(5, 3), np.cos(np.arange(5.0)), epochs=3, verbose=0)
+    return np.concatenate([value.ravel() for value in model.get_weights()])
+
+weights = [trained(None), trained(keras_dp)]
+for name in [name for name in sys.modules if name.partition(".")[0] == "keras_dp"]:
+    del sys.modules[name]
+import keras_dp as again
+assert again is not keras_dp
+print(np.ptp([*weights, trained(again)], axis=0).max())
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.splitlines()[-1]) < 1e-5

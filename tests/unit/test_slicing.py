@@ -1,0 +1,89 @@
+"""Slices hold the right rows, and put together again they are the batch."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dp.batches import slicing
+
+
+def cut(batch, num_slices):
+    return tf.function(lambda: slicing.cut(batch, num_slices))()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 17])
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
+def test_slice_i_has_rows_from_b_i_over_n(rows, num_slices):
+    x = np.arange(rows * 2).reshape(rows, 2)
+    for i, part in enumerate(cut({"x": x}, num_slices)):
+        begin, end = rows * i // num_slices, rows * (i + 1) // num_slices
+        assert (int(part.begin), int(part.rows), int(part.batch_rows)) == (begin, end - begin, rows)
+        # An empty slice borrows a row of the batch.
+        np.testing.assert_array_equal(part.data["x"], x[begin : max(end, begin + 1)])
+
+
+def test_rows_of_some_slices():
+    batch = {"x": tf.range(7), "ragged": tf.ragged.range(tf.range(7)), "mean": tf.constant(2.0), "nothing": None}
+    slices = slicing.cut({"x": batch["x"]}, 6)[2:4]
+    own = slicing.own_rows(batch, slices)
+    assert [part.rows.numpy() for part in slices] == [1, 1]
+    np.testing.assert_array_equal(own["x"], [2, 3])
+    assert own["ragged"].to_list() == [[0, 1], [0, 1, 2]]
+    assert (own["mean"], own["nothing"]) == (2.0, None)
+
+
+def test_the_own_rows_of_all_slices_are_the_batch():
+    x = np.arange(10.0).reshape(5, 2)
+    for num_slices in (1, 2, 3, 8):
+        parts = cut((x, None), num_slices)
+        whole, nothing = slicing.whole_batch([part.data for part in parts], parts)
+        np.testing.assert_array_equal(whole, x)
+        assert nothing is None
+
+
+def test_ragged_and_sparse_tensors_are_cut_by_rows():
+    ragged = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
+    dense = tf.constant([[0, 1], [2, 0], [0, 0], [3, 4], [5, 0]])
+    parts = cut((ragged, tf.sparse.from_dense(dense)), 2)
+    assert [part.data[0].to_list() for part in parts] == [[[1], [2, 3]], [[], [4, 5, 6], [7]]]
+    whole_ragged, whole_sparse = slicing.whole_batch([part.data for part in parts], parts)
+    assert whole_ragged.to_list() == ragged.to_list()
+    np.testing.assert_array_equal(tf.sparse.to_dense(whole_sparse), dense)
+
+
+def test_scalars_stay_whole():
+    parts = cut((np.arange(5.0), np.float64(7.0)), 3)
+    assert [float(part.data[1]) for part in parts] == [7.0] * 3
+    rows, scalar = slicing.whole_batch([part.data for part in parts], parts)
+    np.testing.assert_array_equal(rows, np.arange(5.0))
+    assert float(scalar) == 7.0
+
+
+def test_row_specs_leave_the_number_of_rows_open():
+    assert slicing.row_spec(tf.zeros((3, 2))) == tf.TensorSpec([None, 2])
+    assert slicing.row_spec(tf.TensorSpec([3, 2], tf.int32)) == tf.TensorSpec([None, 2], tf.int32)
+    assert slicing.row_spec(tf.ragged.constant([[1], [2, 3]])).shape.as_list() == [None, None]
+    assert slicing.row_spec(tf.sparse.from_dense([[1, 0]])).shape.as_list() == [None, 2]
+    assert slicing.row_spec(tf.OptionalSpec(None)) is None
+    assert slicing.row_spec(None) is None
+
+
+def test_refuses_rows_that_disagree():
+    with pytest.raises(ValueError, match=r"same number of rows.*whole=.*\(3, 2\) \(0\), \(4,\) \(1\)"):
+        cut((np.zeros((3, 2)), np.zeros(4)), 2)
+
+    @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])])
+    def cut_unknown_rows(x, y):
+        return slicing.cut((x, y), 2)[0].data
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
+        cut_unknown_rows(tf.zeros(3), tf.zeros(4))
+
+
+def test_refuses_what_has_no_rows():
+    with pytest.raises(ValueError, match="at least one tensor"):
+        cut((None, np.float64(1.0)), 2)
+    with pytest.raises(ValueError, match="at least one tensor"):
+        cut((None, None), 2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="at least one row"):
+        cut(np.zeros((0, 2)), 2)

@@ -1,0 +1,438 @@
+"""What keeps workers together: the same model and data, the same variables to begin with, one worker that writes files."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from worker_threads import on_workers
+
+from keras_dp.workers import callback as module
+from keras_dp.workers.agreement import described_data, described_model
+from keras_dp.workers.callback import WorkersCallback, with_workers_callback
+from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.group import WorkerGroup
+from keras_dp.workers.synchronization import all_variables, synchronize
+
+rng = np.random.default_rng(0)
+
+
+class Told(Collectives):
+    """A worker who is told given messages, whatever the others send."""
+
+    def __init__(self, *messages, index=0):
+        super().__init__()
+        self.index, self.count = index, len(messages)
+        self.messages = [json.dumps(message).encode() for message in messages]
+
+    def exchange(self, message):
+        return self.messages
+
+
+def model(units=3, activation="tanh", optimizer="adam", loss="mse", rate=0.1, seed=None, **options):
+    x = keras.Input((5,))
+    hidden = layers.Dense(units, activation=activation, kernel_initializer=keras.initializers.GlorotUniform(seed))(x)
+    hidden = layers.Dropout(0.5, seed=seed)(layers.BatchNormalization(momentum=options.pop("momentum", 0.9))(hidden))
+    made = keras.Model(x, layers.Dense(2)(hidden))
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer._learning_rate, keras.Variable):
+        optimizer.learning_rate = rate
+    made.compile(optimizer, loss, **options)
+    return made
+
+
+def as_sent(facts):
+    return json.loads(json.dumps(facts))
+
+
+# Agreement
+
+
+def refused(*facts):
+    with pytest.raises(ValueError, match="The workers must run the same script with the same arguments") as error:
+        WorkerGroup(Told(*facts)).agree(facts[0])
+    return str(error.value).partition("They differ in ")[2]
+
+
+def test_workers_agree_on_what_is_the_same():
+    facts = {"epochs": 3, "nested": {"list": [1, None, {"a": 0.1}], "text": "x"}, "nan": float("nan")}
+    WorkerGroup(Told(facts, facts, facts)).agree(facts)
+    WorkerGroup().agree({"anything": object()})
+
+
+def test_the_first_difference_is_named_with_its_path_and_both_values():
+    facts = {"epochs": 3, "layer 1": {"class": "Dense", "units": 4, "config": {"rate": 0.5}}, "x": "float32"}
+    assert refused(facts, facts | {"epochs": 2, "x": "int8"}) == "epochs: worker 0 has 3, worker 1 has 2."
+    other = as_sent(facts)
+    other["layer 1"]["config"]["rate"] = 0.25
+    assert refused(facts, facts, other) == "layer 1, config, rate: worker 0 has 0.5, worker 2 has 0.25."
+    assert refused({"a": {"b": 1}}, {"a": None}) == "a: worker 0 has {'b': 1}, worker 1 has None."
+    assert refused({"a": [1, 2]}, {"a": [1, 3]}) == "a: worker 0 has [1, 2], worker 1 has [1, 3]."
+
+
+def test_what_only_one_worker_has_is_a_difference():
+    assert refused({"a": 1}, {"a": 1, "b": 2}) == "b: worker 0 has None, worker 1 has 2."
+    assert refused({"a": 1, "b": {"c": 2}}, {"a": 1}) == "b: worker 0 has {'c': 2}, worker 1 has None."
+
+
+def test_all_workers_name_the_difference():
+    def work(collectives):
+        with pytest.raises(ValueError, match="must run the same script") as error:
+            WorkerGroup(collectives).agree({"epochs": 1 + (collectives.index == 1)})
+        return str(error.value)
+
+    (message,) = set(on_workers(3, work))
+    assert message.endswith("They differ in epochs: worker 0 has 1, worker 1 has 2.")
+
+
+# Descriptions
+
+
+def test_twins_are_described_alike():
+    one = as_sent(described_model(model()))
+    keras.utils.clear_session()
+    assert as_sent(described_model(model())) == one
+
+
+@pytest.mark.parametrize("difference", [{"rate": 0.2}, {"seed": 5}], ids=str)
+def test_what_workers_are_given_does_not_count(difference):
+    one = described_model(model())
+    keras.utils.clear_session()
+    assert described_model(model(**difference)) == one
+
+
+def test_automatic_names_do_not_count():
+    """They number what a script has made before, which may be more on one worker."""
+    assert described_model(model()) == described_model(model())
+
+
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ({"units": 4}, "units: worker 0 has 3, worker 1 has 4."),
+        ({"activation": "relu"}, "activation: worker 0 has 'tanh', worker 1 has 'relu'."),
+        ({"momentum": 0.5}, "momentum: worker 0 has 0.9, worker 1 has 0.5."),
+        ({"optimizer": "sgd"}, "the optimizer, class: worker 0 has 'Adam', worker 1 has 'SGD'."),
+        ({"optimizer": keras.optimizers.Adam(beta_1=0.5)}, "the optimizer, beta_1: worker 0 has 0.9, worker 1 has 0.5."),
+        ({"loss": "mae"}, "the loss: worker 0 has 'mse', worker 1 has 'mae'."),
+        ({"loss": keras.losses.huber}, "the loss: worker 0 has 'mse', worker 1 has 'huber'."),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
+def test_differences_of_models_are_named(difference, named):
+    descriptions = [as_sent(described_model(model()))]
+    keras.utils.clear_session()
+    descriptions.append(as_sent(described_model(model(**difference))))
+    assert refused(*descriptions).endswith(named)
+
+
+def decay(steps):
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, steps))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        (
+            {"loss": keras.losses.CategoricalCrossentropy(axis=1)},
+            {"loss": keras.losses.CategoricalCrossentropy(axis=-1)},
+            "the loss, axis: worker 0 has 1, worker 1 has -1.",
+        ),
+        ({"optimizer": decay(10)}, {"optimizer": decay(20)}, "config, decay_steps: worker 0 has 10, worker 1 has 20."),
+    ],
+    ids=["loss", "schedule"],
+)
+def test_differences_of_configurations_are_named(one, other, named):
+    descriptions = []
+    for options in (one, one, other):
+        keras.utils.clear_session()
+        descriptions.append(as_sent(described_model(model(**options))))
+    assert descriptions[0] == descriptions[1]
+    assert refused(descriptions[0], descriptions[2]).endswith(named)
+
+
+def test_dtype_policies_count():
+    one, twin, other = (
+        described_model(keras.Sequential([keras.Input((2,)), layers.Dense(1, dtype=dtype)]))
+        for dtype in ("float32", "float32", "mixed_bfloat16")
+    )
+    assert one == twin
+    assert "dtype: worker 0 has" in refused(as_sent(one), as_sent(other))
+
+
+def test_any_model_can_be_described():
+    class Odd(keras.Model):
+        def get_config(self):
+            raise NotImplementedError
+
+    nested = keras.Sequential([keras.Input((4, 5)), layers.Bidirectional(layers.RNN([layers.GRUCell(2), layers.LSTMCell(3)]))])
+    outputs = keras.Model(x := keras.Input((4, 5)), {"a": layers.Dense(1)(x), "b": layers.Lambda(tf.nn.relu)(x)})
+    outputs.compile(loss={"a": "mse", "b": None})
+    for described in (Odd(), nested, outputs, keras.Sequential([layers.Dense(2)])):
+        assert as_sent(described_model(described))
+    assert described_model(Odd()) != described_model(nested)
+
+
+def test_a_model_without_an_optimizer_is_described():
+    without = model()
+    without.compile(None, "mse")
+    assert described_model(without)["the optimizer"] == {}
+
+
+ARRAYS = {
+    "ints": np.arange(6),
+    "floats": rng.normal(size=(3, 2)),
+    "float32": np.float32(rng.normal(size=(3, 2))),
+    "shape": rng.normal(size=(2, 3)),
+    "tensor": tf.constant([1.0, 2.0]),
+    "variable": tf.Variable([1.0, 3.0]),
+    "text": np.array(["a", "b"]),
+    "other text": np.array(["a", "c"]),
+    "objects": np.array([{}, None]),
+    "string tensor": tf.constant(["a", "b", "c"]),
+    "none": np.zeros((0, 2)),
+    "scalar": np.float32(1.5),
+}
+
+
+def test_data_is_described_by_what_it_holds():
+    descriptions = {name: described_data(array) for name, array in ARRAYS.items()}
+    assert len(set(descriptions.values())) == len(ARRAYS)
+    assert descriptions["ints"].startswith("int64 of shape [6], checksum ")
+    copies = {name: described_data(np.array(array)) for name, array in ARRAYS.items()}
+    assert copies == descriptions
+    one, other = rng.normal(size=(50, 3)), rng.normal(size=(50, 3))
+    other[1:] = one[1:]
+    assert described_data(one) != described_data(other)
+    assert described_data(one[::2].T) == described_data(np.ascontiguousarray(one[::2].T))
+
+
+def test_a_large_array_is_described_by_a_sample():
+    large = np.zeros((5000, 1000), np.int8)
+    other = large.copy()
+    other[0, 0] = other[-1] = 1
+    assert described_data(large) != described_data(other)
+    assert described_data(large) == described_data(large.copy())
+
+
+def test_arguments_are_described():
+    plain = {"batch_size": 4, "shuffle": True, "steps": None, "split": 0.5, "text": "batch"}
+    arguments = {
+        "x": [ARRAYS["ints"], (ARRAYS["floats"], None)],
+        "class_weight": {0: 0.5, 1: 2.0},
+        "generator": (i for i in range(3)),
+        "dataset": tf.data.Dataset.range(3),
+        "ragged": tf.ragged.constant([[1], [2, 3]]),
+        "sparse": tf.sparse.from_dense([[0, 1]]),
+        **plain,
+    }
+    described = as_sent(described_data(arguments))
+    assert described["class_weight"] == {"0": 0.5, "1": 2.0}
+    assert described["generator"] == "generator"
+    assert {name: described[name] for name in plain} == plain
+    assert described["x"][1][1] is None
+
+
+# Callbacks
+
+
+def test_one_worker_writes_files(tmp_path):
+    class Checkpoint(keras.callbacks.ModelCheckpoint):
+        pass
+
+    writers = [
+        keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
+        keras.callbacks.BackupAndRestore(tmp_path / "backup"),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.TensorBoard(tmp_path),
+        keras.callbacks.RemoteMonitor(),
+        Checkpoint(tmp_path / "other.keras"),
+    ]
+    others = [keras.callbacks.EarlyStopping(), keras.callbacks.LambdaCallback(), keras.callbacks.Callback()]
+    mixed = [others[0], *writers, *others[1:]]
+    chief, second = (WorkerGroup(Told(None, None, index=index)) for index in (0, 1))
+    fit = FakeFit(None)
+    for group, callbacks, expected in (
+        *((chief, mixed, mixed), (second, mixed, others), (WorkerGroup(), mixed, mixed)),
+        *((second, [], []), (second, None, []), (second, writers[0], []), (second, others[0], others[:1])),
+    ):
+        *kept, last = with_workers_callback(callbacks, group, fit)
+        assert kept == expected
+        assert isinstance(last, WorkersCallback)
+
+
+def test_a_list_of_keras_is_in_lockstep_too():
+    writer, other = keras.callbacks.CSVLogger("log.csv"), keras.callbacks.LambdaCallback()
+    fit = FakeFit(None)
+    callbacks = keras.callbacks.CallbackList([writer, other], model=fit)
+    second = WorkerGroup(Told(None, None, index=1))
+    for _ in range(2):  # It may be used again.
+        assert with_workers_callback(callbacks, second, fit) is callbacks
+        kept, last = callbacks.callbacks
+        assert kept is other
+        assert isinstance(last, WorkersCallback)
+        assert last.model is fit
+
+
+class FakeFit:
+    """What the callback sees of a model in `fit`."""
+
+    def __init__(self, inner_model, initial_epoch=None, optimizer=None):
+        self.inner_model = inner_model
+        self.optimizer = optimizer or keras.optimizers.SGD()
+        self.stop_training = False
+        self.reports = 0
+        self.distribute_strategy = self.different_batches = self
+        self._initial_epoch = initial_epoch
+
+    def report(self):
+        self.reports += 1
+
+
+def callback_of(collectives, model):
+    callback = WorkersCallback(WorkerGroup(collectives))
+    callback.set_model(model)
+    return callback
+
+
+@pytest.mark.parametrize("epochs", [(3, None), (None, 3)])
+def test_all_begin_with_the_first_workers_variables_and_epoch(epochs):
+    fits = [FakeFit(model(), epoch) for epoch in epochs]
+    for i, fit in enumerate(fits):
+        fit.inner_model.optimizer.build(fit.inner_model.trainable_variables)
+        fit.inner_model.optimizer.iterations.assign(5 + i)
+    expected = fits[0].inner_model.get_weights()
+    assert not np.array_equal(expected[0], fits[1].inner_model.get_weights()[0])
+    on_workers(2, lambda collectives: callback_of(collectives, fits[collectives.index]).on_train_begin())
+    for fit in fits:
+        for received, weight in zip(fit.inner_model.get_weights(), expected, strict=True):
+            np.testing.assert_array_equal(received, weight)
+        assert int(fit.inner_model.optimizer.iterations) == 5
+        assert fit._initial_epoch == epochs[0]
+
+
+@pytest.mark.parametrize("stops", [(False, False, False), (False, False, True), (True, True, True)])
+def test_all_end_when_one_ends(stops):
+    fits = [FakeFit(None) for _ in stops]
+    for fit, stop in zip(fits, stops, strict=True):
+        fit.stop_training = stop
+    on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
+    assert [fit.stop_training for fit in fits] == [any(stops)] * 3
+    assert [fit.reports for fit in fits] == [1] * 3
+
+
+def test_the_first_workers_learning_rate_is_that_of_all():
+    rates = [0.1, 0.1, 0.2]
+    wrapped = [FakeFit(None, optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))) for rate in rates]
+    scheduled = [FakeFit(None, optimizer=decay(10)) for _ in rates]
+    for fits in (wrapped, scheduled):
+        on_workers(3, lambda collectives, fits=fits: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
+    assert [float(fit.optimizer.inner_optimizer.learning_rate) for fit in wrapped] == [np.float32(0.1)] * 3
+    assert [fit.stop_training for fit in wrapped + scheduled] == [False] * 6
+
+
+def test_epochs_begin_with_one_random_state(monkeypatch):
+    shared = []
+    monkeypatch.setattr(module, "share_random_state", shared.append)
+    group = WorkerGroup()
+    WorkersCallback(group).on_epoch_begin(0)
+    assert shared == [group]
+
+
+def test_batches_are_progress():
+    notes = []
+    group = WorkerGroup()
+    group.note_progress = lambda: notes.append(1)
+    callbacks = keras.callbacks.CallbackList([WorkersCallback(group)], model=FakeFit(None))
+    for method in (callbacks.on_train_batch_end, callbacks.on_test_batch_end, callbacks.on_predict_batch_end):
+        method(0, {})
+    assert len(notes) == 3
+
+
+# Variables
+
+
+def test_all_variables_are_there_once():
+    shared = layers.Dense(3, name="shared")
+    x = keras.Input((3,))
+    made = keras.Model(x, layers.Dropout(0.5)(shared(layers.BatchNormalization()(shared(x)))))
+    uncompiled = all_variables(made)
+    made.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
+    made.fit(np.ones((2, 3)), np.ones((2, 3)), verbose=0)
+    variables = all_variables(made)
+    assert len({id(variable) for variable in variables}) == len(variables)
+    ids = {id(variable) for variable in variables}
+    assert {id(variable) for variable in uncompiled} < ids
+    assert {id(v) for v in [*made.variables, *made.optimizer.variables, *made.metrics_variables]} < ids
+    # Dense 2, normalization 4, dropout's seed, the global seed; Adam's 2 for each of 4 weights, its 2; 2 metrics of 2 each.
+    assert len(variables) == 8 + 10 + 4
+
+
+SHAPES = [(3, 2), (), (0, 4), (5,)]
+DTYPES = ["float32", "int32", "float64", "bool", "bfloat16", "uint32"]
+
+
+def variables(seed):
+    numbers = np.random.default_rng(seed)
+    values = [(numbers.normal(size=shape) * 9, dtype) for dtype in DTYPES for shape in SHAPES]
+    return [keras.Variable(tf.cast(value, dtype), dtype=dtype) for value, dtype in values]
+
+
+def test_variables_become_those_of_the_first_worker():
+    of_workers = [variables(seed) for seed in (1, 2, 1)]
+    expected = [variable.numpy() for variable in of_workers[0]]
+    on_workers(3, lambda collectives: synchronize(WorkerGroup(collectives), of_workers[collectives.index]))
+    for mine in of_workers:
+        for variable, value in zip(mine, expected, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_variables_that_are_the_same_are_not_sent():
+    class Quiet(Told):
+        def exchange(self, message):
+            return [message, message]
+
+        def broadcast(self, message):
+            raise AssertionError("sent")
+
+    synchronize(WorkerGroup(Quiet(None, None)), variables(1))
+    synchronize(WorkerGroup(), variables(1))
+
+
+def test_other_variables_are_refused():
+    def differing(*mine):
+        with pytest.raises(ValueError, match="must run the same script") as error:
+            on_workers(2, lambda collectives: synchronize(WorkerGroup(collectives), mine[collectives.index]))
+        return str(error.value)
+
+    def zeros(shape, dtype="float64"):
+        return keras.Variable(np.zeros(shape, dtype), dtype=dtype)
+
+    difference = differing([zeros([2])], [zeros([2]), zeros([3])])
+    assert "the number of variables of model and optimizer: worker 0 has 1, worker 1 has 2." in difference
+    difference = differing([zeros([2]), zeros([2, 3])], [zeros([2]), zeros([3, 2])])
+    assert "the shape of variable 1: worker 0 has 'float64[2, 3]', worker 1 has 'float64[3, 2]'." in difference
+    difference = differing([zeros([2])], [zeros([2], "float32")])
+    assert "the shape of variable 0: worker 0 has 'float64[2]', worker 1 has 'float32[2]'." in difference
+
+
+def test_what_arrives_otherwise_than_it_was_sent_is_noticed():
+    class Garbling(Collectives):
+        def __init__(self):
+            super().__init__()
+            self.index, self.count = 1, 2
+
+        def exchange(self, message):
+            return [message[:-1] + b"#", message] if len(message) == 4 else [message] * 2
+
+        def broadcast(self, message):
+            return bytes(len(message))
+
+    class Group(WorkerGroup):
+        def agree(self, facts):
+            pass
+
+    with pytest.raises(RuntimeError, match="still differ after the first worker's were sent"):
+        synchronize(Group(Garbling()), [keras.Variable([1.0, 2.0])])

@@ -1,0 +1,315 @@
+"""A worker waits for the others, and notices when one of them is gone."""
+
+import contextlib
+import logging
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+from worker_processes import free_ports
+
+from keras_dp.workers import health_check as module
+from keras_dp.workers.health_check import HealthCheck
+
+PATIENCE = 20.0  # seconds for what should happen at once
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "MESSAGE_SECONDS", 0.1)
+
+
+class Server:
+    """Answers as TensorFlow's server does, until it is stopped.
+
+    Attributes:
+        may_answer: while it is cleared, questions wait.
+        answered_at: when the last answer was given.
+        answers: how many were given.
+    """
+
+    def __init__(self, port, answer=b"devices"):
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.answered_at = 0.0
+        self.answers = 0
+        self._answer = answer
+        self._threads = futures.ThreadPoolExecutor(8)
+        self._server = grpc.server(self._threads)
+        handlers = {"GetStatus": grpc.unary_unary_rpc_method_handler(self._status)}
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("tensorflow.WorkerService", handlers)])
+        assert self._server.add_insecure_port(f"127.0.0.1:{port}") == port
+        self._server.start()
+
+    def _status(self, request, context):
+        assert request == b""
+        self.may_answer.wait(PATIENCE)
+        self.answered_at = time.monotonic()
+        self.answers += 1
+        return self._answer
+
+    def stop(self):
+        self.may_answer.set()
+        self._server.stop(0).wait(PATIENCE)
+        self._threads.shutdown()
+
+
+class Group:
+    """Worker 0, which watches, and the servers of the others.
+
+    Attributes:
+        losses: what the health check has told.
+    """
+
+    def __init__(self, count=2, timeout=PATIENCE):
+        self.ports = free_ports(count)
+        self.addresses = [f"127.0.0.1:{port}" for port in self.ports]
+        self.servers = {}
+        self.health_check = HealthCheck(self.addresses, 0, timeout)
+        self.losses = []
+
+    def start(self, *indices, **arguments):
+        for i in indices or range(1, len(self.ports)):
+            self.servers[i] = Server(self.ports[i], **arguments)
+
+    def begin(self):
+        """All are there, and are watched from now on."""
+        self.start()
+        self.health_check.wait_for_all(PATIENCE)
+        self.health_check.start(self.losses.append)
+
+    def loss(self):
+        """The one that is told."""
+        wait_until(lambda: self.losses)
+        assert self.health_check.lost == self.losses[0]
+        (loss,) = self.losses
+        return loss
+
+    def wait_for_answers(self, count, *indices):
+        for i in indices or self.servers:
+            before = self.servers[i].answers
+            wait_until(lambda server=self.servers[i], before=before: server.answers >= before + count)
+
+    def close(self):
+        self.health_check.stop()
+        for server in self.servers.values():
+            server.stop()
+
+
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def group_of():
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(contextlib.closing(Group(*arguments, **options)))
+
+
+def watching():
+    return [thread for thread in threading.enumerate() if thread.name == "keras_dp.health_check"]
+
+
+def test_one_worker_waits_for_nobody(group_of):
+    group_of(1).health_check.wait_for_all(0.1)
+
+
+def test_workers_that_start_late_are_waited_for_and_named(group_of, caplog):
+    group = group_of(4)
+    group.start(1, 3)
+
+    def start_once_missed():
+        wait_until(lambda: "Waiting for" in caplog.text)
+        group.start(2)
+
+    late = threading.Thread(target=start_once_missed)
+    late.start()
+    with caplog.at_level(logging.WARNING, "keras_dp"):
+        group.health_check.wait_for_all(PATIENCE)
+    late.join()
+    messages = {record.getMessage() for record in caplog.records if record.name == "keras_dp"}
+    assert messages == {f"Waiting for Worker 2 ({group.addresses[2]}), 0 s so far"}
+
+
+def test_workers_that_are_there_are_not_missed(group_of, caplog):
+    group = group_of(3)
+    group.start()
+    group.health_check.wait_for_all(PATIENCE)
+    assert not [record for record in caplog.records if record.name == "keras_dp"]
+
+
+def test_workers_that_do_not_come_in_time_are_named(group_of):
+    group = group_of(4)
+    group.start(2)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError) as error:
+        group.health_check.wait_for_all(0.5)
+    assert 0.5 < time.monotonic() - begin < 5
+    expected = f"Workers 1 ({group.addresses[1]}), 3 ({group.addresses[3]}) did not start within 0.5 s. Start all workers with"
+    assert str(error.value).startswith(expected)
+
+
+def test_another_service_at_the_address_is_no_worker(group_of):
+    group = group_of(2)
+    with futures.ThreadPoolExecutor(1) as threads:
+        other = grpc.server(threads)
+        other.add_insecure_port(group.addresses[1])
+        other.start()
+        with pytest.raises(TimeoutError, match="Worker 1 .* did not start"):
+            group.health_check.wait_for_all(0.3)
+        other.stop(0).wait(PATIENCE)
+
+
+def test_a_worker_whose_server_is_gone_is_lost(group_of):
+    group = group_of(3)
+    group.begin()
+    group.wait_for_answers(3)
+    assert group.health_check.lost is None
+    group.servers[2].stop()
+    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: its process has ended, or was started anew."
+
+
+def test_workers_that_are_lost_together_are_named_together(group_of):
+    group = group_of(4)
+    group.start()
+    group.health_check.wait_for_all(PATIENCE)
+    for i in (1, 3):
+        group.servers[i].stop()
+    group.health_check.start(group.losses.append)
+    expected = [f"Worker {i} ({group.addresses[i]}) is lost: its process has ended, or was started anew." for i in (1, 3)]
+    assert group.loss() == " ".join(expected)
+
+
+def test_a_worker_that_was_started_anew_is_lost(group_of):
+    group = group_of(2)
+    group.begin()
+    # Were it only gone for a moment, it would not count.
+    group.servers[1].stop()
+    group.start(1, answer=b"devices of another process")
+    assert "Worker 1" in group.loss()
+    assert "was started anew" in group.loss()
+
+
+def test_a_connection_that_breaks_for_a_moment_is_no_loss(group_of, monkeypatch):
+    monkeypatch.setattr(module, "REFUSALS", 10**6)
+    group = group_of(2)
+    group.begin()
+    group.wait_for_answers(2)
+    group.servers[1].stop()
+    time.sleep(0.3)
+    group.start(1)
+    group.wait_for_answers(5)
+    assert (group.health_check.lost, group.losses) == (None, [])
+
+
+def test_a_worker_that_is_silent_for_longer_than_the_timeout_is_lost(group_of):
+    group = group_of(3, timeout=1.0)
+    group.begin()
+    group.wait_for_answers(2)
+    server = group.servers[1]
+    server.may_answer.clear()
+    loss = group.loss()
+    assert 1.0 < time.monotonic() - server.answered_at < 10.0
+    assert loss.startswith(f"Worker 1 ({group.addresses[1]}) is lost: it has not answered for ")
+    assert loss.endswith(" s.")
+    assert "Worker 2" not in loss
+
+
+def test_who_answers_is_not_lost_with_who_does_not(group_of, monkeypatch):
+    """Though the timeout is as short as one question may take."""
+    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
+    group = group_of(3, timeout=1.0)
+    group.begin()
+    group.servers[2].may_answer.clear()
+    assert "Worker 2 " in group.loss()
+    assert "Worker 1 " not in group.loss()
+
+
+def test_an_answer_that_takes_less_than_the_timeout_is_no_loss(group_of):
+    """It may take longer than a single question is given."""
+    group = group_of(3, timeout=PATIENCE)
+    group.begin()
+    group.servers[1].may_answer.clear()
+    # The others are asked in the meantime.
+    group.wait_for_answers(3, 2)
+    group.servers[1].may_answer.set()
+    group.wait_for_answers(3)
+    assert (group.health_check.lost, group.losses) == (None, [])
+
+
+def test_a_worker_that_waits_in_vain_gives_up(group_of):
+    group = group_of(3, timeout=0.8)
+    group.begin()
+    with group.health_check.expecting_progress():
+        # It must still be made after a wait within another.
+        with group.health_check.expecting_progress():
+            group.health_check.note_progress()
+        begin = time.monotonic()
+        loss = group.loss()
+    assert 0.7 < time.monotonic() - begin < 10.0
+    assert loss.startswith("Worker 0 has waited for 0.8 s in vain: all workers are there, but not all have come to the same")
+
+
+def test_progress_is_expected_only_where_it_must_be_made(group_of):
+    group = group_of(2, timeout=0.8)
+    group.begin()
+    end = time.monotonic() + 0.9
+    with group.health_check.expecting_progress():
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            group.health_check.note_progress()
+    # Between two calls, the script does what it likes.
+    group.health_check.note_progress()
+    time.sleep(0.9)
+    assert (group.health_check.lost, group.losses) == (None, [])
+
+
+def test_who_waits_for_a_worker_that_is_lost_does_not_wait_in_vain(group_of):
+    group = group_of(2, timeout=PATIENCE)
+    group.begin()
+    with group.health_check.expecting_progress():
+        group.servers[1].stop()
+        assert "Worker 1 " in group.loss()
+        assert "in vain" not in group.loss()
+
+
+def test_a_loss_is_told_once_and_the_health_check_ends(group_of):
+    group = group_of(3)
+    group.begin()
+    group.servers[1].stop()
+    group.loss()
+    wait_until(lambda: not watching())
+    group.servers[2].stop()
+    time.sleep(5 * module.INTERVAL_SECONDS)
+    assert len(group.losses) == 1
+
+
+def test_nothing_is_told_after_the_end(group_of):
+    group = group_of(2)
+    group.begin()
+    assert watching()
+    group.health_check.stop()
+    assert not watching()
+    group.servers[1].stop()
+    time.sleep(5 * module.INTERVAL_SECONDS)
+    assert (group.health_check.lost, group.losses) == (None, [])
+    # As when the process exits.
+    group.health_check.stop()
+
+
+def test_the_end_does_not_wait_for_an_answer(group_of):
+    group = group_of(2)
+    group.begin()
+    group.servers[1].may_answer.clear()
+    begin = time.monotonic()
+    group.health_check.stop()
+    assert time.monotonic() - begin < 2
+    wait_until(lambda: not watching())
+    assert group.losses == []

@@ -1,0 +1,107 @@
+"""Whether workers see the same global batches: digests of batches, and what is said when they differ."""
+
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from worker_threads import on_workers
+
+from keras_dp.batches.same_batches import SAMPLED_ELEMENTS, CheckedSlice, DifferentBatches, digest
+from keras_dp.batches.slicing import Slice
+
+rng = np.random.default_rng(0)
+ROWS = rng.normal(size=(5, 3))
+RAGGED = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [], [7]])
+
+BATCHES = {
+    "float32": lambda order: tf.constant(ROWS[order], tf.float32),
+    "float64": lambda order: tf.constant(ROWS[order]),
+    "bfloat16": lambda order: tf.constant(ROWS[order], tf.bfloat16),
+    "int64": lambda order: tf.constant(order, tf.int64),
+    "uint8": lambda order: tf.constant(order, tf.uint8),
+    "bool": lambda order: tf.constant(order)[:, tf.newaxis] > tf.range(4),
+    "complex": lambda order: tf.constant(ROWS[order] + 1j),
+    "string": lambda order: tf.strings.as_string(order),
+    "ragged": lambda order: tf.gather(RAGGED, order),
+    "sparse": lambda order: tf.sparse.from_dense(ROWS[order]),
+    "nested": lambda order: ({"a": tf.constant(order), "b": tf.ones([5])}, None, tf.zeros([5, 0])),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_digest_is_that_of_the_batch(name):
+    make = BATCHES[name]
+    own = digest(make([0, 1, 2, 3, 4]))
+    assert (own.dtype, own.shape) == (tf.int32, ())
+    assert 0 <= own < 2**20
+    assert digest(make([0, 1, 2, 3, 4])) == own
+    for order in ([1, 0, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 2, 3, 3]):
+        assert digest(make(order)) != own
+
+
+def test_input_and_labels_are_told_apart():
+    one, other = tf.range(4), tf.range(4)[::-1]
+    assert digest((one, other)) != digest((other, one))
+
+
+def test_a_large_batch_is_sampled():
+    large = rng.normal(size=(5 * SAMPLED_ELEMENTS // 2, 2))
+    assert digest(tf.constant(large)) != digest(tf.constant(large[::-1]))
+    assert digest(tf.constant(large)) == digest(tf.constant(large))
+
+
+def test_a_batch_in_a_dataset_has_the_same_digest():
+    batch = {name: make([2, 0, 1, 4, 3]) for name, make in BATCHES.items() if name != "nested"}
+    (received,) = tf.data.Dataset.from_tensors(batch).map(digest)
+    assert received == digest(batch)
+
+
+# Reports
+
+
+def checked(steps):
+    """What each worker has counted: for each step, the digests and the numbers of rows of all."""
+
+    def work(collectives):
+        batches = DifferentBatches(collectives, "CPU:0")
+        for digests, rows in steps:
+            of_batch = [tf.constant(numbers[collectives.index]) for numbers in (rows, digests)]
+            slices = [CheckedSlice(tf.zeros([2]), tf.constant(begin), tf.constant(2), *of_batch) for begin in (0, 2)]
+            received = batches.check(slices)
+            assert received == tuple(Slice(*part[:4]) for part in slices)
+        return batches
+
+    return on_workers(len(steps[0][0]), work)
+
+
+def said(batches, caplog):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "keras_dp"):
+        batches.report()
+    return [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+
+
+def test_nothing_is_said_of_the_same_batches(caplog):
+    for batches in checked([((5, 5), (8, 8)), ((2**20 - 4,) * 2, (3, 3))]):
+        assert said(batches, caplog) == []
+
+
+def test_different_batches_are_warned_of_once(caplog):
+    for batches in checked([((5, 6), (8, 8)), ((7, 7), (8, 8)), ((1, 0), (8, 8))]):
+        (message,) = said(batches, caplog)
+        assert message.startswith("The workers were given different batches in 2 steps")
+        assert said(batches, caplog) == []
+
+
+def test_different_numbers_of_rows_are_refused(caplog):
+    for batches in checked([((5, 6), (8, 7)), ((5, 5), (8, 8))]):
+        with pytest.raises(ValueError, match="different numbers of rows in 1 steps.* sharded=True"):
+            batches.report()
+        assert said(batches, caplog) == []
+
+
+def test_all_workers_see_that_they_differ():
+    for batches in checked([((5, 5, 5), (2, 4, 3))]):
+        with pytest.raises(ValueError, match="different numbers of rows"):
+            batches.report()

@@ -1,0 +1,257 @@
+"""Shards that the user has cut: datasets of one length, batches without rows, and places in the global batch."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from worker_threads import on_workers
+
+from keras_dp.batches.shards import ShardSlice, as_slices, cut_shards, with_empty_batches
+from keras_dp.batches.slicing import Slice
+from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.group import WorkerGroup
+
+LEAVES = {
+    "dense": lambda rows: tf.cast(tf.reshape(rows, [-1, 1]), tf.float32) * [1.0, 10.0],
+    "scalars": lambda rows: rows,
+    "strings": lambda rows: tf.strings.as_string(rows),
+    "ragged": lambda rows: tf.RaggedTensor.from_row_lengths(tf.repeat(rows, rows % 3), rows % 3),
+    "ragged twice": lambda rows: tf.RaggedTensor.from_row_lengths(
+        tf.RaggedTensor.from_row_lengths(tf.repeat(tf.cast(rows, tf.float32), 2 * rows), tf.repeat([2], tf.reduce_sum(rows))),
+        rows,
+    ),
+    "sparse": lambda rows: tf.sparse.from_dense(tf.reshape(rows, [-1, 1]) * [0, 1, 2]),
+}
+
+
+def as_lists(leaf):
+    if isinstance(leaf, tf.SparseTensor):
+        leaf = tf.sparse.to_dense(leaf)
+    return leaf.to_list() if isinstance(leaf, tf.RaggedTensor) else np.asarray(leaf).tolist()
+
+
+def batches(*sizes):
+    """A dataset of batches with these numbers of rows, which hold 1, 2, 3 and so on."""
+    ends = list(itertools.accumulate(sizes))
+    rows = [list(range(1 + end - size, 1 + end)) for end, size in zip(ends, sizes, strict=True)]
+    return tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=tf.TensorSpec([None], tf.int32))
+
+
+def leveled(*datasets):
+    """What becomes of the datasets of so many workers."""
+    return on_workers(
+        len(datasets), lambda collectives: with_empty_batches(datasets[collectives.index], WorkerGroup(collectives))
+    )
+
+
+def sizes(dataset, most=8):
+    return [len(batch) for batch in dataset.take(most)]
+
+
+def test_one_worker_alone_has_its_dataset():
+    dataset = tf.data.Dataset.range(3).batch(2)
+    assert with_empty_batches(dataset, WorkerGroup()) is dataset
+
+
+@pytest.mark.parametrize("data", [np.zeros(3), [1, 2], iter([1]), tf.zeros([3]), None])
+def test_what_is_no_dataset_is_refused(data):
+    with pytest.raises(ValueError, match=rf"sharded=True takes a tf.data.Dataset .* Received: {type(data).__name__}$"):
+        with_empty_batches(data, WorkerGroup())
+
+
+def test_datasets_of_known_lengths_end_together():
+    known = leveled(*(tf.data.Dataset.range(rows).batch(2) for rows in (5, 0, 2)))
+    assert [int(dataset.cardinality()) for dataset in known] == [3, 3, 3]
+    assert [sizes(dataset) for dataset in known] == [[2, 2, 1], [0, 0, 0], [2, 0, 0]]
+    none = leveled(tf.data.Dataset.range(0).batch(2), tf.data.Dataset.range(0).batch(2))
+    assert [int(dataset.cardinality()) for dataset in none] == [0, 0]
+
+
+def test_a_dataset_of_unknown_length_goes_on_without_rows():
+    """So do all, for nobody knows how long."""
+    for dataset, own in zip(leveled(batches(2, 1), tf.data.Dataset.range(2).batch(2)), ([2, 1], [2]), strict=True):
+        assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
+        assert sizes(dataset) == own + [0] * (8 - len(own))
+
+
+def test_several_steps_at_once_need_known_lengths():
+    """Those that were run would be lost where the data end amid them."""
+
+    def many_steps(*datasets):
+        return on_workers(
+            2,
+            lambda collectives: with_empty_batches(
+                datasets[collectives.index], WorkerGroup(collectives), steps_per_execution=4
+            ),
+        )
+
+    known = tf.data.Dataset.range(6).batch(2)
+    message = "must say how long they are: .* Received: datasets of 3, unknown batches, steps_per_execution=4"
+    with pytest.raises(ValueError, match=message):
+        many_steps(known, batches(2, 1))
+    assert [int(dataset.cardinality()) for dataset in many_steps(known, known.take(1))] == [3, 3]
+    assert sizes(many_steps(known, known.repeat())[0], 4) == [2, 2, 2, 0]
+
+
+def test_with_an_endless_dataset_all_are_endless():
+    for other in (tf.data.Dataset.range(2).batch(2), batches(2)):
+        endless, ended = leveled(tf.data.Dataset.range(3).batch(3).repeat(), other)
+        assert [dataset.cardinality() == tf.data.INFINITE_CARDINALITY for dataset in (endless, ended)] == [True, True]
+        assert sizes(endless) == [3] * 8
+        assert sizes(ended) == [2] + [0] * 7
+
+
+def test_batches_without_rows_are_of_the_datasets_type():
+    dataset = batches(2, 1).map(lambda rows: ({name: leaf(rows) for name, leaf in LEAVES.items()}, rows))
+    long, short = leveled(dataset.apply(tf.data.experimental.assert_cardinality(2)), dataset.take(1))
+    for one, other in ((long, dataset), (short, dataset)):
+        assert tf.nest.map_structure(lambda spec: type(spec), one.element_spec) == tf.nest.map_structure(
+            lambda spec: type(spec), other.element_spec
+        )
+        for (x, y), (expected, _) in zip(one, other, strict=False):
+            for name in LEAVES if len(y) else ():
+                assert as_lists(x[name]) == as_lists(expected[name])
+    x, y = list(short.take(2))[1]
+    assert {name: as_lists(leaf) for name, leaf in x.items()} == {name: [] for name in LEAVES}
+    assert y.dtype == tf.int32
+
+
+# Slices
+
+
+def cut(dataset, num_slices=2):
+    """For each batch: its rows, and each slice's data, begin and rows."""
+    steps = []
+    for parts in cut_shards(dataset, num_slices):
+        assert all(isinstance(part, ShardSlice) for part in parts)
+        assert len({int(part.batch_rows) for part in parts}) == 1
+        steps.append((int(parts[0].batch_rows), [(part.data, int(part.begin), int(part.rows)) for part in parts]))
+    return steps
+
+
+def test_batches_are_cut_into_slices():
+    (six, five, one) = cut(batches(6, 5, 1))
+    assert [(rows, [(as_lists(data), *place) for data, *place in parts]) for rows, parts in (six, five, one)] == [
+        (6, [([1, 2, 3], 0, 3), ([4, 5, 6], 3, 3)]),
+        (5, [([7, 8], 0, 2), ([9, 10, 11], 2, 3)]),
+        # The first slice has none, and borrows the row.
+        (1, [([12], 0, 0), ([12], 0, 1)]),
+    ]
+
+
+def test_slices_of_a_batch_without_rows_borrow_the_first_of_the_last_that_had_some():
+    steps = cut(batches(0, 3, 0, 0, 2, 0), 3)
+    assert [rows for rows, _ in steps] == [0, 3, 0, 0, 2, 0]
+    for step, row in ((0, 1), (2, 1), (3, 1), (5, 4)):
+        assert [(as_lists(data), begin, rows) for data, begin, rows in steps[step][1]] == [([row], 0, 0)] * 3
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_rows_of_all_kinds_are_borrowed(name):
+    dataset = batches(0, 2, 0).map(LEAVES[name])
+    nothing, full, borrowed = cut(dataset, 2)
+    first, second = (as_lists(LEAVES[name](tf.constant([row]))) for row in (1, 2))
+    assert [(as_lists(data), rows) for data, _, rows in full[1]] == [(first, 1), (second, 1)]
+    assert [(as_lists(data), rows) for data, _, rows in borrowed[1]] == [(first, 0)] * 2
+    # Ones, so that no model makes NaN of them.
+    ones = {"strings": [b""], "ragged": [[]], "ragged twice": [[]]}.get(name, np.ones_like(first).tolist())
+    for data, _, rows in nothing[1]:
+        assert as_lists(data) == ones if name != "sparse" else data.dense_shape[0] == 1
+        assert (data.dtype, rows) == (LEAVES[name](tf.constant([1])).dtype, 0)
+
+
+def test_nested_batches_and_axes_of_unknown_length_are_cut():
+    def widened(rows):
+        wide = tf.ensure_shape(tf.repeat(rows[:, tf.newaxis], tf.size(rows), axis=1), [None, None])
+        return {"wide": wide, "both": (rows, rows[:, tf.newaxis])}, rows
+
+    for rows, parts in cut(batches(0, 3, 0, 2).map(widened)):
+        for (x, y), _, _ in parts:
+            assert x["wide"].shape == (len(y), {0: len(x["wide"][0]), 2: 2, 3: 3}[rows])
+            assert x["both"][1].shape == (len(y), 1)
+            np.testing.assert_array_equal(x["both"][0], y)
+
+
+def test_the_number_of_batches_stays_known():
+    assert cut_shards(tf.data.Dataset.range(5).batch(2), 2).cardinality() == 3
+    assert cut_shards(batches(2), 2).cardinality() == tf.data.UNKNOWN_CARDINALITY
+
+
+def test_batches_that_cannot_be_cut_are_refused():
+    with pytest.raises(ValueError, match=r"at least one tensor.*single rows.*dataset.batch\(32\)"):
+        cut_shards(tf.data.Dataset.range(3), 2)
+    with pytest.raises(ValueError, match="sharded=True takes batches of tensors. Received: DatasetSpec"):
+        cut_shards(tf.data.Dataset.range(3).window(2), 2)
+
+
+# Places in the global batch
+
+
+class Counted(Collectives):
+    """A worker among others that have a known number of rows."""
+
+    def __init__(self, index, counts):
+        super().__init__()
+        self.index, self.count = index, len(counts)
+        self.known = tf.constant(counts)
+
+    def counts(self, own):
+        with tf.control_dependencies([tf.debugging.assert_equal(own, self.known[self.index])]):
+            return tf.identity(self.known)
+
+
+def placed(index, counts):
+    """The slices of the batch of one worker, with two towers, in the global batch."""
+    (shards,) = cut_shards(batches(counts[index]), 2)
+    collectives = Counted(index, counts)
+    slices = tf.function(lambda: as_slices(shards, collectives))()
+    assert all(isinstance(part, Slice) for part in slices)
+    return [(as_lists(part.data), int(part.begin), int(part.rows), int(part.batch_rows)) for part in slices]
+
+
+def test_the_workers_batches_follow_each_other():
+    assert placed(0, [3, 0, 2]) == [([1], 0, 1, 5), ([2, 3], 1, 2, 5)]
+    assert placed(1, [3, 0, 2]) == [([1], 3, 0, 5), ([1], 3, 0, 5)]
+    # A borrowed row has a place among the rows, too.
+    assert placed(1, [3, 0]) == [([1], 2, 0, 3), ([1], 2, 0, 3)]
+    assert placed(2, [3, 0, 2]) == [([1], 3, 1, 5), ([2], 4, 1, 5)]
+
+
+def test_a_worker_without_rows_has_the_lengths_of_the_others():
+    class Among(Counted):
+        def sum(self, x):
+            # The other worker has two rows of 3 by 4.
+            return x + tf.constant([[0] * x.shape[1], [3, 4][: x.shape[1]]])
+
+    def data(rows):
+        shape = [rows, 2 + 0 * rows, 4]
+        return {"numbers": tf.zeros(shape), "texts": tf.fill(shape, "a"), "fixed": tf.zeros([rows, 2])}
+
+    dataset = tf.data.Dataset.from_tensor_slices([1, 0]).map(data)
+    iterator = iter(cut_shards(dataset.skip(1), 2))
+    for part in tf.function(lambda: as_slices(next(iterator), Among(0, [0, 2])))():
+        np.testing.assert_array_equal(part.data["numbers"], np.ones([1, 3, 4]))
+        np.testing.assert_array_equal(part.data["texts"], np.full([1, 3, 4], b""))
+        np.testing.assert_array_equal(part.data["fixed"], np.ones([1, 2]))
+        assert int(part.rows) == 0
+
+
+def test_when_no_worker_has_rows_the_dataset_has_ended():
+    with pytest.raises(tf.errors.OutOfRangeError):
+        placed(1, [0, 0])
+
+
+def test_nothing_runs_after_the_end_that_waits_for_the_slices():
+    (shards,) = cut_shards(batches(0), 2)
+    collectives = Counted(0, [0, 0])
+    ran = tf.Variable(0)
+
+    @tf.function
+    def step():
+        slices = as_slices(shards, collectives)
+        ran.assign_add(1 + slices[0].rows)
+
+    with pytest.raises(tf.errors.OutOfRangeError):
+        step()
+    assert int(ran) == 0

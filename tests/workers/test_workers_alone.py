@@ -1,0 +1,332 @@
+"""`connect_workers` where there is nobody else, and what a group makes of its workers' errors: in one process."""
+
+import contextlib
+import json
+import logging
+import os
+import random
+import time
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dp
+from keras_dp.workers import group as module
+from keras_dp.workers.cluster import Cluster
+from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.group import WorkerGroup, current_workers, share_random_state
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch):
+    for name in os.environ:
+        if name in ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART") or name.startswith("SLURM"):
+            monkeypatch.delenv(name)
+    module._warn_once.cache_clear()
+
+
+# Alone
+
+
+@pytest.mark.parametrize("config", [None, "", "{}", '{"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker"}}'])
+def test_nothing_happens_to_a_process_alone(config, monkeypatch, caplog):
+    if config is not None:
+        monkeypatch.setenv("TF_CONFIG", config.replace('"worker"}', '"worker", "index": 0}'))
+    np.random.seed(3)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    with caplog.at_level(logging.INFO, "keras_dp"):
+        workers = keras_dp.connect_workers()
+    assert (workers.index, workers.count, workers.is_chief) == (0, 1, True)
+    assert repr(workers) == "WorkerGroup(index=0, count=1)"
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert not [record for record in caplog.records if record.name == "keras_dp"]
+
+
+def test_there_is_one_group():
+    workers = keras_dp.connect_workers()
+    assert isinstance(workers, keras_dp.WorkerGroup)
+    assert keras_dp.connect_workers(timeout=5, start_timeout=0.5, communication="nccl") is workers
+    assert current_workers() is workers
+
+
+def test_alone_there_is_nothing_to_agree_on():
+    workers = keras_dp.connect_workers()
+    workers.agree({"not": {"of": "JSON"}, "types": object()})
+    state = random.getstate()
+    share_random_state(workers)
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("communication", ["mpi", "RING", None, 1])
+def test_other_communication_is_refused(communication):
+    with pytest.raises(ValueError, match=f"must be one of 'ring', 'nccl'.* Received: communication={communication!r}"):
+        keras_dp.connect_workers(communication=communication)
+
+
+@pytest.mark.parametrize("name", ["timeout", "start_timeout"])
+@pytest.mark.parametrize("seconds", [0, -1, 0.0, "60", None, [1]])
+def test_times_that_are_none_are_refused(name, seconds):
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive number of seconds.") as error:
+        keras_dp.connect_workers(**{name: seconds})
+    assert str(error.value).endswith(f" Received: {name}={seconds!r}")
+
+
+def test_a_malformed_cluster_is_refused(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{")
+    with pytest.raises(ValueError, match="TF_CONFIG is not JSON"):
+        keras_dp.connect_workers()
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}))
+    with pytest.raises(ValueError, match='"task" is not one of the 2'):
+        keras_dp.connect_workers()
+
+
+def test_it_is_too_late_once_tensorflow_has_started(monkeypatch):
+    tf.constant(1.0)
+    monkeypatch.setenv("no_grpc_proxy", "")  # It is put back.
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}))
+    with pytest.raises(RuntimeError, match=r"connect_workers\(\) must be called before TensorFlow does anything"):
+        keras_dp.connect_workers()
+    assert current_workers().count == 1
+
+
+def test_the_launcher_says_how_many_towers_there_are(monkeypatch):
+    counts = []
+    monkeypatch.setattr(module, "use_logical_cpus", counts.append)
+    monkeypatch.setenv("KERAS_DP_TOWERS", "3")
+    assert keras_dp.connect_workers().count == 1
+    assert counts == [3]
+
+
+def test_towers_that_are_there_already_stay(monkeypatch):
+    monkeypatch.setenv("KERAS_DP_TOWERS", "4")
+    assert keras_dp.connect_workers().count == 1
+    monkeypatch.setenv("KERAS_DP_TOWERS", "3")
+    with pytest.raises(RuntimeError, match="count=3, while TensorFlow has already started with 4"):
+        keras_dp.connect_workers()
+
+
+# Not connected
+
+TWO_WORKERS = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "a",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_PROCID": "1",
+    "SLURMD_NODENAME": "a",
+    "SLURM_LOCALID": "1",
+}
+
+
+def wrap_a_model():
+    return keras_dp.DataParallelModel(keras.Sequential([keras.layers.Dense(1)]), devices=1)
+
+
+def test_launched_workers_that_nobody_connects_are_refused(monkeypatch):
+    """Each would train a model of its own in silence, and overwrite the others' files."""
+    monkeypatch.setenv("TF_CONFIG", TWO_WORKERS)
+    monkeypatch.setenv("KERAS_DP_RESTART", "0")
+    with pytest.raises(
+        RuntimeError, match=r"worker 1 of 2, says TF_CONFIG, but connect_workers\(\) was not called.*top of the script"
+    ):
+        wrap_a_model()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"TF_CONFIG": TWO_WORKERS}, "worker 1 of 2, says TF_CONFIG"),
+        (SLURM, "worker 1 of 2, says Slurm"),
+        ({"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
+    ],
+    ids=["TF_CONFIG", "Slurm", "malformed"],
+)
+def test_other_workers_that_nobody_connects_are_warned_of_once(variables, said, monkeypatch, caplog):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        wrap_a_model()
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+    assert said in message
+    assert "connect_workers() was not called" in message
+    assert "If each is meant to train alone, all is well." in message
+
+
+def test_a_single_launched_worker_needs_no_connection(monkeypatch, caplog):
+    config = {"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    monkeypatch.setenv("KERAS_DP_RESTART", "0")
+    wrap_a_model()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "alpha,beta.example,::1"),
+        ({"no_proxy": "localhost,.corp"}, "localhost,.corp,alpha,beta.example,::1"),
+        ({"no_proxy": "localhost", "no_grpc_proxy": "other"}, "other,alpha,beta.example,::1"),
+    ],
+    ids=["none", "no_proxy", "both"],
+)
+def test_workers_do_not_reach_each_other_through_proxies(variables, expected, monkeypatch):
+    name = "no_grpc_proxy"
+    for one in ("no_proxy", name):
+        monkeypatch.setenv(one, "")  # What is there already is put back, and what is not is deleted.
+        monkeypatch.delenv(one)
+    for one, value in variables.items():
+        monkeypatch.setenv(one, value)
+    jobs = {"worker": ["alpha:1", "alpha:2", "beta.example:1", "[::1]:1"]}
+    module._go_around_proxies(Cluster(jobs, "worker", 0))
+    assert os.environ[name] == expected
+
+
+# Random state
+
+
+class Broadcast(Collectives):
+    """The second of two workers, to whom the first one's message is broadcast."""
+
+    def __init__(self, message):
+        super().__init__()
+        self.index, self.count = 1, 2
+        self.message = message
+
+    def broadcast(self, message):
+        self.sent = message
+        return message if self.message is None else self.message
+
+
+def draw():
+    return [random.random(), random.gauss(0, 1)], np.random.normal(size=5).tolist(), tf.random.normal([3]).numpy().tolist()
+
+
+def seed(number):
+    random.seed(number)
+    np.random.seed(number)
+    tf.random.set_seed(number)
+
+
+@pytest.mark.parametrize("has_half_a_pair", [False, True])
+def test_random_numbers_become_the_first_workers(has_half_a_pair):
+    seed(1)
+    if has_half_a_pair:  # Both keep the second of a pair of normal numbers for the next call.
+        random.gauss(0, 1)
+        np.random.normal()
+    chief = Broadcast(None)
+    share_random_state(WorkerGroup(chief))
+    expected = draw()
+    seed(2)
+    assert draw() != expected
+    share_random_state(WorkerGroup(Broadcast(chief.sent)))
+    assert draw() == expected
+
+
+def test_random_numbers_that_are_the_same_go_on():
+    """TensorFlow begins anew with whatever seed it is given: it is given none."""
+    seed(1)
+    expected = [tf.random.normal([3]).numpy().tolist() for _ in range(2)]
+    seed(1)
+    received = [tf.random.normal([3]).numpy().tolist()]
+    share_random_state(WorkerGroup(Broadcast(None)))
+    received.append(tf.random.normal([3]).numpy().tolist())
+    assert received == expected
+    # Nor where only Python's or NumPy's are others.
+    chief = Broadcast(None)
+    share_random_state(WorkerGroup(chief))
+    seed(1)
+    tf.random.normal([3])
+    random.random()
+    share_random_state(WorkerGroup(Broadcast(chief.sent)))
+    assert tf.random.normal([3]).numpy().tolist() == expected[1]
+
+
+# Errors
+
+
+class Watched:
+    expecting_progress = staticmethod(contextlib.nullcontext)
+
+    def __init__(self, lost=None):
+        self.lost = lost
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(module, "_SECONDS_TO_NOTICE", 0.2)
+    monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.1)
+
+
+def named(error, watch):
+    """What comes out of an error where workers wait for each other."""
+    with pytest.raises((RuntimeError, tf.errors.OpError)) as caught, WorkerGroup(watch=watch).reporting_lost_workers():
+        raise error
+    if caught.value is not error:
+        assert isinstance(caught.value, keras_dp.WorkerLostError)
+        assert caught.value.__cause__ is error
+    return caught.value
+
+
+ERRORS = [
+    *(tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.InternalError),
+    *(tf.errors.UnavailableError, tf.errors.UnknownError),
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_errors_that_losses_cause_name_the_lost_worker(kind):
+    watch = Watched("Worker 1 (a:1) is lost: gone.")
+    assert str(named(kind(None, None, "Connection reset by peer"), watch)) == watch.lost
+    # The reason that collectives were aborted with comes with the error, from whichever worker has noticed first.
+    aborted = "Collective ops is aborted by: keras_dp: Worker 2 (b:1) is lost: gone.\nIt could be from a previous operation."
+    assert str(named(kind(None, None, aborted), Watched())) == "Worker 2 (b:1) is lost: gone."
+
+
+def test_a_loss_is_waited_for_that_is_noticed_after_the_error():
+    class NoticedLater(Watched):
+        begin = time.monotonic()
+
+        def __init__(self):
+            pass
+
+        @property
+        def lost(self):
+            return "Worker 1 is lost" if time.monotonic() > self.begin + 0.3 else None
+
+    assert str(named(tf.errors.UnavailableError(None, None, "reset"), NoticedLater())) == "Worker 1 is lost"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_that_does_something_else_is_no_loss():
+    mismatch = "Collective ops is aborted by: Shape mismatch in the collective instance 5."
+    other = named(tf.errors.InternalError(None, None, mismatch), Watched("Worker 1 is lost"))
+    assert str(other).startswith("The workers have come to different operations: every worker must call fit()")
+    assert str(other).endswith(mismatch)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_errors_that_are_the_scripts_own_stay():
+    for watch in (None, Watched(), Watched("Worker 1 is lost")):
+        for error in (
+            *(tf.errors.InvalidArgumentError(None, None, "labels out of range"), tf.errors.OutOfRangeError(None, None, "end")),
+            *(tf.errors.ResourceExhaustedError(None, None, "memory"), RuntimeError("of the user")),
+        ):
+            assert named(error, watch) is error
+    error = tf.errors.InternalError(None, None, "CUDA")
+    assert named(error, Watched()) is error
+    assert named(error, None) is error
+
+
+def test_progress_is_expected_where_workers_wait_for_each_other():
+    watch = mock.MagicMock()
+    group = WorkerGroup(watch=watch)
+    with group.reporting_lost_workers():
+        watch.expecting_progress().__enter__.assert_called_once_with()
+        watch.expecting_progress().__exit__.assert_not_called()
+        group.note_progress()
+    watch.note_progress.assert_called_once_with()
+    watch.expecting_progress().__exit__.assert_called_once()
+    WorkerGroup().note_progress()
