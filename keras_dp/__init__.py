@@ -1,4 +1,4 @@
-"""keras_dp: data-parallel training for Keras 3 on TensorFlow, with one device's result."""
+"""Train Keras 3 models on several devices with one device's result."""
 
 import sys
 from pathlib import Path

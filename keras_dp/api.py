@@ -1,4 +1,4 @@
-"""The public names; there are none without Keras on TensorFlow."""
+"""List the public names, and refuse Keras on another backend than TensorFlow."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Callbacks: the learning rate and the momentum of large batches, and how long towers wait for input."""
+"""Collect the public callbacks."""
 
 from keras_dp.batches.input_wait import InputWait
 from keras_dp.large_batches.momentum_correction import MomentumCorrection

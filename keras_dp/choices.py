@@ -1,4 +1,4 @@
-"""Arguments that take few values: their types, which editors complete, and the words for any other value."""
+"""List the values of arguments that take few, and refuse all others."""
 
 import difflib
 from typing import Any, Literal, TypeAlias, get_args

@@ -1,4 +1,4 @@
-"""The package's messages are seen where nobody has set up logging: in scripts and notebooks."""
+"""Show the package's messages where nobody has set up logging."""
 
 import logging
 import sys

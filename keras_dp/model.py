@@ -1,4 +1,4 @@
-"""DataParallelModel: one Keras model, trained on several devices with one device's result."""
+"""Define DataParallelModel, which users wrap their model in."""
 
 import contextlib
 import functools

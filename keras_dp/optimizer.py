@@ -1,4 +1,4 @@
-"""DataParallelOptimizer: sum the towers' gradients on the parameter device, then let the user's optimizer apply them."""
+"""Define DataParallelOptimizer, which sums gradients on the parameter device and applies the user's optimizer."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

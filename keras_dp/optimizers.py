@@ -1,4 +1,4 @@
-"""Optimizers for large batches, and what weight decay should leave alone."""
+"""Collect the public optimizers."""
 
 from keras_dp.large_batches.lars import LARS
 from keras_dp.large_batches.weight_decay import exclude_from_weight_decay

@@ -1,4 +1,4 @@
-"""recalibrate_batch_norm: the moving statistics of batch normalizations, computed anew after training."""
+"""Compute the moving statistics of batch normalizations anew after training."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

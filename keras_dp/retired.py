@@ -1,4 +1,4 @@
-"""Names for programs that were written when layers and losses saw their tower's rows alone; they are identities now."""
+"""Keep names of former versions, which are identities now."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules for large batches: linear scaling, reached by gradual warm-up."""
+"""Collect the public learning-rate schedules."""
 
 from keras_dp.large_batches.warmup import WarmupThen
 

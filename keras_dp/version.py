@@ -1,3 +1,3 @@
-"""The version; setup.py reads it here."""
+"""State the version, for pyproject.toml as well."""
 
 __version__ = "0.1.0"

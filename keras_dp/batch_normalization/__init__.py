@@ -1,1 +1,1 @@
-"""Batch normalization of the global batch, or of each slice."""
+"""Normalize with the moments of the global batch, or of each slice."""

@@ -1,4 +1,4 @@
-"""The moments of batch normalizations: of the global batch, or of each tower's own slice.
+"""Take the moments of batch normalizations over the global batch, or over each slice.
 
 While a step is traced, every `keras.layers.BatchNormalization` takes its moments here.
 """

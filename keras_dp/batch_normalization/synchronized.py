@@ -1,4 +1,4 @@
-"""SyncBatchNormalization: a batch normalization that is of the global batch whatever the model's `batch_norm` is."""
+"""Define SyncBatchNormalization, a layer that is synchronized in every mode, and convert models to it."""
 
 import keras
 

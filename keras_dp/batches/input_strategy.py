@@ -1,4 +1,4 @@
-"""Feed towers: cut each global batch into slices on the host, in the input pipeline."""
+"""Cut each global batch into slices in the input pipeline, in place of a `tf.distribute` strategy."""
 
 import contextlib
 import functools

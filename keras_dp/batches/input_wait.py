@@ -1,4 +1,4 @@
-"""InputWait: how long towers wait for input."""
+"""Log how long towers wait for input."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Do all workers see the same global batches? Each cuts its rows from what its own input pipeline gives it."""
+"""Check that all workers read the same global batches."""
 
 import logging
 from collections.abc import Sequence

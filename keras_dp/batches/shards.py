@@ -1,4 +1,4 @@
-"""Shards that the user has cut: each worker has batches of its own, which together are the global batches."""
+"""Join the workers' own shards of the data to global batches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

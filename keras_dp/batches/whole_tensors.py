@@ -1,4 +1,4 @@
-"""WholeTensors: which tensors of a batch are cut by rows, and which belong to all rows."""
+"""Tell the tensors of a batch that are cut by rows from those that stay whole."""
 
 import dataclasses
 from typing import Any

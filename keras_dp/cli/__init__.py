@@ -1,4 +1,4 @@
-"""The command `keras-dp`: each of its commands is a module of this package, with `add_arguments` and `run`.
+"""Run the command `keras-dp`, of which each command is a module here.
 
 These modules do not import TensorFlow, which takes seconds: whatever needs it runs in a process of its own.
 """

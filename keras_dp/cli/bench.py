@@ -1,4 +1,4 @@
-"""Times training steps of keras_dp beside plain Keras on one device and tf.distribute.MirroredStrategy.
+"""Run `keras-dp bench`: time steps beside plain Keras and MirroredStrategy.
 
 The engines take turns, each run in a process of its own, so that whatever else the machine does meets all of them. All train
 the same model from the same weights on the same batches, which are ready in memory. Without GPUs, the CPU is split into one

@@ -1,4 +1,4 @@
-"""What a measurement was made with: the machine and the versions."""
+"""Describe the machine and the versions of a measurement."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Independent towers: what a step on towers would take if they told each other nothing."""
+"""Run towers that exchange nothing, as the bound for a benchmark."""
 
 import dataclasses
 from collections.abc import Sequence

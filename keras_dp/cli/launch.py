@@ -1,4 +1,4 @@
-"""Starts the workers of a script on this machine, or prints what starts them on several.
+"""Run `keras-dp launch`: start the workers of a script.
 
   keras-dp launch --workers 2 train.py --epochs 3
   keras-dp launch --hosts alpha,beta --towers-per-worker 4 train.py --epochs 3

@@ -1,4 +1,4 @@
-"""One run of a benchmark: a model trained by one engine, in a process of its own."""
+"""Measure one run of a benchmark in a process of its own."""
 
 import contextlib
 import dataclasses

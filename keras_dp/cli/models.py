@@ -1,4 +1,4 @@
-"""The models that the commands train: built-in ones, and those of the user."""
+"""Build or import the model that a command trains."""
 
 import dataclasses
 import importlib

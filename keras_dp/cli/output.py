@@ -1,4 +1,4 @@
-"""Prints what several workers say at once: whole lines, and progress bars without their hundreds of states."""
+"""Print the output of several workers, line by line."""
 
 import re
 import shutil

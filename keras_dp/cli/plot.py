@@ -1,4 +1,4 @@
-"""The figure of a benchmark: step times and first steps over the towers."""
+"""Plot the step times of a benchmark."""
 
 from collections.abc import Sequence
 from pathlib import Path

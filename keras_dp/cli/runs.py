@@ -1,4 +1,4 @@
-"""The runs of a benchmark: each trains a model by one engine in a process of its own, and gives back what it took."""
+"""Run the measurements of a benchmark, each in a process of its own."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The figures of a benchmark: medians and ratios over its rounds, as rows of a table."""
+"""Summarize a benchmark: medians and ratios over its rounds."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""Looks at a model and the machine before anything is measured; in a process of its own."""
+"""Look at a model and the machine before anything is measured."""
 
 import dataclasses
 import json

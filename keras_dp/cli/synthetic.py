@@ -1,4 +1,4 @@
-"""Synthetic batches for any model: noise in the shapes of its inputs and outputs."""
+"""Make batches of noise for any model."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""The devices of this machine."""
+"""Find this machine's devices, and place variables on them."""

@@ -1,4 +1,4 @@
-"""Which devices train, in the words of a line."""
+"""Say in one line which devices train."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Find the devices that there are, and those that run towers."""
+"""Find the devices that can run towers, and refuse others."""
 
 import functools
 import logging

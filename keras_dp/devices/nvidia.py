@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs in this machine, found by their driver's files: without TensorFlow, and where TensorFlow does not see them."""
+"""Find NVIDIA's GPUs by their driver's files, also where TensorFlow sees none."""
 
 import os
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The few private names of Keras and TensorFlow that keras_dp must touch, each guarded by a test."""
+"""Touch the few private names of Keras and TensorFlow, each guarded by a test."""

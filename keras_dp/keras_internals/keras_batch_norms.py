@@ -1,4 +1,4 @@
-"""What keras_dp reads and replaces of Keras's batch normalizations by their private names."""
+"""Read and replace the moments of Keras's batch normalizations."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What keras_dp reads of Keras's models and variables by their private names."""
+"""Read, build and move what Keras's models keep in private names."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""What keras_dp reads of Keras's optimizers by their private names."""
+"""Read what Keras's optimizers keep in private names."""
 
 import contextlib
 from collections.abc import Iterator

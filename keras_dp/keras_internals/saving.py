@@ -1,4 +1,4 @@
-"""Save and load an object as the one that it shows: the private names of Keras and TensorFlow that this takes."""
+"""Save and load an object as the one that it shows."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Start TensorFlow's server and abort its collectives, by their private names."""
+"""Start TensorFlow's server and abort its collectives."""
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2

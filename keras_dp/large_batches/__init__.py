@@ -1,1 +1,1 @@
-"""Recipes for training with large batches."""
+"""Train with large batches by published recipes."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation weighted by rows: what several batches give is what all their rows give as one."""
+"""Weight accumulated gradients by the rows of their batches."""
 
 from collections.abc import Sequence
 from typing import Any

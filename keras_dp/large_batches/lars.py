@@ -1,4 +1,4 @@
-"""LARS: SGD with a rate for each variable, for the largest batches."""
+"""Define LARS, SGD with a rate for each variable."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Momentum correction: a velocity that holds the learning rate follows a change of it."""
+"""Scale the velocity of SGD when the learning rate changes."""
 
 import operator
 import warnings

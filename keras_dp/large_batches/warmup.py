@@ -1,4 +1,4 @@
-"""Reach the learning rate of a large batch by gradual warm-up: in a schedule, or from a callback."""
+"""Warm the learning rate up, in a schedule or from a callback."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""Choose the variables that weight decay leaves alone."""
+"""Exclude biases and normalization from weight decay."""
 
 import keras
 

@@ -1,1 +1,1 @@
-"""Partition a traced step by rows: several towers compute what one device would. Knows TensorFlow alone."""
+"""Partition a traced step by rows, knowing TensorFlow alone."""

@@ -1,4 +1,4 @@
-"""What the partition asks of workers that each run a step on towers of their own."""
+"""Declare what the partition asks of workers that each have towers."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

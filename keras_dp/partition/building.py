@@ -1,4 +1,4 @@
-"""Build the partitioned graph: instances of the traced nodes at home and on towers, as many as are needed."""
+"""Build the partitioned graph: each node at home or on towers, as often as needed."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence

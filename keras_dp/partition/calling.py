@@ -1,4 +1,4 @@
-"""Call the nodes that were written, as a function."""
+"""Call the built graph as a function."""
 
 import contextlib
 import contextvars

@@ -1,4 +1,4 @@
-"""The partitioned graph under construction, and all that says how it is made."""
+"""Hold the partitioned graph under construction."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Loops, branches and calls: each tower runs its own, unless towers would have to meet inside."""
+"""Propagate placements through loops, branches and calls."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Towers without rows: they have borrowed a row, so that no kernel meets an empty tensor, and give nothing that comes of it."""
+"""Keep the borrowed row of a tower without rows out of every result."""
 
 import math
 from collections.abc import Callable

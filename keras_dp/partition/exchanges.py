@@ -1,4 +1,4 @@
-"""Where towers meet: sums and other reductions of their parts, rows gathered, tensors cut into slices."""
+"""Sum the towers' parts, gather their rows, and cut tensors into slices."""
 
 import dataclasses
 import itertools

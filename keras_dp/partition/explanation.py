@@ -1,4 +1,4 @@
-"""Explain a partition: where towers meet and what that costs, and which operations are computed once, and why."""
+"""Explain where towers meet, what that costs, and what is computed once."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The forms in which towers, and home, take a tensor; where theirs is another one, they meet."""
+"""Give towers and home a tensor in the form in which they take it."""
 
 from keras_dp.partition.construction import Construction
 from keras_dp.partition.exchanges import Exchanges

@@ -1,4 +1,4 @@
-"""A traced graph: its nodes in the order of their dependence, with all calls of functions replaced by their bodies."""
+"""Flatten a traced function to nodes in order, without calls."""
 
 import dataclasses
 import functools

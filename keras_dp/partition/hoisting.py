@@ -1,4 +1,4 @@
-"""Read variables before the calls and loops that read them, so that these take tensors alone and can run on any device."""
+"""Read variables before the calls and loops that read them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where home is: the device of each operation that is computed once, which is that of the variable that it is for."""
+"""Find the device of each operation that is computed once."""
 
 import math
 from typing import Any

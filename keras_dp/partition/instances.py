@@ -1,4 +1,4 @@
-"""What the tensors of a traced graph are called in the partitioned one."""
+"""Name the tensors of the traced graph in the partitioned one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""All or nothing: variables are written when all towers have met, so that a step that fails before leaves them as they were."""
+"""Write variables when all towers have met, so that a failed step leaves them."""
 
 from collections.abc import Collection, Iterable, Set
 from typing import Any

@@ -1,4 +1,4 @@
-"""The variance of all workers' rows around their mean, in one message with this.
+"""Combine the workers' variances with their means in one message.
 
 On one device the mean has to be there first, and workers would meet twice. Instead, each takes the variance of its rows around
 their mean, and both are put together: with s_i, the share that worker i has of the rows, the mean is the sum of s_i m_i, and

@@ -1,4 +1,4 @@
-"""A node of a traced graph as rules see it, and the plan that a rule makes for it."""
+"""Show rules a node of the graph, and hold the plan that they make for it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

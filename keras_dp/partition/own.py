@@ -1,4 +1,4 @@
-"""Values that each tower has for itself: for steps that are meant to differ from those of one device.
+"""Mark values that each tower has for itself.
 
 On one device, both functions are the identity.
 """

@@ -1,4 +1,4 @@
-"""Draw what towers exchange in a step: the towers and home as columns, a line for each meeting, as wide as its bytes."""
+"""Draw what towers exchange in a step."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Where the rows of a tensor are, and what else is known of a tensor before there is a batch."""
+"""Define placements: where the rows of a tensor are."""
 
 import dataclasses
 from typing import Any

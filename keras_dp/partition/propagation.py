@@ -1,4 +1,4 @@
-"""Propagate placements through a traced graph: facts of each tensor, and a plan for each node."""
+"""Propagate placements from the batch to the results."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence

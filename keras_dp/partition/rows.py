@@ -1,4 +1,4 @@
-"""Numbers that count rows: what is known of sizes before there is a batch.
+"""Follow numbers that count rows, before there is a batch.
 
 A size is an `int`, a `Size` that does not depend on the batch, a `Rows` that is a multiple of the number of rows, or `GLOBAL`,
 which depends on the number of rows in some other way. As a shape, a `Rows` is the number of the tower's own rows; as a number,

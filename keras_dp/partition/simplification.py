@@ -1,4 +1,4 @@
-"""Simplify the graph of a step before it is copied: whatever goes here, goes once for each tower."""
+"""Simplify the traced graph before it is copied."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any

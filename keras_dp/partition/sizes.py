@@ -1,4 +1,4 @@
-"""Compute what small tensors of integers hold, as far as that is known before there is a batch: shapes and axes."""
+"""Compute shapes and axes as far as they are known before there is a batch."""
 
 import dataclasses
 from collections.abc import Callable

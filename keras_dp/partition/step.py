@@ -1,4 +1,4 @@
-"""Run a step, written for one device, on several: trace it as it is, and partition the graph by rows."""
+"""Trace a step, partition it by rows, and run it on slices."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The private names of TensorFlow that the partition needs; test_tensorflow_internals.py guards each one."""
+"""Touch the private names of TensorFlow that the partition needs, each guarded by a test."""
 
 import weakref
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The user's line that made an operation, or an error."""
+"""Find the user's line that made an operation, or an error."""
 
 import importlib.util
 import os

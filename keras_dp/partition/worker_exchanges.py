@@ -1,4 +1,4 @@
-"""Exchanges between workers, of what the towers of each have put together."""
+"""Exchange between workers what the towers of each have put together."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Write the nodes of a graph: new ones, each with a name of its own, and copies of others.
+"""Write nodes of a graph, new ones and copies.
 
 They are those of a function: that reaches TensorFlow as a whole, where a graph takes each node by itself, in Python.
 """

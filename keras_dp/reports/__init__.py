@@ -1,1 +1,1 @@
-"""Say what a step does: which bytes it sends, and whether its result is that of one device."""
+"""Report what a step sends, and whether it is exact."""

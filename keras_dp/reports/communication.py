@@ -1,4 +1,4 @@
-"""What devices send each other in one training step, read off the graphs that TensorFlow made for them."""
+"""Report what devices send each other in one training step."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Tell the kind of a tensor that devices send each other from its place in the graph of a step."""
+"""Tell weights, gradients and moments among the tensors that are sent."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Check one step of a model: on one device and on towers, from the same state."""
+"""Compare one step on one device with the same step on towers."""
 
 import dataclasses
 from typing import Any

@@ -1,1 +1,1 @@
-"""Steps of a Keras model, run on towers."""
+"""Run the steps of a Keras model on towers."""

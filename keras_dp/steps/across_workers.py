@@ -1,4 +1,4 @@
-"""AcrossWorkers: where the towers of several workers meet in a partitioned step."""
+"""Exchange sums and rows between the workers inside a step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

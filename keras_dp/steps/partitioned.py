@@ -1,4 +1,4 @@
-"""Run a step of a Keras model on slices of a batch, partitioned by rows."""
+"""Run a step of a Keras model on slices of a nested batch."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The step of a Keras model as one device runs it, with whatever the user of towers has chosen to differ."""
+"""Prepare the model's own step to be traced, as one device runs it."""
 
 import contextlib
 from collections.abc import Callable

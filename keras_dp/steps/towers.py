@@ -1,4 +1,4 @@
-"""TowerSteps: the steps of a model, run on towers with the result of one device."""
+"""Define TowerSteps, the five moves from a global batch to its result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

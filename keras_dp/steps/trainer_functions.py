@@ -1,4 +1,4 @@
-"""Functions of Keras's trainer, which it calls with batches of all sizes: each is traced once for all of them."""
+"""Trace the functions of Keras's trainer once for batches of all sizes."""
 
 from collections.abc import Callable
 from typing import Any

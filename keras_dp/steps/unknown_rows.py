@@ -1,4 +1,4 @@
-"""Steps that ask for the number of rows while they are traced, when it is not known."""
+"""Trace steps that ask for the number of rows while it is unknown."""
 
 import contextlib
 import logging

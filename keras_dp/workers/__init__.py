@@ -1,1 +1,1 @@
-"""Processes, on one machine or several, that train one model together."""
+"""Train one model by several processes, on one machine or several."""

@@ -1,4 +1,4 @@
-"""The callback that keeps the workers together, each of which runs its own `fit`: the same start, rates and stop."""
+"""Keep the workers' calls of `fit` together: the same start, rates and stop."""
 
 import json
 from collections.abc import Sequence

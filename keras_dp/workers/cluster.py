@@ -1,4 +1,4 @@
-"""Which workers there are, and which of them this process is: from TF_CONFIG, or from Slurm's variables."""
+"""Find the workers' addresses in TF_CONFIG or Slurm's variables."""
 
 import json
 import os

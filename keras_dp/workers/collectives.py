@@ -1,4 +1,4 @@
-"""Collectives: sums and gathers over the workers, by TensorFlow's own collective runtime."""
+"""Sum and gather over the workers with TensorFlow's collectives."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Workers: processes, on one machine or several, that train one model together."""
+"""Connect the workers, and report those that are lost."""
 
 import atexit
 import contextlib

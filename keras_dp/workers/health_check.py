@@ -1,4 +1,4 @@
-"""Check the health of the other workers: wait until all are there, and notice when one is gone."""
+"""Check that the other workers are there, and notice when one is gone."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""JointCalls: what the workers do together around the calls that each makes on its own model."""
+"""Have all workers make the same calls, with the same variables."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

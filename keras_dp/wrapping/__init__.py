@@ -1,1 +1,1 @@
-"""Show another model, with its attributes and methods, and refuse those that cannot be shown."""
+"""Show another object as one's own, and refuse those that cannot be wrapped."""

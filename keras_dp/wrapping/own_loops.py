@@ -1,4 +1,4 @@
-"""Run a model's own `fit`, `evaluate`, `predict` and the like, with steps on the towers of the wrapper around it."""
+"""Run a model's own `fit`, `evaluate` and `predict` with steps on towers."""
 
 import functools
 import logging

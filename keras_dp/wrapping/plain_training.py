@@ -1,4 +1,4 @@
-"""A model that was compiled through its wrapper, and is then fitted by itself: on one device, which is said."""
+"""Say so when a wrapped model is fitted by itself, on one device."""
 
 import logging
 from typing import Any

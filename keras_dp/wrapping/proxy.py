@@ -1,4 +1,4 @@
-"""Proxy: an object that shows the public names of another one as its own."""
+"""Show the public names of an inner object as one's own."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""ModelWrapper: a Keras model that shows another one's face, and says which models it cannot show."""
+"""Wrap a Keras model, and refuse models that cannot train on towers."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules by family. To add one, see the README beside this file."""
+"""Register the rules by family; the README beside this file tells how to add one."""
 
 from keras_dp.partition.rules import (
     drawing,

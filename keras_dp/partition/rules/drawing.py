@@ -1,4 +1,4 @@
-"""Random numbers and row numbers: those of the whole batch, as on one device."""
+"""Draw random and row numbers as one device does."""
 
 import math
 from typing import Any

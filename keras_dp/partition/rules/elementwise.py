@@ -1,4 +1,4 @@
-"""Operations that compute each entry from entries of the same place, with broadcasting."""
+"""Place operations on each entry, with broadcasting."""
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Shard

@@ -1,4 +1,4 @@
-"""Operations that look entries up by their indices, or add them up by index."""
+"""Place lookups and sums by index."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which placement a tensor has that comes from one of several places: the two branches, or the rounds of a loop."""
+"""Join the placements of two branches, or of the rounds of a loop."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rules by labels, as einsum has them: which axes of the inputs and outputs belong together."""
+"""Write rules with labels of axes, as einsum does."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Sums over the towers that may be taken later: whatever is linear works on each tower's part."""
+"""Put sums over towers off through linear operations."""
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, Partial

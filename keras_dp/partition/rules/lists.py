@@ -1,4 +1,4 @@
-"""TensorLists, in which loops keep what they have computed: the elements have rows, and each tower has a list."""
+"""Place the TensorLists of loops."""
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import (

@@ -1,4 +1,4 @@
-"""From parts of sums to values that each tower has for itself, and back."""
+"""Place conversions from parts of sums to each tower's own values, and back."""
 
 from typing import Any
 

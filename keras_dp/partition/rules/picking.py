@@ -1,4 +1,4 @@
-"""Operations that take parts of a tensor, or put parts together."""
+"""Place operations that take parts of a tensor, or put parts together."""
 
 import dataclasses
 from typing import Any

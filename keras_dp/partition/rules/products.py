@@ -1,4 +1,4 @@
-"""Products of matrices, and operations on matrices."""
+"""Place products of matrices, and operations on matrices."""
 
 from string import ascii_uppercase
 

@@ -1,4 +1,4 @@
-"""Sums, means, maxima and the like over some axes: over the rows, each tower has a part of the result."""
+"""Place sums, means and maxima over axes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The rules: for each type of operation, what becomes of the placements of its inputs."""
+"""Look up the rule for a type of operation."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Operations that change a tensor's shape."""
+"""Place operations that change a tensor's shape."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Convolutions, pooling, images: the first axis has the rows, and a window never sees two of them."""
+"""Place convolutions, pooling and image operations."""
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Need
