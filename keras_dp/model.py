@@ -678,7 +678,7 @@ class DataParallelModel(ModelWrapper):
 
     def _forget_traces(self) -> None:
         """Has all steps traced anew, also those that a loop under way goes on with."""
-        self.train_function = self.test_function = self.predict_function = None
+        keras_models.forget_traces(self)
         for method in self._loops:
             getattr(self, f"make_{_STEPS[method]}_function")()
 

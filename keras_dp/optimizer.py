@@ -16,7 +16,7 @@ from keras_dp.keras_internals.keras_optimizers import innermost
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.large_batches.accumulation import AccumulatedRows, scale
 from keras_dp.partition.own import own_part, total_of_own
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import current_workers
 from keras_dp.wrapping.proxy import Proxy
 from keras_dp.wrapping.wrapper import refuse_keras_2
@@ -221,7 +221,7 @@ def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
-def sum_over_workers(gradients: Sequence[Gradient], variables: Sequence[Any], collectives: Collectives) -> list[Gradient]:
+def sum_over_workers(gradients: Sequence[Gradient], variables: Sequence[Any], collectives: OneWorker) -> list[Gradient]:
     """The sums over the workers of K gradients; sparse ones, as in `sum_gradients`, are put after each other."""
     if collectives.count == 1:
         return list(gradients)
@@ -241,7 +241,7 @@ def sum_over_workers(gradients: Sequence[Gradient], variables: Sequence[Any], co
     return sums
 
 
-def _gather_slices(gradient: tf.IndexedSlices, collectives: Collectives) -> tf.IndexedSlices:
+def _gather_slices(gradient: tf.IndexedSlices, collectives: OneWorker) -> tf.IndexedSlices:
     counts = collectives.counts(tf.shape(gradient.indices)[0])
     values, indices = collectives.gather(gradient.values, counts), collectives.gather(gradient.indices, counts)
     if _names_rows_once(gradient.indices):

@@ -11,7 +11,7 @@ from keras_dp.batches.same_batches import CheckedSlice, DifferentBatches, digest
 from keras_dp.batches.shards import ShardSlice, as_slices, cut_shards
 from keras_dp.batches.slicing import Slice, cut, known_rows, refuse_other_rows, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 
 HOST = "CPU:0"
 
@@ -73,13 +73,13 @@ class InputStrategy:
         devices: Sequence[str],
         is_eager: Callable[[], bool],
         prepare: Callable[[Any], None],
-        collectives: Collectives | None = None,
+        collectives: OneWorker | None = None,
         whole: WholeTensors | None = None,
     ):
         self.devices = tuple(devices)
         self.is_eager = is_eager
         self.prepare = prepare
-        self.collectives = collectives or Collectives()
+        self.collectives = collectives or OneWorker()
         self.whole = whole or WholeTensors()
         self.takes_shards = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dp.batches.slicing import Slice
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 
 Tensor = Any
 
@@ -44,7 +44,7 @@ class DifferentBatches:
         device: where to count.
     """
 
-    def __init__(self, collectives: Collectives, device: str):
+    def __init__(self, collectives: OneWorker, device: str):
         self._collectives = collectives
         with tf.device(device):
             self._steps = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
@@ -82,13 +82,10 @@ class DifferentBatches:
 
 def digest(batch: Any) -> Tensor:
     """A number for a batch, an int32 scalar, from a sample of the elements of each of its tensors."""
-    total = tf.constant(0, tf.int64)
-    for leaf in tf.nest.flatten(batch, expand_composites=True):
-        if tf.is_tensor(leaf):
-            bits = _bits(_sample(tf.reshape(leaf, [-1])))
-            places = tf.range(1, tf.size(bits, tf.int64) + 1)
-            total = total * 31 + tf.reduce_sum((bits + 1) * places * _PRIME)
-    return tf.cast(total % _LARGEST_PRIME_BELOW_2_20, tf.int32)
+    tensors = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
+    prints = [_fingerprint(_sample(tf.reshape(tensor, [-1]))) for tensor in tensors]
+    number = tf.bitcast(_fingerprint(tf.concat(prints, axis=0)), tf.int64)
+    return tf.cast(number % _LARGEST_PRIME_BELOW_2_20, tf.int32)
 
 
 def _sample(flat: Tensor) -> Tensor:
@@ -98,12 +95,6 @@ def _sample(flat: Tensor) -> Tensor:
     return tf.gather(flat, places)
 
 
-def _bits(sample: Tensor) -> Tensor:
-    """Whole numbers, int64, for the elements."""
-    if sample.dtype == tf.string:
-        return tf.strings.to_hash_bucket_fast(sample, _LARGEST_PRIME_BELOW_2_20)
-    if sample.dtype.is_complex:
-        sample = tf.concat([tf.math.real(sample), tf.math.imag(sample)], axis=0)
-    if sample.dtype.is_floating:
-        sample = tf.bitcast(tf.cast(sample, tf.float32), tf.int32)
-    return tf.cast(sample, tf.int64)
+def _fingerprint(elements: Tensor) -> Tensor:
+    """8 bytes, uint8, of the elements of a vector."""
+    return tf.raw_ops.Fingerprint(data=elements[tf.newaxis], method="farmhash64")[0]

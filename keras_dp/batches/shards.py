@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp.batches.slicing import Slice, count_rows, cut, slice_rows
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
 
 Tensor = Any
@@ -88,7 +88,7 @@ def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
     return dataset.scan(parts(row), remember).map(cut_one)
 
 
-def as_slices(shards: Sequence[ShardSlice], collectives: Collectives) -> tuple[Slice, ...]:
+def as_slices(shards: Sequence[ShardSlice], collectives: OneWorker) -> tuple[Slice, ...]:
     """The slices in their places in the global batch: the workers' batches follow each other.
 
     Raises:
@@ -109,7 +109,7 @@ def as_slices(shards: Sequence[ShardSlice], collectives: Collectives) -> tuple[S
         return _with_lengths(slices, shards[0].batch_rows > 0, collectives)
 
 
-def _with_lengths(slices: Sequence[Slice], has_rows: Tensor, collectives: Collectives) -> tuple[Slice, ...]:
+def _with_lengths(slices: Sequence[Slice], has_rows: Tensor, collectives: OneWorker) -> tuple[Slice, ...]:
     """The slices, where those of a worker without rows, which has borrowed one, get one of the other workers' lengths."""
 
     def refilled(*parts: Any) -> list[Any]:

@@ -29,7 +29,7 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
         keras_models.move_variable(variable, device)
     for layer in keras_models.flatten_layers(model) if moved else []:
         if isinstance(layer, keras.Model):
-            layer.train_function = layer.test_function = layer.predict_function = None
+            keras_models.forget_traces(layer)
 
 
 def place_state(optimizer: keras.optimizers.Optimizer) -> None:

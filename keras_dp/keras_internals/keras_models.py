@@ -69,6 +69,11 @@ def _placeholder(spec: Any) -> Any:
     return spec._from_components(parts)
 
 
+def forget_traces(model: keras.Model) -> None:
+    """Has Keras's trainer trace a model's steps anew when they are next called."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """The metric behind `loss` in the logs."""
     return model._loss_tracker

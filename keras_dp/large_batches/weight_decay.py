@@ -39,4 +39,4 @@ def exclude_from_weight_decay(optimizer: keras.optimizers.Optimizer, model: kera
     for part in innermost_optimizers(optimizer):
         part.exclude_from_weight_decay(var_list=excluded)
     # What was traced before decays what it did.
-    model.train_function = None
+    keras_models.forget_traces(model)

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.workers.collectives import Collectives, counted_on
+from keras_dp.workers.collectives import OneWorker, counted_on
 
 Tensor = Any
 
@@ -27,7 +27,7 @@ class AcrossWorkers:
         collectives: of the workers.
     """
 
-    def __init__(self, collectives: Collectives):
+    def __init__(self, collectives: OneWorker):
         self._collectives = collectives
         self._graph = tf.compat.v1.get_default_graph()
 

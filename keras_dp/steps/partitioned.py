@@ -11,7 +11,7 @@ from keras_dp.batches.slicing import Slice, row_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.partition.step import Argument, Partition, RowCounts, run_partitioned
 from keras_dp.steps.across_workers import AcrossWorkers, refuse_strings
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 
 Tensor = Any
 
@@ -23,7 +23,7 @@ def run_on_slices(
     known_rows: int | None,
     devices: Sequence[str],
     home: str,
-    collectives: Collectives,
+    collectives: OneWorker,
     jit_compile: bool = False,
 ) -> tuple[Any, Partition]:
     """Runs a step, written for one device and a whole batch, on N slices of one.
@@ -56,7 +56,7 @@ def arguments_of(
     slices: Sequence[Slice],
     whole: WholeTensors,
     known_rows: int | None,
-    collectives: Collectives | None = None,
+    collectives: OneWorker | None = None,
 ) -> tuple[Callable[..., Any], list[Argument]]:
     """A step on a nested batch as one on flat tensors, and these tensors.
 
@@ -72,7 +72,7 @@ def arguments_of(
     arguments: list[Argument] = []
     counts = []
     for stays, *leaves in zip(whole.of(slices[0].data), *parts, strict=True):
-        made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, slices, collectives or Collectives())
+        made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, slices, collectives or OneWorker())
         if known_rows is not None:
             made = [_of_known_rows(argument, known_rows) if argument.slices else argument for argument in made]
         arguments += made
@@ -94,7 +94,7 @@ def _whole_arguments(leaf: Any) -> list[Argument]:
     ]
 
 
-def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: Collectives) -> list[Argument]:
+def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: OneWorker) -> list[Argument]:
     """The tensors of which a leaf of the batch consists: one, or those of a ragged or sparse tensor, which stays whole."""
     if not tf.is_tensor(leaves[0]):
         return []

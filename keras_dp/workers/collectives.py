@@ -30,8 +30,44 @@ OTHER_WIDTHS = (
 )
 
 
-class Collectives:
-    """Sums and gathers over W workers, in a graph or eagerly. One worker alone has itself for a sum.
+class OneWorker:
+    """The collectives of one worker alone: its sums and rows are those of all workers.
+
+    Attributes:
+        index: the number of this worker.
+        count: W, the number of workers.
+    """
+
+    index = 0
+    count = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns `x`; see `Collectives`, as for all that follow."""
+        return x
+
+    def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
+        """Returns the tensors."""
+        return list(tensors)
+
+    def counts(self, own: Tensor) -> Tensor:
+        """Returns the number as one of one."""
+        return tf.reshape(tf.cast(own, tf.int32), [1])
+
+    def gather(self, x: Any, counts: Tensor | None = None) -> Any:
+        """Returns `x`."""
+        return x
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Returns the message as one of one."""
+        return [message]
+
+    def broadcast(self, message: bytes) -> bytes:
+        """Returns the message."""
+        return message
+
+
+class Collectives(OneWorker):
+    """Sums and gathers over W workers, in a graph or eagerly.
 
     Each operation has a key, by which its parts on the workers find each other, and which belongs to one kind, type and
     shape for good. It is made of these and of the operation's place among those of its graph: so all workers must make the same
@@ -43,16 +79,15 @@ class Collectives:
         communication: "ring" over gRPC, or "nccl" between GPUs.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, communication: str = "ring"):
+    def __init__(self, index: int, count: int, communication: str = "ring"):
         self.index = index
         self.count = count
         self._hint = communication
         self._uses: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._order = list(range(count))
-        if count > 1:
-            # TensorFlow gathers in an order of its own.
-            ranks = self.gather(tf.constant([index])).numpy().tolist()
-            self._order = [ranks.index(i) for i in range(count)]
+        # TensorFlow gathers in an order of its own.
+        ranks = self.gather(tf.constant([index])).numpy().tolist()
+        self._order = [ranks.index(i) for i in range(count)]
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over all workers, on every worker, on the device of `x`; it has the same shape on each.
@@ -60,8 +95,6 @@ class Collectives:
         Args:
             x: a tensor of numbers.
         """
-        if self.count == 1:
-            return x
         sent = _as_sent(x)
         with tf.device(_sending_device(sent)):
             if tf.executing_eagerly() or not sent.shape.is_fully_defined():
@@ -87,8 +120,6 @@ class Collectives:
         Args:
             tensors: K tensors; None stays None.
         """
-        if self.count == 1:
-            return list(tensors)
         sums: list[Any] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {}
         full: dict[tuple[Any, str], list[Tensor]] = {}
@@ -123,8 +154,6 @@ class Collectives:
         Raises:
             TypeError: if it holds strings, which TensorFlow's collectives cannot send.
         """
-        if self.count == 1:
-            return x
         if isinstance(x, tf.RaggedTensor):
             return tf.RaggedTensor.from_row_lengths(self.gather(x.values), self.gather(x.row_lengths()), validate=False)
         if isinstance(x, tf.SparseTensor):
@@ -150,8 +179,6 @@ class Collectives:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all W workers, at once, in eager code."""
-        if self.count == 1:
-            return [message]
         with tf.init_scope(), tf.device(_HOST):
             own = tf.constant(np.frombuffer(message, np.uint8))
             counts = self.counts(tf.size(own))
@@ -161,8 +188,6 @@ class Collectives:
 
     def broadcast(self, message: bytes) -> bytes:
         """The message of the first worker, which may be long, at once, in eager code. The others' are not looked at."""
-        if self.count == 1:
-            return message
         (length,) = np.frombuffer(self.exchange(np.int64(len(message)).tobytes())[0], np.int64)
         words = np.zeros(-(-int(length) // 4), np.int32)
         if self.index == 0:

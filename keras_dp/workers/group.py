@@ -22,7 +22,7 @@ from keras_dp.choices import refuse_unknown
 from keras_dp.devices.available import use_logical_cpus
 from keras_dp.keras_internals import tensorflow_runtime
 from keras_dp.workers.cluster import Cluster, find_cluster
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import Collectives, OneWorker
 from keras_dp.workers.health_check import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, HealthCheck
 
 TIMEOUT = 600.0
@@ -55,8 +55,8 @@ class WorkerGroup:
         collectives: what the workers tell each other.
     """
 
-    def __init__(self, collectives: Collectives | None = None, health_check: HealthCheck | None = None):
-        self.collectives = collectives or Collectives()
+    def __init__(self, collectives: OneWorker | None = None, health_check: HealthCheck | None = None):
+        self.collectives = collectives or OneWorker()
         self.index = self.collectives.index
         self.count = self.collectives.count
         self.is_chief = self.index == 0

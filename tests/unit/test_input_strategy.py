@@ -11,7 +11,7 @@ import keras_dp
 from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.slicing import Slice
 from keras_dp.batches.whole_tensors import WholeTensors
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 
 rng = np.random.default_rng(0)
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
@@ -37,7 +37,7 @@ def test_slices_are_cut_on_the_host_in_the_input_pipeline():
 
 
 def test_shards_have_no_tensors_that_stay_whole():
-    class TwoWorkers(Collectives):
+    class TwoWorkers(OneWorker):
         count = 2
 
         def __init__(self):

@@ -12,14 +12,14 @@ from worker_threads import on_workers
 from keras_dp.workers import callback as module
 from keras_dp.workers.agreement import described_data, described_model
 from keras_dp.workers.callback import WorkersCallback, with_workers_callback
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
 from keras_dp.workers.synchronization import all_variables, synchronize
 
 rng = np.random.default_rng(0)
 
 
-class Told(Collectives):
+class Told(OneWorker):
     """A worker who is told given messages, whatever the others send."""
 
     def __init__(self, *messages, index=0):
@@ -419,7 +419,7 @@ def test_other_variables_are_refused():
 
 
 def test_what_arrives_otherwise_than_it_was_sent_is_noticed():
-    class Garbling(Collectives):
+    class Garbling(OneWorker):
         def __init__(self):
             super().__init__()
             self.index, self.count = 1, 2

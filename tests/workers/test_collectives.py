@@ -9,7 +9,7 @@ import tensorflow as tf
 from worker_threads import on_workers
 
 from keras_dp.workers import collectives as module
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import Collectives, OneWorker
 
 rng = np.random.default_rng(0)
 
@@ -36,7 +36,7 @@ def operations(make, kind="Collective"):
 
 
 def test_one_worker_alone_has_what_it_has():
-    alone = Collectives()
+    alone = OneWorker()
     dense, ragged = tf.constant([1.0, 2.0]), tf.ragged.constant([[1], [2, 3]])
     sparse = tf.sparse.from_dense([[0, 1]])
     assert (alone.index, alone.count) == (0, 1)

@@ -9,7 +9,7 @@ from worker_threads import on_workers
 
 from keras_dp.batches.shards import ShardSlice, as_slices, cut_shards, with_empty_batches
 from keras_dp.batches.slicing import Slice
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
 
 LEAVES = {
@@ -188,7 +188,7 @@ def test_batches_that_cannot_be_cut_are_refused():
 # Places in the global batch
 
 
-class Counted(Collectives):
+class Counted(OneWorker):
     """A worker among others that have a known number of rows."""
 
     def __init__(self, index, counts):

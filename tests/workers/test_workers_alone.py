@@ -16,7 +16,7 @@ import tensorflow as tf
 import keras_dp
 from keras_dp.workers import group as module
 from keras_dp.workers.cluster import Cluster
-from keras_dp.workers.collectives import Collectives
+from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup, current_workers, share_random_state
 
 
@@ -187,7 +187,7 @@ def test_workers_do_not_reach_each_other_through_proxies(variables, expected, mo
 # Random state
 
 
-class Broadcast(Collectives):
+class Broadcast(OneWorker):
     """The second of two workers, to whom the first one's message is broadcast."""
 
     def __init__(self, message):
@@ -260,9 +260,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.1)
 
 
-def named(error, watch):
+def named(error, check):
     """What comes out of an error where workers wait for each other."""
-    with pytest.raises((RuntimeError, tf.errors.OpError)) as caught, WorkerGroup(watch=watch).reporting_lost_workers():
+    with pytest.raises((RuntimeError, tf.errors.OpError)) as caught, WorkerGroup(health_check=check).reporting_lost_workers():
         raise error
     if caught.value is not error:
         assert isinstance(caught.value, keras_dp.WorkerLostError)
@@ -278,8 +278,8 @@ ERRORS = [
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_errors_that_losses_cause_name_the_lost_worker(kind):
-    watch = Watched("Worker 1 (a:1) is lost: gone.")
-    assert str(named(kind(None, None, "Connection reset by peer"), watch)) == watch.lost
+    check = Watched("Worker 1 (a:1) is lost: gone.")
+    assert str(named(kind(None, None, "Connection reset by peer"), check)) == check.lost
     # The reason that collectives were aborted with comes with the error, from whichever worker has noticed first.
     aborted = "Collective ops is aborted by: keras_dp: Worker 2 (b:1) is lost: gone.\nIt could be from a previous operation."
     assert str(named(kind(None, None, aborted), Watched())) == "Worker 2 (b:1) is lost: gone."
@@ -309,24 +309,24 @@ def test_a_worker_that_does_something_else_is_no_loss():
 
 @pytest.mark.usefixtures("impatient")
 def test_errors_that_are_the_scripts_own_stay():
-    for watch in (None, Watched(), Watched("Worker 1 is lost")):
+    for check in (None, Watched(), Watched("Worker 1 is lost")):
         for error in (
             *(tf.errors.InvalidArgumentError(None, None, "labels out of range"), tf.errors.OutOfRangeError(None, None, "end")),
             *(tf.errors.ResourceExhaustedError(None, None, "memory"), RuntimeError("of the user")),
         ):
-            assert named(error, watch) is error
+            assert named(error, check) is error
     error = tf.errors.InternalError(None, None, "CUDA")
     assert named(error, Watched()) is error
     assert named(error, None) is error
 
 
 def test_progress_is_expected_where_workers_wait_for_each_other():
-    watch = mock.MagicMock()
-    group = WorkerGroup(watch=watch)
+    check = mock.MagicMock()
+    group = WorkerGroup(health_check=check)
     with group.reporting_lost_workers():
-        watch.expecting_progress().__enter__.assert_called_once_with()
-        watch.expecting_progress().__exit__.assert_not_called()
+        check.expecting_progress().__enter__.assert_called_once_with()
+        check.expecting_progress().__exit__.assert_not_called()
         group.note_progress()
-    watch.note_progress.assert_called_once_with()
-    watch.expecting_progress().__exit__.assert_called_once()
+    check.note_progress.assert_called_once_with()
+    check.expecting_progress().__exit__.assert_called_once()
     WorkerGroup().note_progress()
