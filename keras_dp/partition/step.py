@@ -102,11 +102,16 @@ def run_partitioned(
     Returns:
         What the step returns, of the whole batch, and how it was partitioned.
     """
+    # Trace the step as one device runs it.
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
+
+    # Propagate placements, exchange where rules ask for it, and build one graph for all towers.
     builder, outputs, effects = build(traced, arguments, devices, home, across=across)
     if jit_compile:
         compile_towers(builder.graph)
+
+    # Call it with the slices.
     results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
