@@ -1,5 +1,6 @@
 """Four logical CPU devices for all tests, set up once, before TensorFlow starts."""
 
+import collections
 import gc
 import os
 import zlib
@@ -18,6 +19,18 @@ keras_dp.use_logical_cpus(4)
 gc.freeze()
 
 collect_ignore = ["worker_scripts"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks further cases of a test as thorough: all but the first, and then every tenth one."""
+    counts = collections.Counter()
+    for item in items:
+        function, has_cases, _ = item.nodeid.partition("[")
+        if has_cases and not item.get_closest_marker("slow"):
+            if counts[function] % 10:
+                item.add_marker(pytest.mark.thorough)
+            counts[function] += 1
 
 
 @pytest.fixture(autouse=True)
