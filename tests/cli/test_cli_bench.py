@@ -450,6 +450,7 @@ def test_plain_keras_is_measured_once_for_all_towers(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_end_to_end(user_directory):
     """Runs the command as a user does, and reads the towers' names in the profile."""
     script = "import sys; from keras_dp.cli import main; sys.exit(main())"

@@ -15,6 +15,8 @@ from keras_dp.keras_internals import keras_models
 from keras_dp.partition.calling import node_by_node
 from keras_dp.reports.communication import _run_and_collect
 
+pytestmark = pytest.mark.thorough
+
 CHANNELS = 8
 
 

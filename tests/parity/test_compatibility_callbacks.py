@@ -23,6 +23,8 @@ from keras import callbacks, layers, optimizers
 
 import keras_dp
 
+pytestmark = pytest.mark.thorough
+
 rng = np.random.default_rng(0)
 # Batches of 7, 7, 7 and 2 rows: three towers share none of them evenly, and the last has fewer rows than there are towers.
 X, Y = rng.normal(size=(23, 4)), rng.normal(size=(23, 2))

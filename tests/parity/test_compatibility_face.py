@@ -24,6 +24,8 @@ from keras import layers, losses, metrics, optimizers
 
 import keras_dp
 
+pytestmark = pytest.mark.thorough
+
 rng = np.random.default_rng(0)
 # Batches of 9, 9 and 2 rows: three towers share none of them evenly, and the last has fewer rows than there are towers.
 X, Y = rng.normal(size=(20, 4)), rng.normal(size=(20, 2))

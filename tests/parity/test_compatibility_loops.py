@@ -11,6 +11,8 @@ from keras import layers
 
 import keras_dp
 
+pytestmark = pytest.mark.thorough
+
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(21, 4)), rng.normal(size=(21, 3))
 

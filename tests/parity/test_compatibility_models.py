@@ -68,6 +68,7 @@ def test_every_kind_of_model(kind):
     assert_towers_match_one_device(KINDS[kind], compiled("adam"), DATA, 3)
 
 
+@pytest.mark.thorough
 def test_loaded_models(tmp_path):
     """A compiled model that was loaded trains on, from its optimizer's state, without another compile()."""
     model = sequential()
@@ -82,6 +83,7 @@ def test_loaded_models(tmp_path):
     assert_same_script(lambda: keras.models.load_model(tmp_path / "model.keras"), script, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", ["wrapper", "inner model"])
 def test_frozen_layers_and_compile_again(who):
     """Layers are frozen before the first training, and trained after the second compile(), whichever model is compiled."""
@@ -101,6 +103,7 @@ def test_frozen_layers_and_compile_again(who):
     assert_same_script(sequential, script, 3)
 
 
+@pytest.mark.thorough
 def test_fine_tuning():
     """A frozen base under a new head, whose batch normalization stays as it is; then all of it is tuned."""
 
@@ -231,6 +234,7 @@ VOLUMES = (
 FAMILIES = {"vectors": VECTORS, "sequences": SEQUENCES, "tokens": TOKENS, "images": IMAGES, "volumes": VOLUMES}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers(family):
     make_data, makers = FAMILIES[family]
@@ -245,6 +249,7 @@ def test_layers(family):
     assert_towers_match_one_device(build, compiled("adam"), [((x, Y), 9)], 3)
 
 
+@pytest.mark.thorough
 def test_attention_and_merging_layers():
     def build():
         inputs = keras.Input((6, 4))
@@ -263,6 +268,7 @@ def test_attention_and_merging_layers():
     assert_same_training(build, compiled("adam"), [((random(23, 6, 4), Y), 9)], 3)
 
 
+@pytest.mark.thorough
 def test_layers_of_float32():
     """Some kernels and constants know float32 only."""
     keras.config.set_floatx("float32")
@@ -339,6 +345,7 @@ def test_random_layers():
         assert_towers_match_one_device(build, compiled(), [((x, y), 9)], 3)
 
 
+@pytest.mark.thorough
 def test_weights_updated_in_call():
     """As SpectralNormalization does with its kernel: the gradient is that of the new value, which is then trained."""
 
@@ -358,6 +365,7 @@ def test_weights_updated_in_call():
     assert_towers_match_one_device(build, compiled("adam"), DATA, 3)
 
 
+@pytest.mark.thorough
 def test_state_that_is_a_mean_over_the_rows():
     class Centering(layers.Layer):
         def build(self, shape):
@@ -377,6 +385,7 @@ def test_state_that_is_a_mean_over_the_rows():
     assert_towers_match_one_device(build, compiled(), DATA, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("total", [lambda rows: rows, keras_dp.cross_tower_sum], ids=["plain", "cross_tower_sum"])
 def test_other_state(total):
     """A count of rows, and the largest of their values."""
@@ -409,12 +418,14 @@ def quantized(mode):
     return model
 
 
+@pytest.mark.thorough
 def test_lora():
     """In float32, as its initializers are."""
     keras.config.set_floatx("float32")
     assert_same_training(with_lora, compiled("adam"), DATA, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
 @pytest.mark.parametrize("mode", ["int8", "float8"])
 def test_quantized_layers(mode):
@@ -422,6 +433,7 @@ def test_quantized_layers(mode):
     assert_towers_match_one_device(lambda: quantized(mode), compiled("adam"), DATA, 3)
 
 
+@pytest.mark.thorough
 def test_stateful_layers():
     """Their state has as many rows as a batch, and goes on from one to the next."""
 
@@ -443,6 +455,7 @@ def test_stateful_layers():
     assert all(np.abs(state).max() > 0 for state in states[0])
 
 
+@pytest.mark.thorough
 def test_steps_of_ones_own():
     """Exact, for rows that meet rows: the step is traced as it is, and its graph is partitioned."""
 
@@ -479,6 +492,7 @@ def test_rematerialized_layers():
     assert_towers_match_one_device(Remat, compiled(), DATA, 3)
 
 
+@pytest.mark.thorough
 def test_functions_compiled_by_the_user():
     """Also if they were traced before, outside of the step."""
 

@@ -8,6 +8,8 @@ from keras import layers, losses, metrics, optimizers
 
 import keras_dp
 
+pytestmark = pytest.mark.thorough
+
 rng = np.random.default_rng(0)
 # Batches of 9, 9 and 2 rows, of which the last leaves a tower nothing.
 X, Y = rng.normal(size=(20, 4)), rng.normal(size=(20, 2))

@@ -18,6 +18,8 @@ from test_compatibility_models import FAMILIES, random_layers
 
 import keras_dp
 
+pytestmark = pytest.mark.thorough
+
 ROWS = 7  # On three towers: 3, 2 and 2.
 rng = np.random.default_rng(11)
 

@@ -10,6 +10,8 @@ from keras import layers
 
 import keras_dp
 
+pytestmark = pytest.mark.thorough
+
 # No deadline: an example traces two models. Shrinking one that fails takes minutes, and says no more than the example as it is.
 whole_trainings = settings(
     deadline=None, database=None, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck)

@@ -29,6 +29,7 @@ ALL_CASES = (SCRIPTS / "exactness.py").read_text(encoding="utf-8").count("\n@cas
 @pytest.mark.parametrize(
     ("count", "cases"),
     [
+        pytest.param(2, ["even_and_uneven_batches"], id="2-quick"),
         pytest.param(2, [*NUMBERS, *CONDUCT], id="2"),
         pytest.param(3, NUMBERS, id="3"),
         pytest.param(2, [], id="2-all", marks=pytest.mark.slow),
@@ -73,6 +74,7 @@ def test_the_others_name_a_worker_that_is_killed(tmp_path):
             assert re.search(rf"WorkerLostError: Worker 1 \(127.0.0.1:{workers.ports[1]}\) is lost", workers.output(i))
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_stopped_is_given_up_in_time(tmp_path):
     with Workers("training.py", 2, tmp_path, 0.4, tmp_path / "backup", "--epochs", 1000, "--timeout", 6) as workers:
         workers.start().wait_for_output("epoch 2")
@@ -83,6 +85,7 @@ def test_a_worker_that_is_stopped_is_given_up_in_time(tmp_path):
         assert re.search(r"WorkerLostError: Worker 1 \(.*\) is lost: it has not answered for \d+ s", workers.output(0))
 
 
+@pytest.mark.thorough
 def test_a_late_worker_is_waited_for_with_a_message(tmp_path):
     with Workers("training.py", 2, tmp_path, 0, tmp_path / "backup", "--epochs", 1) as workers:
         workers.start(0).wait_for_output("Waiting for Worker 1", 0)
@@ -91,12 +94,14 @@ def test_a_late_worker_is_waited_for_with_a_message(tmp_path):
         assert "weights" in workers.output(0)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_never_starts_is_named(tmp_path):
     with Workers("training.py", 2, tmp_path, 0, tmp_path / "backup", "--start-timeout", 2) as workers:
         assert workers.start(1).wait(1) == [1]
         assert re.search(r"TimeoutError: Worker 0 \(.*\) did not start within 2 s", workers.output(1))
 
 
+@pytest.mark.thorough
 def test_other_versions_are_refused_on_all_workers(tmp_path):
     with Workers("other_versions.py", 2, tmp_path) as workers:
         assert workers.start().wait() == [1, 1]
@@ -104,6 +109,7 @@ def test_other_versions_are_refused_on_all_workers(tmp_path):
             assert re.search(r"differ in versions, keras: worker 0 has '3\.1.*', worker 1 has '3\.0\.0'", workers.output(i))
 
 
+@pytest.mark.thorough
 def test_launched_workers_resume_after_one_was_killed(tmp_path):
     """With --max-restarts 1, training ends with the weights of a run that nothing interrupted: plain Keras on one device."""
     script = [str(SCRIPTS / "training.py"), "0", str(tmp_path / "backup"), "--die-in-epoch", "2"]
