@@ -402,7 +402,7 @@ class DataParallelModel(ModelWrapper):
 
     @property
     def parameter_device(self) -> str:
-        """Where the variables live: a device, several if they are spread, or "sharded"."""
+        """The home of the variables: a device, several if they are spread, or "sharded"."""
         if self._wanted_device is not None:
             return self._wanted_device
         homes = {variable_homes.home(variable): None for variable in self.inner_model.weights}
@@ -420,7 +420,7 @@ class DataParallelModel(ModelWrapper):
 
     @property
     def distribute_strategy(self) -> InputStrategy:
-        """What Keras's trainer takes for a `tf.distribute` strategy: it feeds the towers."""
+        """Feeds the towers: Keras's trainer takes it for a `tf.distribute` strategy."""
         return self._feed
 
     @property

@@ -270,7 +270,7 @@ def _names_rows_once(indices: Tensor) -> bool:
 
 
 def _largest(values: Sequence[Gradient]) -> Gradient:
-    """What a variable that its gradient overwrites gets: float8's largest magnitudes, and the scales computed from them."""
+    """Combines gradients that overwrite a variable: float8's largest magnitudes, and the scales computed from them."""
     present = [value for value in values if value is not None]
     return tf.reduce_max(tf.stack(present), axis=0) if present else None
 

@@ -107,7 +107,7 @@ class _MomentsModel(keras.Model):
 
     @property
     def distribute_strategy(self) -> InputStrategy:
-        """What Keras's trainer takes for a `tf.distribute` strategy."""
+        """Feeds the towers: Keras's trainer takes it for a `tf.distribute` strategy."""
         return self.feed
 
     def prepare(self, batch: Any) -> None:

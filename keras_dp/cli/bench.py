@@ -173,7 +173,7 @@ def _survey(options: argparse.Namespace) -> Survey:
 
 
 def _cells(options: argparse.Namespace, survey: Survey) -> list[Cell]:
-    """What to measure, in the order of the table."""
+    """Lists the cells to measure, in the order of the table."""
     batch_size = options.batch or survey.batch_size
     return [
         Cell(engine, towers, batch_size * towers if options.scaling == "weak" else batch_size)

@@ -157,7 +157,7 @@ class _Worker:
         return 128 - code if code < 0 else code
 
     def failure(self) -> str:
-        """What happened, and the last lines of the output."""
+        """Says what happened, with the last lines of the output."""
         code = self.process.returncode
         reason = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
         last = [*self.tail, *(output.unfinished for output in self.outputs if output.unfinished)][-TAIL_LINES:]
@@ -278,7 +278,7 @@ def _print_commands(options: argparse.Namespace, script: Sequence[str]) -> None:
 
 
 def _visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may say on this machine; as in CUDA, the first that is no GPU ends the list."""
+    """Lists this machine's GPUs for CUDA_VISIBLE_DEVICES; as in CUDA, the first that is no GPU ends the list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(index) for index in range(nvidia.count_gpus())]

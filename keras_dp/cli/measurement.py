@@ -43,7 +43,7 @@ class StepTimes(keras.callbacks.Callback):
         self.ends.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """How long each step took."""
+        """Returns the time of each step."""
         return [1000 * (end - begin) for begin, end in zip(self.begins, self.ends, strict=True)]
 
 

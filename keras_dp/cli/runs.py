@@ -14,7 +14,7 @@ ENGINES = ("keras_dp", "ceiling", "single", "mirrored")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What to train, and how.
+    """Describes a training run.
 
     Attributes:
         engine: one of ENGINES: keras_dp; its towers, each by itself; plain Keras on one device; or MirroredStrategy.
@@ -47,7 +47,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What a run took.
+    """Holds the measurements of a run.
 
     Attributes:
         step_milliseconds: for each step after the warm-up.
@@ -66,7 +66,7 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What a benchmark of a model finds on this machine.
+    """Describes a model and this machine, for a benchmark.
 
     Attributes:
         environment: the processor, its cores, the GPUs and the versions, by name.
@@ -104,7 +104,7 @@ def survey_in_new_process(model: str) -> Survey:
 
 
 def _answer_of(module: str, question: Any) -> dict[str, Any]:
-    """What `main` of a module of this package prints, which is given a question; both are JSON."""
+    """Runs `main` of a module of this package with a question, and returns its answer; both are JSON."""
     command = [sys.executable, "-c", f"from keras_dp.cli import {module}; {module}.main()", json.dumps(question)]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
     process = subprocess.run(command, capture_output=True, text=True, env=environment)

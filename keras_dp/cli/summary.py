@@ -13,7 +13,7 @@ from keras_dp.cli.runs import Measurement
 
 
 class Cell(NamedTuple):
-    """What is measured once in each round: an engine on some towers, with a global batch of some rows."""
+    """Names one measurement of each round: an engine on some towers, with a global batch of some rows."""
 
     engine: str
     towers: int
@@ -152,7 +152,7 @@ share of ceiling: the time of a step of towers that never wait for each other, o
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    """What the figures were measured on, in one line."""
+    """Describes in one line the machine on which the figures were measured."""
     gpus = ", ".join(environment["gpus"]) or "no GPU"
     versions = "Python {python}, Keras {keras}, TensorFlow {tensorflow}, keras_dp {keras_dp}".format(**environment)
     return f"{environment['processor']}, {environment['cores']} cores, {gpus}; {versions}"

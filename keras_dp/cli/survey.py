@@ -11,7 +11,7 @@ from keras_dp.cli.runs import Survey
 
 
 def survey(name: str) -> Survey:
-    """What a benchmark of the model of a name finds on this machine."""
+    """Surveys the model of a name, and this machine."""
     gpus = len(tf.config.list_physical_devices("GPU"))
     try:
         workload = models.workload(name)

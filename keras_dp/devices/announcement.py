@@ -21,7 +21,7 @@ def towers(devices: Sequence[str]) -> str:
 
 
 def training(devices: Sequence[str], workers: int, batch_rows: int | None, batch_norm: str | None) -> str:
-    """What trains on what.
+    """Says what trains on what.
 
     >>> training(["GPU:0", "GPU:1"], 1, 32, "sync")
     '2 towers on GPU:0 and GPU:1; global batch 32, 16 rows a tower; batch norm synchronized'

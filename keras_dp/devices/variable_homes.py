@@ -69,7 +69,7 @@ def _known_size(tensor: Tensor) -> float:
 
 
 def _device_of(tensor: Tensor, of_inputs: dict[int, str]) -> str:
-    """Where a tensor is, as far as that is said; "" otherwise. What a graph captured from outside is looked up once."""
+    """Finds the device of a tensor, as far as it is said; "" otherwise. Tensors that a graph captured are looked up once."""
     if not tf.is_symbolic_tensor(tensor) or tensor.op.device:
         return tensor.device
     if tensor.op.type == "ReadVariableOp":

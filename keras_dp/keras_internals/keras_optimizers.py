@@ -10,7 +10,7 @@ from keras_dp.keras_internals.replacing import replaced
 
 
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:
-    """What a built optimizer, and those inside it, keep for single weights, as momenta: pairs of a variable and the weight."""
+    """Lists the state of a built optimizer, and of those inside it, for single weights: pairs of a variable and the weight."""
     pairs: list[tuple[keras.Variable, keras.Variable]] = []
     for part in [optimizer, *_optimizers_inside(optimizer)]:
         weights = part._trainable_variables if part.built else []
@@ -57,13 +57,13 @@ def velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable] | 
 
 
 def accumulators(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Where a built optimizer with `gradient_accumulation_steps` adds up gradients, but for those that overwrite variables."""
+    """Lists the accumulators of a built optimizer, but for gradients that overwrite variables."""
     pairs = zip(optimizer._trainable_variables, optimizer._accumulated_gradients, strict=True)
     return [accumulator for variable, accumulator in pairs if not getattr(variable, "overwrite_with_gradient", False)]
 
 
 def batches_seen(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """How many batches an optimizer was given: those that it accumulates count one by one, as for its schedule."""
+    """Returns the number of batches that an optimizer was given: accumulated ones count one by one, as for its schedule."""
     return optimizer._iterations
 
 

@@ -9,7 +9,7 @@ from keras.src.saving import saving_lib
 
 
 class SavedAs:
-    """What files of Keras and TensorFlow hold is the object that `_shown` returns, in place of this one."""
+    """Has files of Keras and TensorFlow hold the object that `_shown` returns, in place of this one."""
 
     def _shown(self) -> Any:
         raise NotImplementedError
@@ -36,7 +36,7 @@ class SavedAs:
 
     @property
     def _build_shapes_dict(self) -> dict[str, Any] | None:
-        """What TensorFlow Lite's converter knows the input by, if it is a single one of the model's `input_dtype`."""
+        """Tells TensorFlow Lite's converter the input's shape, if there is a single input, of the model's `input_dtype`."""
         shown = self._shown()
         inputs = getattr(shown, "inputs", None)
         if inputs is None:

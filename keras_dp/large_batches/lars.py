@@ -78,7 +78,7 @@ class LARS(keras_optimizers.SGDWithCoupledWeightDecay):
         super().update_step(gradient, variable, learning_rate)
 
     def get_config(self) -> dict[str, Any]:
-        """What makes an equal optimizer."""
+        """Returns the arguments of an equal optimizer."""
         return {**super().get_config(), "trust_coefficient": self.trust_coefficient}
 
 

@@ -264,7 +264,7 @@ class WarmupThen(LearningRateSchedule):
         return keras.ops.convert_to_tensor(rate, keras.config.floatx())
 
     def get_config(self) -> dict[str, Any]:
-        """What makes an equal schedule."""
+        """Returns the arguments of an equal schedule."""
         schedule = self.schedule
         if isinstance(schedule, LearningRateSchedule):
             schedule = keras.optimizers.schedules.serialize(schedule)

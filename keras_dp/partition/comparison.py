@@ -46,7 +46,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What a step gave on one device and on towers, from the same state.
+    """Compares a step on one device with the same step on towers, from the same state.
 
     Attributes:
         results: the differences of the tensors that the step returned.

@@ -103,7 +103,7 @@ class EmptySlices:
 
 
 def _neutral_element(reduction: str, dtype: tf.DType) -> Any:
-    """What changes nothing in a maximum, a minimum, "all" or "any"."""
+    """Returns the neutral element of a maximum, a minimum, "all" or "any"."""
     if reduction in ("all", "any"):
         return reduction == "all"
     if dtype.is_floating:

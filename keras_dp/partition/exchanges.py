@@ -152,7 +152,7 @@ class Exchanges:
         return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
 
     def _narrowest(self, output: Output) -> Output:
-        """What towers send of their parts: what these were cast from, if that takes fewer bytes."""
+        """Returns the tensors to send for parts: those from which the parts were cast, if that takes fewer bytes."""
         narrowest = output
         while True:
             name = output[0]

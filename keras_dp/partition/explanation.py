@@ -53,7 +53,7 @@ class Once:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a step is partitioned.
+    """Explains how a step is partitioned.
 
     Attributes:
         devices: of the N towers.

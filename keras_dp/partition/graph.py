@@ -27,7 +27,7 @@ def output_of(name: str) -> Output:
 
 
 def name_of(node: str, port: int) -> str:
-    """How inputs of nodes name an output."""
+    """Returns the name of an output in the inputs of nodes."""
     return f"{node}:{port}" if port else node
 
 
@@ -301,7 +301,7 @@ class _Inferred(Static):
 
 
 class _Statics(dict[str, list[Static]]):
-    """What TensorFlow knows of the outputs of a graph's operations, by the names that these have where they were traced.
+    """Collects TensorFlow's facts of the outputs of a graph's operations, by their names where they were traced.
 
     Args:
         prefix: of the names of sizes.

@@ -31,7 +31,7 @@ class Feeds:
 
 @dataclasses.dataclass
 class Instances:
-    """What traced nodes are called in the partitioned graph.
+    """Names traced nodes in the partitioned graph.
 
     Attributes:
         slices: for each argument that has rows the N slices.
@@ -46,6 +46,6 @@ class Instances:
     shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def part(self, output: Output, tower: int) -> str:
-        """What a tower has of a tensor."""
+        """Returns the instance of a tensor on a tower."""
         name, port = output
         return self.slices[name][tower] if name in self.slices else name_of(self.towers[name][tower], port)

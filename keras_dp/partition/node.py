@@ -12,7 +12,7 @@ from keras_dp.partition.rows import Number, Rows, Size
 
 @dataclasses.dataclass
 class Plan:
-    """How a node is computed.
+    """Plans how a node is computed.
 
     Attributes:
         outputs: the `Facts` of each output.
@@ -44,7 +44,7 @@ class Static:
 
     @property
     def rank(self) -> int | None:
-        """How many axes the tensor has, if that is known."""
+        """Returns the number of axes of the tensor, if that is known."""
         return None if self.shape is None else len(self.shape)
 
     def spec(self) -> tf.TensorSpec:
@@ -80,7 +80,7 @@ class Node:
         return self.statics[i].shape
 
     def rank(self, i: int) -> int | None:
-        """How many axes an input has."""
+        """Returns the number of axes of an input."""
         return self.statics[i].rank
 
     def dtype(self, i: int) -> tf.DType:
@@ -88,7 +88,7 @@ class Node:
         return self.statics[i].dtype
 
     def result_rank(self, k: int = 0) -> int | None:
-        """How many axes an output has."""
+        """Returns the number of axes of an output."""
         return self.results[k].rank
 
     def sizes(self, i: int) -> list[Number] | None:

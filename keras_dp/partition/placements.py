@@ -73,7 +73,7 @@ Need = Placement | LocalShape | AnyShape
 
 @dataclasses.dataclass(eq=False)
 class Facts:
-    """What is known of a tensor.
+    """Collects the facts of a tensor.
 
     Attributes:
         placement: where its rows are.

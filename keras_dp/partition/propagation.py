@@ -60,7 +60,7 @@ class CannotGatherError(Exception):
 
 
 class Propagation:
-    """What is known of each tensor of a graph, and how each node is computed.
+    """Finds the facts of each tensor of a graph, and a plan for each node.
 
     Args:
         traced: the graph.

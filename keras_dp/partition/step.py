@@ -25,7 +25,7 @@ Tensor = Any
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
-    """Which rows of the global batch the towers have.
+    """Tells the towers' rows of the global batch.
 
     Attributes:
         batch_rows: B, an int32 scalar.
@@ -55,7 +55,7 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a step was partitioned.
+    """Describes a partitioned step.
 
     Attributes:
         traced: the graph of the step.
@@ -121,7 +121,7 @@ def run_partitioned(
 
 
 def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], devices: Sequence[str], home: str) -> Partition:
-    """How a step would be partitioned, without running it. The arguments are those of `run_partitioned`."""
+    """Partitions a step without running it. The arguments are those of `run_partitioned`."""
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
     builder, _, _ = build(traced, arguments, devices, home)
@@ -145,7 +145,7 @@ class Trace:
         forget_custom_gradients(self.concrete.graph)
 
     def variables(self) -> list[tf.Variable]:
-        """Those that the step uses, in the order in which it comes to them."""
+        """Lists the variables of the step, in the order in which it comes to them."""
         by_handle = {id(variable.handle): variable for variable in self.concrete.variables}
         return [by_handle[id(tensor)] for tensor in self.concrete.captured_inputs if id(tensor) in by_handle]
 
@@ -153,7 +153,7 @@ class Trace:
         return tf.nest.flatten(self._result, expand_composites=True)
 
     def packed(self, tensors: Sequence[Tensor]) -> Any:
-        """What the step returned, of other tensors."""
+        """Packs other tensors as the step's result."""
         following = iter(tensors)
         leaves = [next(following) if _is_tensor(leaf) else leaf for leaf in self._leaves()]
         return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
@@ -214,7 +214,7 @@ def _garbage_collection_put_off() -> Iterator[None]:
 
 
 def _feeds(placeholders: Sequence[str], arguments: Sequence[Argument], count: int) -> Feeds:
-    """How the tensors are called that the partitioned graph is given."""
+    """Names the tensors that the partitioned graph is given."""
     slices = {
         name: [f"in/{name}/{tower}" for tower in range(count)]
         for name, argument in zip(placeholders, arguments, strict=False)

@@ -33,7 +33,7 @@ def is_stateful(operation_type: str) -> bool:
 
 
 def results_of(node: Any) -> list[tuple[str, tf.DType]]:
-    """How functions call each result of a node, as "name:0", and its dtype."""
+    """Lists each result of a node as functions name it, "name:0", with its dtype."""
     results = []
     for result in op_def_registry.get(node.op).output_arg:
         if result.type_list_attr:

@@ -18,7 +18,7 @@ _LIBRARIES = tuple(
 
 
 def user_line(graph: tf.Graph, name: str) -> str:
-    """Where the user's code made an operation, or called the function that it is in: a file and a line; "" if unknown."""
+    """Finds the user's line that made an operation, or called its function: a file and a line; "" if unknown."""
     while name:
         try:
             frames = graph.get_operation_by_name(name).traceback
@@ -30,7 +30,7 @@ def user_line(graph: tf.Graph, name: str) -> str:
 
 
 def user_line_of_error(error: BaseException) -> str:
-    """Where the user's code raised an error, or called what raised it: a file and a line; "" if unknown."""
+    """Finds the user's line that raised an error, or called its origin: a file and a line; "" if unknown."""
     return _last_of_the_user(traceback.extract_tb(error.__traceback__))
 
 

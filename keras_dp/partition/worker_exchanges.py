@@ -108,14 +108,14 @@ class WorkerExchanges:
         return False
 
     def _counts(self) -> Given:
-        """How many rows each worker has."""
+        """Returns the number of rows of each worker."""
         home = self._graph.home
         one = Given(self._rows(), tf.TensorSpec([], tf.int32), home)
         counts = self._graph.once("rows of workers", lambda: self._exchanged(self._across.counts, [one], "rows"))
         return Given(counts, tf.TensorSpec([None], tf.int32), home)
 
     def _rows(self) -> str:
-        """How many rows this worker has."""
+        """Returns the number of rows of this worker."""
         rows, home = self._feeds.own_rows, self._graph.home
         return str(self._graph.once("own rows", lambda: self._graph.add("AddN", rows, home, "rows", N=len(rows), T=tf.int32)))
 

@@ -112,7 +112,7 @@ class GraphWriter:
         return node
 
     def inside(self, name: str) -> tuple[str, tf.DType | None]:
-        """How the function calls a tensor, and its dtype, None if the function is given it."""
+        """Returns the function's name for a tensor, and its dtype, None if the function is given it."""
         if name not in self._inside:
             node, port = output_of(name)
             if node in self._results:
@@ -189,7 +189,7 @@ class GraphWriter:
         return made
 
     def rounds(self, name: str) -> int:
-        """How many of the tensors that were reserved a tensor is made of, one after the other, at most."""
+        """Counts, at most, the reserved tensors of which a tensor is made, one after the other."""
         return self._rounds.get(output_of(name.removeprefix("^"))[0], 0)
 
     def _count_rounds(self, name: str, inputs: Iterable[str]) -> None:
@@ -222,7 +222,7 @@ class GraphWriter:
                 names[definition.name] = name
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
-        """Whatever `make` makes, the first time."""
+        """Returns the result of the first call of `make`."""
         if what not in self._made:
             self._made[what] = make()
         return self._made[what]

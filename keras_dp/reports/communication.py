@@ -24,7 +24,7 @@ Graph = Any
 
 
 class Copies(NamedTuple):
-    """What one device sends another in one step.
+    """Counts the tensors that one device sends another in one step.
 
     Attributes:
         kind: "weights" and "gradients" of the trainable weights; "moments" for all cross-tower sums, of batch normalization
@@ -44,7 +44,7 @@ class Copies(NamedTuple):
 
 
 class CommunicationReport(NamedTuple):
-    """What the devices send each other in one training step of N towers, beside what they have to.
+    """Reports what the devices send each other in one training step of N towers, beside the least that they can.
 
     Attributes:
         copies: one row for each kind and pair of devices.
@@ -120,7 +120,7 @@ class CommunicationReport(NamedTuple):
 
 
 def communication_report(parallel: DataParallelModel, batch: Any) -> CommunicationReport:
-    """What the towers' devices send each other in one training step: bytes and number of copies, by kind and by pair.
+    """Reports what the towers' devices send each other in one training step: bytes and copies, by kind and by pair.
 
     The step is run once on the batch, in a function of its own, to have TensorFlow make its graphs, one for each device;
     all variables are put back to what they were. The sizes are those of the tensors that these graphs send. Tensors between

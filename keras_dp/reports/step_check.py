@@ -15,7 +15,7 @@ _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
 @dataclasses.dataclass(frozen=True)
 class StepCheck:
-    """How a step on towers compares with the same step on one device.
+    """Tells whether a step on towers is the same step on one device.
 
     Attributes:
         step: "train", "test" or "predict".

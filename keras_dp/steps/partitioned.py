@@ -47,7 +47,7 @@ def run_on_slices(
 
 
 def rows_of(slices: Sequence[Slice]) -> RowCounts:
-    """Which rows the towers have."""
+    """Returns the towers' rows."""
     return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
 
 

@@ -24,7 +24,7 @@ class AnyRows:
         self._traced: set[str] = set()
 
     def __call__(self, batch: Any) -> Any:
-        """What the function gives."""
+        """Calls the function."""
         # Slices that were sent to their devices ahead are no tensors, but several in one.
         are_tensors = all(leaf is None or tf.is_tensor(leaf) for leaf in keras.tree.flatten(batch))
         if are_tensors and not self._feed.is_eager():
@@ -73,7 +73,7 @@ class StepFunction:
         )
 
     def __call__(self, iterator: Any) -> Any:
-        """What the last step gives."""
+        """Runs the steps, and returns the result of the last one."""
         if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
             return self._function(iterator)
         for _, batch in zip(self._steps, iterator, strict=False):

@@ -11,7 +11,7 @@ from keras_dp.keras_internals import keras_models
 
 
 def described_model(model: keras.Model) -> dict[str, Any]:
-    """What must be the same on all workers, by names for people."""
+    """Describes what must be the same on all workers, by names for people."""
     layers = keras_models.flatten_layers(model)
     facts = {f"layer {i}": _configuration(layer) for i, layer in enumerate(layers)}
     if not model.compiled:

@@ -38,7 +38,7 @@ class Cluster:
 
     @property
     def names(self) -> list[str]:
-        """What TensorFlow calls the workers; the chief is the first."""
+        """TensorFlow's names of the workers; the chief is the first."""
         return [f"/job:{job}/replica:0/task:{i}" for job in _JOBS for i in range(len(self.jobs.get(job, ())))]
 
     @property

@@ -319,5 +319,5 @@ def _as_sent(x: Tensor) -> Tensor:
 
 
 def _as_received(sent: Tensor, x: Tensor) -> Tensor:
-    """What was sent, as a tensor of the type of `x` again."""
+    """Turns a received tensor into one of the type of `x` again."""
     return tf.bitcast(sent, x.dtype) if x.dtype in _SEEN_AS else tf.cast(sent, x.dtype)

@@ -87,7 +87,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def reporting_lost_workers(self) -> Iterator[None]:
-        """Where workers wait for each other: names the worker that is lost, if TensorFlow's error comes of that.
+        """Names the worker that is lost, if TensorFlow's error inside comes of that, where workers wait for each other.
 
         Raises:
             WorkerLostError: in place of TensorFlow's error.
@@ -126,7 +126,7 @@ class WorkerGroup:
 
 
 def _first_difference(one: Any, other: Any) -> tuple[list[str], Any, Any]:
-    """Where two nested dictionaries differ first, and what each has there."""
+    """Finds the first difference of two nested dictionaries, and the values of each there."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
             if one.get(name) != other.get(name):

@@ -105,7 +105,7 @@ class HealthCheck:
 
     @contextlib.contextmanager
     def expecting_progress(self) -> Iterator[None]:
-        """Where this worker must make progress, said by `note_progress`."""
+        """Expects progress of this worker inside, said by `note_progress`."""
         before, self._progress = self._progress, time.monotonic()
         try:
             yield

@@ -43,7 +43,7 @@ def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Vari
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """Those of a model, its optimizer, its metrics and the generators of its random numbers."""
+    """Lists the variables of a model, its optimizer, its metrics and the generators of its random numbers."""
     optimizer = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
     metrics = [variable for metric in model.metrics for variable in metric.variables]
     variables = [*model.variables, *optimizer, *metrics, *keras_models.seed_states(model)]

@@ -114,7 +114,7 @@ def _has_more_segments_than_entries(node: Node) -> bool:
 
 @rule("DenseBincount")
 def count(node: Node) -> Plan | None:
-    """How often each number occurs, of each row by itself or of all together."""
+    """Counts how often each number occurs, in each row by itself or in all together."""
     rank, weights = node.rank(0), node.shape(2)
     if rank is None or weights is None or node.inputs[1].counts_rows() or (rank == 1 and node.flag("binary_output")):
         return None

@@ -62,7 +62,7 @@ def split(node: Node) -> Plan | None:
 
 
 def _ends(node: Node, placement: Shard) -> list[int] | None:
-    """Where the parts of a split end, in segments; None if it cuts through them."""
+    """Returns the ends of a split's parts, in segments; None if it cuts through these."""
     count = len(node.results)
     if node.type == "Split":
         each, rest = divmod(len(placement.blocks), count)
@@ -134,7 +134,7 @@ def _without_rows(shape: list[Any], placement: Shard) -> list[Any] | None:
 
 @dataclasses.dataclass
 class _Range:
-    """What a strided slice takes of one axis.
+    """Describes the entries that a strided slice takes of one axis.
 
     Attributes:
         axis: of the tensor; None for an axis that comes.
@@ -154,7 +154,7 @@ class _Range:
 
 
 def _ranges(node: Node, begins: list[Number], ends: list[Number], strides: list[Number], rank: int) -> list[_Range]:
-    """What a strided slice takes of each axis, from its three lists of numbers and its masks."""
+    """Reads a strided slice for each axis, from its three lists of numbers and its masks."""
     masks = {name: node.integer(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
 
     def has(name: str, i: int) -> bool:
@@ -218,7 +218,7 @@ def strided_slice(node: Node) -> Plan | None:
 
 
 def _length(taken: _Range, sizes: list[Any]) -> Any:
-    """How many entries a slice takes of an axis; None if that is not known."""
+    """Counts the entries that a slice takes of an axis; None if that is not known."""
     if taken.axis is None:
         return 1
     size = sizes[taken.axis]

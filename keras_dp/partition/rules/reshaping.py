@@ -37,7 +37,7 @@ def _without_minus_one(sizes: list[Number], target: list[Number]) -> list[Number
 
 
 def _rows_in(sizes: list[Number], placement: Shard, target: list[Number]) -> Shard | None:
-    """Where the rows are after a reshape to `target`; None if they are not along one axis.
+    """Finds the axis of the rows after a reshape to `target`; None if they are not along one axis.
 
     Before and after it, the entries are a sequence of segments, each of which has so many entries for each row.
     """
@@ -173,6 +173,6 @@ def fill(node: Node) -> Plan | None:
 
 
 def _only_rows(numbers: list[Number]) -> int | None:
-    """Which of the numbers is a multiple of the number of rows, if one is, and no other one depends on it."""
+    """Finds the number that is a multiple of the number of rows, if there is one, and no other depends on it."""
     rows = [i for i, number in enumerate(numbers) if depends_on_rows([number])]
     return rows[0] if len(rows) == 1 and isinstance(numbers[rows[0]], Rows) else None
