@@ -23,12 +23,12 @@ collect_ignore = ["worker_scripts"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks further cases of a test as thorough: all but the first, and then every tenth one."""
+    """Marks further cases of a test as thorough: all but the first, and then every twentieth one."""
     counts = collections.Counter()
     for item in items:
         function, has_cases, _ = item.nodeid.partition("[")
         if has_cases and not item.get_closest_marker("slow"):
-            if counts[function] % 10:
+            if counts[function] % 20:
                 item.add_marker(pytest.mark.thorough)
             counts[function] += 1
 

@@ -17,6 +17,7 @@ from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.calling import node_by_node
+from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
 
 Tensor = Any
@@ -196,7 +197,8 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
         with writer.as_default():
             tf.summary.trace_on(graph=True, profiler=False)
             try:
-                with _graph_optimization_off():
+                # Split as it was traced: within devices, the optimizer would give tensors other names.
+                with graph_optimizer(disable_meta_optimizer=True):
                     function(data)
             finally:
                 tf.summary.trace_export("step", step=0)
@@ -211,17 +213,6 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
         return sum(node.name in names for graph in graphs.partition_graphs for node in graph.node)
 
     return concrete, list(max(collected.function_graphs, key=known_nodes).partition_graphs)
-
-
-@contextlib.contextmanager
-def _graph_optimization_off() -> Iterator[None]:
-    """Has TensorFlow split graphs as they were traced. Grappler works within devices, and would give tensors other names."""
-    before = tf.config.optimizer.get_experimental_options()
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False} | before)
 
 
 def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:

@@ -13,7 +13,7 @@ class Proxy(saving.SavedAs):
 
     So whatever Keras's classes have, or will have, and whatever a user's class adds, is where the user put it.
 
-    What is written down, or pickled, is the object inside, and loads without keras_dp; copies and clones are faces again.
+    What is written down, or pickled, is the object inside, and loads without keras_dp; copies and clones are proxies again.
 
     Attributes:
         _inside: the name of the attribute that holds the object inside.

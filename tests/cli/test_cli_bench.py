@@ -241,6 +241,7 @@ def test_models_that_cannot_be_measured_are_found_out_first(user_directory, name
     assert problem in survey(f"user_models:{name}").problem
 
 
+@pytest.mark.thorough
 def test_what_is_found_out_first(user_directory):
     assert "No module named 'no_such_module'. Received: 'no_such_module:build'" in survey("no_such_module:build").problem
     assert survey("user_models:small") == Survey(environment.environment(), gpus=0, batch_size=64)
@@ -473,6 +474,7 @@ def test_end_to_end(user_directory):
     assert all(name in profile.read_bytes() for name in (b"tower_0/", b"tower_1/"))
 
 
+@pytest.mark.thorough
 def test_a_failing_run_says_why(user_directory):
     with pytest.raises(RunFailedError, match="RuntimeError: this model cannot be built"):
         runs.measure_in_new_process(Run("keras_dp", 2, 4, "user_models:broken"))

@@ -11,6 +11,8 @@ from keras import layers
 import keras_dp
 from keras_dp.large_batches.warmup import LearningRateWarmup
 
+pytestmark = pytest.mark.thorough
+
 X, Y = np.ones((12, 4)), np.ones((12, 2))
 
 

@@ -321,6 +321,7 @@ def random_layers():
     ]
 
 
+@pytest.mark.thorough
 def test_random_layers():
     """Under tf.distribute all replicas draw the same dropout mask."""
     keras.config.set_floatx("float32")

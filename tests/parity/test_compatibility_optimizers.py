@@ -117,6 +117,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.thorough
 def test_every_learning_rate_schedule():
     """All in one script, one after the other, so that the state of each is the next one's start."""
     schedules = optimizers.schedules

@@ -278,6 +278,7 @@ def test_steps_are_traced_once_for_batches_of_all_sizes(monkeypatch):
     assert len(traced) == 4
 
 
+@pytest.mark.thorough
 def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch):
     """Keras's jit_compile="auto" turns XLA on where it sees a GPU, which would put all towers on one device."""
     listed = tf.config.list_physical_devices

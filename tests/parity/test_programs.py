@@ -1,18 +1,17 @@
 """Published kinds of programs, most with training steps of their own, train on towers as they do on one device."""
 
-import contextlib
 import functools
 import re
 from pathlib import Path
 
 import keras
 import pytest
-import tensorflow as tf
 from comparison import TOLERANCE, assert_same, explained_by_check_step, largest_change, values
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
 from programs.catalogue import PROGRAMS
 
 import keras_dp
+from keras_dp.reports.graph_optimizer import graph_optimizer
 
 PAGE = (
     Path(__file__)
@@ -65,25 +64,14 @@ def test_the_page_counts_the_programs_that_gather():
 
 @functools.lru_cache
 def plain(name):
-    """What a program gives without keras_dp: the same for each number of towers."""
-    with ordered_reads():
-        return run(name, lambda model: model)
+    """What a program gives without keras_dp: the same for each number of towers.
 
-
-@contextlib.contextmanager
-def ordered_reads():
-    """Has each variable be read before a step updates it, as the program says.
-
-    TensorFlow's dependency optimizer drops that order where a model is called on rows of the step's own: of 400 runs of
-    `constant_rows` in plain Keras 11 read weights that were updated already, and none of 200 without the optimizer. On towers,
-    a variable is read once for all calls.
+    TensorFlow's dependency optimizer drops the order between a read of a variable and its update, where a model is called on
+    rows of the step's own: of 400 runs of `constant_rows` in plain Keras 11 read weights that were updated already, and none
+    of 200 without the optimizer. On towers, a variable is read once for all calls.
     """
-    before = tf.config.optimizer.get_experimental_options()
-    tf.config.optimizer.set_experimental_options({"dependency_optimization": False})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"dependency_optimization": True} | before)
+    with graph_optimizer(dependency_optimization=False):
+        return run(name, lambda model: model)
 
 
 def run(name, wrap):

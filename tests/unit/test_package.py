@@ -76,6 +76,7 @@ def test_links_lead_somewhere(page):
     assert missing == []
 
 
+@pytest.mark.thorough
 def test_imported_once_more():
     """As after a purge of sys.modules in a notebook: gradients go through the sums of the module that is there now."""
     script = """
