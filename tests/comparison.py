@@ -1,4 +1,4 @@
-"""Runs the same script on a plain Keras model and on a DataParallelModel around its twin, and compares all that comes out."""
+"""Run the same script on a plain Keras model and on a DataParallelModel around its twin, and compare all results."""
 
 import contextlib
 from unittest import mock
@@ -12,20 +12,21 @@ from keras_dp.batches.input_strategy import InputStrategy
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
 
-def twins(build):
-    """Two models from the same seeds, with the same weights."""
+def twins(build, count=2):
+    """Builds several models from the same seeds, with the same weights."""
     models = []
-    for _ in range(2):
+    for _ in range(count):
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
         models.append(build())
-    if models[0].built and models[1].built:
-        models[1].set_weights(models[0].get_weights())
+    for model in models[1:]:
+        if models[0].built and model.built:
+            model.set_weights(models[0].get_weights())
     return models
 
 
 def fit(model, compile_arguments, datasets, **fit_arguments):
-    """Compiles, fits datasets, each ((x, y) or (x, y, sample_weight), batch size), and returns the histories."""
+    """Compiles, fits each dataset ((x, y) or (x, y, sample_weight), batch size), and returns the histories."""
     model.compile(**compile_arguments())
     histories = []
     for (x, *targets), batch_size in datasets:
@@ -36,7 +37,7 @@ def fit(model, compile_arguments, datasets, **fit_arguments):
 
 
 def fit_evaluate_predict(model, compile_arguments, datasets, batch_size=7, **fit_arguments):
-    """As `fit`, and what evaluate and predict give for the same data."""
+    """Returns the histories of `fit`, and the results of `evaluate` and `predict` for the same data."""
     results = [fit(model, compile_arguments, datasets, **fit_arguments)]
     for (x, *targets), _ in datasets:
         y, sample_weight = [*targets, None, None][:2]
@@ -46,7 +47,7 @@ def fit_evaluate_predict(model, compile_arguments, datasets, batch_size=7, **fit
 
 
 def assert_same(expected, received, tolerance, path=""):
-    """Asserts that two nested results agree, relative to their size where that is large."""
+    """Asserts that two nested results agree within an absolute tolerance plus a relative one."""
     if isinstance(expected, dict):
         assert set(expected) == set(received), path
         for key in expected:
@@ -60,36 +61,37 @@ def assert_same(expected, received, tolerance, path=""):
 
 
 def largest_difference(one, other):
-    """The largest difference between the weights of two models."""
+    """Returns the largest difference between the weights of two models."""
     return largest_change(one.get_weights(), other.get_weights())
 
 
 def assert_same_script(build, script, num_towers, wrapper_arguments=None):
-    """Runs a script on a plain model and on a wrapper around its twin; compares results, weights and optimizer state.
+    """Runs a script on a plain model and on a wrapper around its twin, and compares results, weights and optimizer state.
 
     Args:
-        build: builds the model.
-        script: takes a model, compiles and trains it, and returns nested numbers.
-        num_towers: how many devices the wrapper gets.
-        wrapper_arguments: its further arguments.
+        build: a function that builds the model.
+        script: a function that compiles and trains a model, and returns nested numbers.
+        num_towers: the number of devices of the wrapper; a tuple for one wrapper after the other.
+        wrapper_arguments: further arguments of the wrapper.
 
     Returns:
-        The plain model and the wrapper.
+        The plain model and the last wrapper.
     """
-    one, inner = twins(build)
+    counts = num_towers if isinstance(num_towers, tuple) else (num_towers,)
+    one, *inners = twins(build, 1 + len(counts))
     before = one.get_weights()
     keras.utils.set_random_seed(5)
     expected = script(one)
-    keras.utils.set_random_seed(5)
-    parallel = keras_dp.DataParallelModel(inner, devices=num_towers, **wrapper_arguments or {})
-    received = script(parallel)
-
     tolerance = TOLERANCE[keras.config.floatx()]
-    with explained_by_check_step(parallel, script):
-        assert_same(expected, received, tolerance)
-        assert_same(one.get_weights(), inner.get_weights(), tolerance, "weights")
-        for optimizer in (inner.optimizer, parallel.optimizer):
-            assert_same(values(one.optimizer), values(optimizer), tolerance, "optimizer")
+    for inner, count in zip(inners, counts, strict=True):
+        keras.utils.set_random_seed(5)
+        parallel = keras_dp.DataParallelModel(inner, devices=count, **wrapper_arguments or {})
+        received = script(parallel)
+        with explained_by_check_step(parallel, script):
+            assert_same(expected, received, tolerance)
+            assert_same(one.get_weights(), inner.get_weights(), tolerance, "weights")
+            for optimizer in (inner.optimizer, parallel.optimizer):
+                assert_same(values(one.optimizer), values(optimizer), tolerance, "optimizer")
     if len(before) == len(one.get_weights()) > 0:
         assert largest_change(before, one.get_weights()) > 1e-6, "nothing was trained"
     return one, parallel
@@ -97,7 +99,7 @@ def assert_same_script(build, script, num_towers, wrapper_arguments=None):
 
 @contextlib.contextmanager
 def explained_by_check_step(parallel, script):
-    """Adds to a failed assertion what `check_step` finds in the first batch that a script feeds its model."""
+    """Adds to a failed assertion the report of `check_step` on the first batch that the script feeds to the model."""
     try:
         yield
     except AssertionError as error:
@@ -136,10 +138,10 @@ def assert_towers_match_one_device(build, compile_arguments, datasets, num_tower
 
 
 def largest_change(before, after):
-    """The largest difference between two lists of arrays."""
+    """Returns the largest difference between two lists of arrays."""
     return max(np.abs(a - b).max() for a, b in zip(before, after, strict=True))
 
 
 def values(optimizer):
-    """The values of all variables of an optimizer."""
+    """Returns the values of all variables of an optimizer."""
     return [variable.numpy() for variable in optimizer.variables]

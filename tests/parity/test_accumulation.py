@@ -1,4 +1,4 @@
-"""accumulate="rows": accumulated batches of different sizes give what all their rows give as one batch."""
+"""With accumulate="rows", accumulated batches of different sizes give the result of one batch with all their rows."""
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ def build():
 
 
 def one_batch_at_a_time(optimizer, epochs, sample_weight=None):
-    """Plain Keras, on 11 rows at a time."""
+    """Trains plain Keras on batches of 11 rows, and returns the weights."""
     model = build()
     model.compile(optimizer, "mse")
     model.fit(X, Y, ROWS, epochs, shuffle=False, verbose=0, sample_weight=sample_weight)
@@ -59,14 +59,14 @@ def difference(expected, received):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("num_towers", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_uneven_batches_are_one_batch(name, num_towers, weighted):
+def test_uneven_batches_are_one_batch(name, weighted):
     sample_weight = WEIGHTS if weighted else None
-    model = accumulating(name, num_towers)
-    train_in_parts(model, epochs=3, sample_weight=sample_weight)
     expected = one_batch_at_a_time(OPTIMIZERS[name](), 3, sample_weight)
-    assert difference(expected, model.get_weights()) < 1e-9
+    for num_towers in (1, 3):
+        model = accumulating(name, num_towers)
+        train_in_parts(model, epochs=3, sample_weight=sample_weight)
+        assert difference(expected, model.get_weights()) < 1e-9
 
 
 def test_with_variables_on_all_devices():
@@ -76,7 +76,7 @@ def test_with_variables_on_all_devices():
 
 
 def test_through_fit_with_windows_across_epochs():
-    """Eleven rows in batches of 4 are three batches: a window of two ends within the next epoch."""
+    """An epoch has three batches, of 4, 4 and 3 rows, so that a window of two batches ends in the next epoch."""
     inner_optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     model = keras_dp.DataParallelModel(build(), devices=2)
     model.compile(keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows"), "mse")
@@ -105,7 +105,7 @@ def test_of_equal_batches_both_are_the_large_batch():
 
 
 def test_a_batch_that_overflows_is_left_out_with_its_rows():
-    """The second of four batches is infinite: the loss scale falls, and the window is made of the three others."""
+    """The second of four batches is infinite: the loss scale falls, and the window holds the other three batches."""
     model = accumulating("loss scaling")
     batches = [slice(0, 4), slice(4, 8), slice(8, 11), slice(11, 13)]
     for number, rows in enumerate(batches):
@@ -163,7 +163,7 @@ def test_in_a_loop_of_ones_own():
 
 
 def test_state_that_is_restored_in_the_same_process():
-    """The rows of the window that was left are not those of the window that was restored."""
+    """Restoring the variables discards the rows of the window in progress: the restored window has its own."""
     weights = []
     for trained_further in (False, True):
         keras.utils.set_random_seed(0)
@@ -180,7 +180,7 @@ def test_state_that_is_restored_in_the_same_process():
 
 
 def test_what_overwrites_its_variable_is_not_weighted():
-    """As the scales of float8, of which Keras takes the largest."""
+    """The scales of float8 are such variables: Keras takes the largest of their values."""
     scale, weight = keras.Variable([1.0]), keras.Variable([0.0])
     scale.overwrite_with_gradient = True
     inner_optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
@@ -210,11 +210,11 @@ def test_running_eagerly_is_refused():
 @pytest.mark.parametrize(
     ("inner_optimizer", "accumulate", "message"),
     [
-        ("sgd", "rows", "this one accumulates none, or is made of several: give a single one, with gradient_accumulation"),
+        ("sgd", "rows", "accumulates none, or is made of several. Give a single optimizer with gradient_accumulation_steps"),
         (
             keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(gradient_accumulation_steps=2))),
             "rows",
-            "or is made of several: give a single one",
+            "or is made of several. Give a single optimizer",
         ),
         ("sgd", "elements", "`accumulate` must be one of 'batches', 'rows'. Received: accumulate='elements'"),
     ],

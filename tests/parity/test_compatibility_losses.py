@@ -1,4 +1,4 @@
-"""Every loss of Keras, and those of one's own, with one device's loss and weights."""
+"""Every loss of Keras, and custom losses, give one device's loss and weights."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ def dense(units=3, activation=None):
 
 
 def tagger():
-    """One output for each token, with the mask of the padding."""
+    """Builds a model with an output for each token, and a mask of the padding."""
     return keras.Sequential(
         [
             keras.Input((6,), dtype="int32"),
@@ -57,14 +57,14 @@ REDUCTIONS = ["sum", "sum_over_batch_size", "mean", "mean_with_sample_weight"]
 ALL = sorted(
     name
     for name, value in vars(losses).items()
-    # CTC has a test of its own.
+    # CTC has a separate test.
     if inspect.isclass(value) and issubclass(value, losses.Loss) and name not in ("Loss", "CTC")
 )
 NAMES = {"KLDivergence": "kl_divergence"}
 
 
 def labels_for(name):
-    """An activation and labels that make sense to a loss."""
+    """Returns an activation and labels that suit a loss."""
     if "Sparse" in name or name in ("Circle", "CategoricalGeneralizedCrossEntropy"):
         return "softmax", rng.integers(0, 3, 23)
     if name in ("Hinge", "SquaredHinge"):
@@ -77,7 +77,7 @@ def labels_for(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_loss(name):
-    """By name and as an object with each kind of reduction, one for each output of a model. A new one comes up by itself."""
+    """A model has an output for the loss by name, and for each reduction. New losses of Keras are included."""
     activation, y = labels_for(name)
     by_name = NAMES.get(name) or re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     kinds = ["sum", "sum_over_batch_size", "mean_with_sample_weight"]
@@ -92,7 +92,7 @@ def test_every_loss(name):
         make = getattr(losses, name)
         of_kind = [make(reduction=kind) if kind in REDUCTIONS else kind for kind in kinds]
         model.compile(keras.optimizers.SGD(0.01), of_kind)
-        # Keras's CategoricalGeneralizedCrossEntropy pairs all labels with all rows, for which there are no weights.
+        # Keras's CategoricalGeneralizedCrossEntropy pairs all labels with all rows, so that weights do not fit.
         weights = None if name == "CategoricalGeneralizedCrossEntropy" else [WEIGHTS] * len(kinds)
         y_of_kind = [y] * len(kinds)
         return model.fit(X, y_of_kind, sample_weight=weights, batch_size=9, shuffle=False, verbose=0).history
@@ -101,7 +101,7 @@ def test_every_loss(name):
 
 
 def test_connectionist_temporal_classification():
-    """Its steps are float32 inside TensorFlow, so that the order of the sums shows."""
+    """TensorFlow computes it in float32, so that the order of sums changes the rounding."""
     keras.config.set_floatx("float32")
 
     def build():
@@ -121,21 +121,20 @@ def test_reductions(reduction, weights):
 @pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.slow), "tokens"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_masked_losses(reduction, weights):
-    """tf.distribute takes the mean of the replicas' masked means: other weights, silently."""
+    """tf.distribute averages the replicas' masked means, and silently trains other weights."""
     data = (TOKENS, rng.integers(0, 4, (23, 6)), *([rng.uniform(size=(23, 6))] if weights else []))
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     arguments = compiled(loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
     assert_same_training(tagger, arguments, [(data, 9)], 3)
 
 
-@pytest.mark.parametrize("num_towers", [2, 4])
-def test_masks_that_leave_a_tower_or_a_batch_nothing(num_towers):
+def test_masks_that_leave_a_tower_or_a_batch_nothing():
     tokens = TOKENS.copy()
-    tokens[:4] = 0  # The first tower's.
-    tokens[9:18] = 0  # The second batch.
+    tokens[:4] = 0  # Covers the first tower's slice.
+    tokens[9:18] = 0  # Covers the second batch.
     data = (tokens, rng.integers(0, 4, (23, 6)))
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    assert_towers_match_one_device(tagger, compiled(loss), [(data, 9)], num_towers)
+    assert_towers_match_one_device(tagger, compiled(loss), [(data, 9)], (2, 4))
 
 
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum_over_batch_size"])
@@ -155,7 +154,7 @@ def test_label_smoothing():
 
 
 def test_outputs_without_an_axis_of_their_own():
-    """A function of Keras takes the mean over the last axis, here the rows: a bare scalar, so the batch is gathered."""
+    """Keras's functions average over the last axis, which is the rows here. The result is a scalar."""
 
     def build():
         inputs = keras.Input((5,))
@@ -165,14 +164,14 @@ def test_outputs_without_an_axis_of_their_own():
 
 
 def test_binary_labels_are_decided_by_the_whole_batch():
-    """A hinge reads a slice of labels 0 and 1 as -1 and 1, unless there is a -1 elsewhere in the batch."""
+    """A hinge maps labels 0 and 1 to -1 and 1, unless the batch has a label -1 anywhere."""
     y = np.r_[np.zeros((8, 3)), np.ones((8, 3)), -np.ones((7, 3))]
     arguments = compiled("hinge", metrics=["hinge", keras.metrics.SquaredHinge()])
     assert_same_training(dense(), arguments, [((X, y), 23)], 3)
 
 
 def contrastive(y_true, y_pred):
-    """Each row should be most like itself among all rows of the batch: one value for each row, and yet they are coupled."""
+    """Compares each row with all rows of the batch: the loss has a value for each row, but couples the rows."""
     similarities = ops.matmul(y_pred, ops.transpose(y_pred))
     return losses.sparse_categorical_crossentropy(ops.arange(ops.shape(y_pred)[0]), similarities, from_logits=True)
 
@@ -190,7 +189,7 @@ def test_losses_of_ones_own_with_a_value_for_each_row(own):
 
 @pytest.mark.parametrize("loss", [rmse, contrastive])
 def test_losses_that_couple_rows(loss):
-    """tf.distribute takes the mean of the replicas' losses."""
+    """tf.distribute averages the replicas' losses."""
     data = (X, Y, WEIGHTS)[: 3 if loss is contrastive else 2]
     assert_towers_match_one_device(dense(), compiled(loss), [(data, 9)], 3)
 
@@ -229,7 +228,7 @@ def test_several_outputs_with_weights_of_their_own():
 
 
 def test_weight_regularizers():
-    """They count once, not once a tower."""
+    """Regularizers count once, not once for each tower."""
 
     def build():
         def own(weight):
@@ -248,7 +247,7 @@ def test_weight_regularizers():
 
 
 def test_activity_regularizers():
-    """Keras divides them by the rows of the batch."""
+    """Keras divides the penalties by the number of rows of the batch."""
 
     def build():
         regularized = layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.1))
@@ -258,7 +257,7 @@ def test_activity_regularizers():
 
 
 class Adding(keras.Model):
-    """Adds a loss, made by a function of the outputs."""
+    """Adds a loss that is a function of the outputs."""
 
     def __init__(self, penalty):
         super().__init__()
@@ -281,7 +280,7 @@ PENALTIES = {
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_added_losses(penalty):
-    """A scalar is taken for a mean over the rows; values for each row are summed, as in Keras."""
+    """Scalars, and values for each column, row or number, are added as in Keras."""
     assert_same_training(lambda: Adding(PENALTIES[penalty]), compiled("mse"), [((X, Y), 9)], 3)
     assert_towers_match_one_device(lambda: Adding(PENALTIES[penalty]), compiled(None), [((X,), 9)], 3)
 
@@ -304,7 +303,7 @@ class OwnComputeLoss(keras.Model):
         return self.dense(x)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        scale = ops.max(ops.abs(x))  # Of the whole batch.
+        scale = ops.max(ops.abs(x))  # The maximum over the whole batch.
         self.largest.update_state(scale)
         return ops.mean((y - y_pred) ** 2) / scale
 
@@ -314,7 +313,7 @@ def test_overridden_compute_loss():
 
 
 class OldComputeLoss(keras.Model):
-    """Written before Keras 3.3, without `training`."""
+    """Overrides compute_loss as before Keras 3.3, without `training`."""
 
     def __init__(self):
         super().__init__()
@@ -332,7 +331,7 @@ def test_overridden_compute_loss_without_training():
 
 
 def test_no_loss_at_all():
-    """Refused with Keras's own error."""
+    """Keras's own error is raised."""
     parallel = keras_dp.DataParallelModel(dense()(), devices=2)
     parallel.compile("sgd")
     with pytest.raises(ValueError, match="No loss to compute"):
