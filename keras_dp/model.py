@@ -30,7 +30,7 @@ from keras_dp.partition.step import Partition
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import AnyRows, StepFunction
 from keras_dp.workers.group import current_workers
-from keras_dp.workers.joint_calls import JointCalls
+from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.plain_training import PlainTraining
 from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, has_own_step, listed, refuse_strategy
 
@@ -50,32 +50,33 @@ class DataParallelModel(ModelWrapper):
     >>> parallel.compile("sgd", "mse")
 
     `fit`, `evaluate`, `predict`, the `*_on_batch` methods and callbacks work as on any Keras model. Each global batch of B
-    rows is cut into N slices; a tower on each device computes its part of the loss of the global batch, and the gradients
-    are summed and applied once, where the variables live.
+    rows is cut into N slices. A tower on each device computes its part of the loss of the global batch. The gradients are
+    summed and applied once, where the variables live.
 
-    The inner model is the product: its variables are the ones that are trained, and `save`, `export` and checkpoints are its
-    own, so that what is saved loads without keras_dp.
+    Training changes the inner model's own variables. `save`, `export` and checkpoints save the inner model, so that the files
+    load without keras_dp.
 
     Args:
         inner_model: any `keras.Model`, built or not.
-        devices: None for all GPUs, or all logical CPUs if there is no GPU; an integer n for the first n of those; or names
+        devices: None for all GPUs, or all logical CPUs if there is no GPU; an integer n for the first n of these; or names
             such as "GPU:0".
-        parameter_device: where the variables live, and where gradients are summed and applied: None for where the variables
-            are; a device's name, to which they are moved; or "sharded" for each on one of the towers' devices, balanced by
-            bytes.
-        batch_norm: "sync" normalizes with the moments of the global batch, as one device does. "local" normalizes each slice
-            with its own moments and keeps the moving statistics of the global batch; "first" keeps those of the first tower.
-        loss_scope: has no effect any more, and warns if it is not "auto": whatever a loss does with the rows of a batch, it
-            is the loss of the global batch.
-        gradient_dtype: "bfloat16" or "float16" to send gradients from the towers in half the bytes, at the cost of exactness;
-            those of a worker's towers are summed in the variable's dtype, those of several workers on the way, in this one.
-            None sends them as they are.
-        whole: names of tensors of a batch that are not cut into slices, since they have other rows than the batch, such as the
-            edges of graphs beside their nodes, or are the same for all rows: keys of dictionaries and indices of tuples, or
-            several of those that follow each other, such as "edges" or "0/edges".
+        parameter_device: the device where the variables live, and where gradients are summed and applied. None leaves the
+            variables where they are. A device's name moves them there. "sharded" spreads them over the towers' devices,
+            balanced by bytes.
+        batch_norm: "sync" normalizes with the moments of the global batch, as one device does. "local" and "first" normalize
+            each slice with its own moments. "local" updates the moving statistics with the moments of the global batch,
+            "first" with the moments of the first tower.
+        loss_scope: a deprecated argument without effect; values other than "auto" warn. Every loss is the loss of the global
+            batch, even if it compares rows with each other.
+        gradient_dtype: "bfloat16" or "float16" to send gradients from the towers in half the bytes, at the cost of exactness.
+            A worker sums its towers' gradients in the variable's dtype; the sums over several workers use this dtype.
+            None sends gradients in their own dtype.
+        whole: names of tensors of a batch that are not cut into slices. Such a tensor has other rows than the batch, as the
+            edges of graphs beside their nodes, or is the same for all rows. A name is a dictionary's key or a tuple's index,
+            or a path of these, such as "edges" or "0/edges".
 
     Raises:
-        ValueError: if the model cannot be trained on towers, or there are no such devices.
+        ValueError: if the model cannot be trained on towers, or a device does not exist.
     """
 
     train_function: Any
@@ -97,8 +98,8 @@ class DataParallelModel(ModelWrapper):
         refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
         if loss_scope != "auto":
             warnings.warn(
-                "`loss_scope` has no effect any more: every loss, rows compared with each other or not, is that of the global "
-                f"batch, of which towers compute their parts. Leave it out. Received: loss_scope={loss_scope!r}",
+                "`loss_scope` has no effect any more: every loss is the loss of the global batch, even if it compares rows "
+                f"with each other. Leave it out. Received: loss_scope={loss_scope!r}",
                 DeprecationWarning,
                 stacklevel=2,
             )
@@ -110,12 +111,12 @@ class DataParallelModel(ModelWrapper):
         self._told_gathered = False
         self._batch_rows: int | None = None
         self._plain_training = PlainTraining(inner_model)
-        # Keras would track a metric as this model's own, and refuses that once a model is quantized.
+        # A function, not the metric itself: Keras would track it as this model's own, and refuses that on a quantized model.
         self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self._workers = current_workers()
-        self._joint_calls = JointCalls(self._workers)
+        self._joint_calls = calls_of(self._workers)
         self._predicts_shard = False
         self._loops: list[str] = []
         self._feed = InputStrategy(
@@ -137,12 +138,13 @@ class DataParallelModel(ModelWrapper):
         return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(self._devices)}>"
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the inner model with the arguments of its own `compile`, and the towers around it.
+        """Compiles the inner model, and the towers around it.
 
         Args:
-            *args: of the inner model's `compile`. An optimizer is any of Keras, or a `DataParallelOptimizer` around one.
-            **kwargs: the same. `jit_compile=True` has XLA compile each tower's operations for its own device, between the sums
-                over the towers; the default, "auto", compiles none.
+            *args: the arguments of the inner model's `compile`. The optimizer may be any Keras optimizer, or a
+                `DataParallelOptimizer` around one.
+            **kwargs: its keyword arguments. `jit_compile=True` makes XLA compile each tower's operations for its own device,
+                between the sums over the towers. The default, "auto", compiles none.
         """
         refuse_strategy()
         self._steps.jit_compile = kwargs.get("jit_compile") is True
@@ -152,7 +154,7 @@ class DataParallelModel(ModelWrapper):
             self._compile(*args, **kwargs)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        """Compiles the inner model as it was when it gave this `get_compile_config()`, and the towers around it."""
+        """Compiles the inner model, and the towers around it, from a configuration that `get_compile_config()` returned."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.inner_model.built and self.inner_model.optimizer is not None:
             self.inner_model.optimizer.build(self.inner_model.trainable_variables)
@@ -180,33 +182,33 @@ class DataParallelModel(ModelWrapper):
     ) -> keras.callbacks.History:
         """Trains on N towers of each worker.
 
-        The arguments are those of `keras.Model.fit`, and one more.
+        All arguments but `sharded` work as in `keras.Model.fit`. A batch is the global batch of B rows.
 
         Args:
-            x: as the following ones, as in `keras.Model.fit`; a batch is the global batch of B rows.
+            x: inputs, or batches.
             y: targets.
             batch_size: B.
             epochs: the epoch at which training ends.
             verbose: "auto", 0, 1 or 2.
-            callbacks: one or several.
+            callbacks: one callback or several.
             validation_split: the part of the rows, from the end, that is kept for validation.
-            validation_data: to evaluate after each epoch.
+            validation_data: data to evaluate after each epoch.
             shuffle: whether rows are shuffled before each epoch.
             class_weight: a weight for each class.
             sample_weight: a weight for each row.
             initial_epoch: the epoch at which training begins.
-            steps_per_epoch: batches in an epoch.
-            validation_steps: batches in an evaluation.
-            validation_batch_size: rows in a batch of an evaluation.
-            validation_freq: the epochs between evaluations, or those after which to evaluate.
-            sharded: whether the datasets, of training and of validation, are those of this worker alone, which the script has
-                divided among the workers: their batches together are the global batches.
+            steps_per_epoch: the number of batches in an epoch.
+            validation_steps: the number of batches in an evaluation.
+            validation_batch_size: the number of rows in a batch of an evaluation.
+            validation_freq: the number of epochs between evaluations, or a list of the epochs after which to evaluate.
+            sharded: whether the training and validation datasets are this worker's own shards, which the script has divided
+                among the workers. The workers' batches together are the global batches then.
 
         Returns:
             The history, as in `keras.Model.fit`.
 
         Raises:
-            ValueError: if there was nothing to train on, or workers do not do the same.
+            ValueError: if there is nothing to train on, or the workers' calls differ.
             WorkerLostError: if a worker is lost.
         """
         with self._call("fit", _given(DataParallelModel.fit, locals()), sharded) as arguments:
@@ -215,7 +217,7 @@ class DataParallelModel(ModelWrapper):
                 self._forget_traces()
             self._announce(arguments)
             history = super().fit(arguments.pop("x", None), **arguments)
-        # A generator that runs dry between epochs ends training, as in Keras; one that never gave a batch is a mistake.
+        # As in Keras, a generator that ends between epochs ends training. A generator without any batch is a mistake.
         if history.epoch and not any(history.history.get("loss", ())):
             self._refuse_no_batches("fit")
         return history
@@ -236,23 +238,25 @@ class DataParallelModel(ModelWrapper):
     ) -> Any:
         """Evaluates on N towers of each worker.
 
+        All arguments but `sharded` work as in `keras.Model.evaluate`.
+
         Args:
-            x: as the following ones, as in `keras.Model.evaluate`.
+            x: inputs, or batches.
             y: targets.
-            batch_size: B, the rows in a batch.
+            batch_size: B, the number of rows in a batch.
             verbose: "auto", 0, 1 or 2.
             sample_weight: a weight for each row.
-            steps: how many batches to take.
-            callbacks: one or several.
-            return_dict: whether to return the numbers by name.
+            steps: the number of batches to take.
+            callbacks: one callback or several.
+            return_dict: whether to return the results by name.
             sharded: as in `fit`.
-            **kwargs: what Keras's `fit` passes on to it.
+            **kwargs: further arguments that Keras's `fit` passes.
 
         Returns:
             The loss and the metrics, as in `keras.Model.evaluate`.
 
         Raises:
-            ValueError: if there was nothing to evaluate, or workers do not do the same.
+            ValueError: if there is nothing to evaluate, or the workers' calls differ.
             WorkerLostError: if a worker is lost.
         """
         with self._call("evaluate", {**_given(DataParallelModel.evaluate, locals()), **kwargs}, sharded) as arguments:
@@ -273,21 +277,23 @@ class DataParallelModel(ModelWrapper):
     ) -> Any:
         """Predicts on N towers of each worker, in the order of the rows.
 
+        All arguments but `sharded` and `rows` work as in `keras.Model.predict`.
+
         Args:
-            x: as the following ones, as in `keras.Model.predict`.
-            batch_size: B, the rows in a batch.
+            x: inputs, or batches.
+            batch_size: B, the number of rows in a batch.
             verbose: "auto", 0, 1 or 2.
-            steps: how many batches to take.
-            callbacks: one or several.
+            steps: the number of batches to take.
+            callbacks: one callback or several.
             sharded: as in `fit`.
-            rows: "all" gives every worker the predictions for all rows; "shard" those for its own rows of each batch, which
-                are not sent anywhere.
+            rows: "all" returns the predictions for all rows on every worker. "shard" returns only the predictions for
+                this worker's rows of each batch.
 
         Returns:
             The outputs, as in `keras.Model.predict`.
 
         Raises:
-            ValueError: if there was nothing to predict, or workers do not do the same.
+            ValueError: if there is nothing to predict, or the workers' calls differ.
             WorkerLostError: if a worker is lost.
         """
         refuse_unknown("rows", rows, choices.Rows)
@@ -302,43 +308,43 @@ class DataParallelModel(ModelWrapper):
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
     ) -> Any:
-        """One step of training on one global batch; see `keras.Model.train_on_batch`."""
+        """Runs one training step on one global batch; see `keras.Model.train_on_batch`."""
         with self._workers.reporting_lost_workers():
             batch = self._host_batch(x, y, sample_weight)
             return super().train_on_batch(*batch, class_weight=class_weight, return_dict=return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
-        """One step of evaluation on one global batch; see `keras.Model.test_on_batch`."""
+        """Runs one evaluation step on one global batch; see `keras.Model.test_on_batch`."""
         with self._workers.reporting_lost_workers():
             return super().test_on_batch(*self._host_batch(x, y, sample_weight), return_dict=return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """The outputs for one global batch; see `keras.Model.predict_on_batch`."""
+        """Returns the outputs for one global batch; see `keras.Model.predict_on_batch`."""
         with self._workers.reporting_lost_workers():
             return super().predict_on_batch(*self._host_batch(x))
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Saves the inner model, see `keras.Model.save`; of several workers, the first one does."""
+        """Saves the inner model, on the chief alone; see `keras.Model.save`."""
         if self._workers.is_chief:
             self.inner_model.save(*args, **kwargs)
 
     def save_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Saves the inner model's weights, see `keras.Model.save_weights`; of several workers, the first one does."""
+        """Saves the inner model's weights, on the chief alone; see `keras.Model.save_weights`."""
         if self._workers.is_chief:
             self.inner_model.save_weights(*args, **kwargs)
 
     def export(self, *args: Any, **kwargs: Any) -> None:
-        """Exports the inner model, see `keras.Model.export`; of several workers, the first one does."""
+        """Exports the inner model, on the chief alone; see `keras.Model.export`."""
         if self._workers.is_chief:
             self.inner_model.export(*args, **kwargs)
 
     def quantize(self, *args: Any, **kwargs: Any) -> None:
-        """Quantizes the inner model, see `keras.Model.quantize`, and has the towers compute with what it has become."""
+        """Quantizes the inner model, and makes the towers follow it; see `keras.Model.quantize`."""
         self.inner_model.quantize(*args, **kwargs)
         self._follow_inner_model()
 
     def reset_metrics(self) -> None:
-        """Resets all metrics, as Keras does before each epoch, and sees to what has become of the inner model before it."""
+        """Makes the towers follow changes of the inner model, and resets all metrics. Keras calls it before each epoch."""
         self._follow_inner_model()
         self.inner_model.reset_metrics()
 
@@ -351,12 +357,12 @@ class DataParallelModel(ModelWrapper):
         show_trainable: bool = False,
         layer_range: Any = None,
     ) -> None:
-        """Prints the inner model's summary, and on which devices the towers are; see `keras.Model.summary`."""
+        """Prints the inner model's summary and the towers' devices; see `keras.Model.summary`."""
         self.inner_model.summary(line_length, positions, print_fn, expand_nested, show_trainable, layer_range)
         (print_fn or print)(f" Devices: {announcement.towers(self._devices)}")
 
     def explain(self, batch: Any, step: choices.Step = "train") -> Explanation:
-        """Says how a step is partitioned: where towers meet, how many bytes that takes, which operations are computed once.
+        """Explains how a step is partitioned: where towers meet, how many bytes they send, and what is computed once.
 
         >>> import keras, keras_dp, numpy as np
         >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
@@ -375,7 +381,7 @@ class DataParallelModel(ModelWrapper):
 
     @property
     def optimizer(self) -> Any:
-        """A `DataParallelOptimizer` around the inner model's optimizer; None if that is compiled without one."""
+        """A `DataParallelOptimizer` around the inner model's optimizer; None if it has none."""
         inner_optimizer = self.inner_model.optimizer
         if inner_optimizer is None:
             return None
@@ -402,7 +408,7 @@ class DataParallelModel(ModelWrapper):
 
     @property
     def parameter_device(self) -> str:
-        """The home of the variables: a device, several if they are spread, or "sharded"."""
+        """The home of the variables: a device, several devices if they are spread, or "sharded"."""
         if self._wanted_device is not None:
             return self._wanted_device
         homes = {variable_homes.home(variable): None for variable in self.inner_model.weights}
@@ -410,7 +416,7 @@ class DataParallelModel(ModelWrapper):
 
     @property
     def tower_steps(self) -> TowerSteps:
-        """The steps on N towers, as the inner model is now: for tools that look at steps or run them in another way."""
+        """The inner model's steps on N towers, in its current state; for tools that inspect steps or run them differently."""
         self._follow_inner_model()
         return self._current_steps()
 
@@ -420,12 +426,12 @@ class DataParallelModel(ModelWrapper):
 
     @property
     def distribute_strategy(self) -> InputStrategy:
-        """Feeds the towers: Keras's trainer takes it for a `tf.distribute` strategy."""
+        """The input strategy that feeds the towers; Keras's trainer takes it for a `tf.distribute` strategy."""
         return self._feed
 
     @property
     def jit_compile(self) -> bool:
-        """False: XLA would compile the step of several devices for one of them."""
+        """Always False: XLA would compile the step of several devices for one of them."""
         return False
 
     @jit_compile.setter
@@ -433,38 +439,38 @@ class DataParallelModel(ModelWrapper):
         pass
 
     def train_step(self, data: Any) -> Logs:
-        """One step of training on N slices."""
+        """Runs one training step on N slices."""
         return self._step("train", data)
 
     def test_step(self, data: Any) -> Logs:
-        """One step of evaluation on N slices."""
+        """Runs one evaluation step on N slices."""
         return self._step("test", data)
 
     def predict_step(self, data: Any) -> Any:
-        """The outputs for N slices, in the order of the global batch."""
+        """Returns the outputs for N slices, in the order of the global batch."""
         return self._step("predict", data)
 
     def make_train_function(self, force: bool = False) -> None:
-        """Makes the function of `fit`, if there is none; see `keras.Model.make_train_function`."""
+        """Makes the function that `fit` calls, unless it exists; see `keras.Model.make_train_function`."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
             self.train_function = self._for_any_rows(self.train_function, self.train_step)
 
     def make_test_function(self, force: bool = False) -> None:
-        """Makes the function of `evaluate`, if there is none; see `keras.Model.make_test_function`."""
+        """Makes the function that `evaluate` calls, unless it exists; see `keras.Model.make_test_function`."""
         if self.test_function is None or force:
             super().make_test_function(force=True)
             self.test_function = self._for_any_rows(self.test_function, self.test_step)
 
     def make_predict_function(self, force: bool = False) -> None:
-        """Makes the function of `predict`, if there is none; see `keras.Model.make_predict_function`."""
+        """Makes the function that `predict` calls, unless it exists; see `keras.Model.make_predict_function`."""
         if self.predict_function is None or force:
             super().make_predict_function(force=True)
             if not self._is_eager():
                 self.predict_function = AnyRows(self.predict_function, self._feed)
 
     def _step(self, name: choices.Step, data: Any) -> Any:
-        """A step on N slices in a compiled function; running eagerly, it is the inner model's own step on the whole batch."""
+        """Runs a step on N slices in a compiled function, or, eagerly, the inner model's own step on the whole batch."""
         if self._is_eager():
             if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
                 raise ValueError(
@@ -473,7 +479,7 @@ class DataParallelModel(ModelWrapper):
                 )
             return self._on_one_device(getattr(self.inner_model, f"{name}_step"), data)
         if tf.executing_eagerly():
-            # It was called directly, with a batch.
+            # The user called the step directly, with a batch.
             data = self._on_host(data)
             getattr(self, f"make_{name}_function")()
             return getattr(self, f"{name}_function")([data] if name == "predict" else iter([data]))
@@ -488,7 +494,7 @@ class DataParallelModel(ModelWrapper):
         return own_rows(result, slices) if name == "predict" and self._predicts_shard else result
 
     def _current_steps(self) -> TowerSteps:
-        # Keras gives a model the attribute when it is compiled.
+        # Keras sets the attribute when the model is compiled.
         self._steps.optimizer = self.optimizer if hasattr(self.inner_model, "optimizer") else None
         return self._steps
 
@@ -496,12 +502,12 @@ class DataParallelModel(ModelWrapper):
         return explain(partition, self.devices, self._steps.home, batch_rows, self._steps.jit_compile)
 
     def _tell_gathered(self, explanation: Explanation) -> None:
-        """Warns, once, of operations for which many rows are gathered."""
+        """Warns, once, about operations that gather many rows."""
         for once in explanation.notable():
             self._told_gathered = True
             logger.warning(
                 "%s gathers %s of rows in each step, and is computed once: %s%s. An operation on each row by itself, or a sum "
-                "over rows, would stay on the towers; print(parallel.explain(batch)) lists all that is gathered.",
+                "over rows, stays on the towers. print(parallel.explain(batch)) lists all operations that gather rows.",
                 *(once.type, bytes_in_words(once.bytes or 0), once.reason, f" ({once.line})" if once.line else ""),
             )
 
@@ -509,8 +515,8 @@ class DataParallelModel(ModelWrapper):
         is_eager = self.run_eagerly or tf.config.functions_run_eagerly()
         if is_eager and self._workers.count > 1:
             raise ValueError(
-                "run_eagerly=True runs the inner model on one device of one worker, to be debugged. Run the script without "
-                f"TF_CONFIG for that. Received: run_eagerly=True on {self._workers.count} workers"
+                "run_eagerly=True is for debugging: it runs the inner model on one device of one worker. Run the script "
+                f"without TF_CONFIG. Received: run_eagerly=True on {self._workers.count} workers"
             )
         return is_eager
 
@@ -518,22 +524,25 @@ class DataParallelModel(ModelWrapper):
         if not self._told_eager:
             self._told_eager = True
             logger.warning(
-                "run_eagerly: the inner model runs on one device, without towers, so that it can be debugged line by line. "
-                'The result is that of batch_norm="sync".'
+                "The inner model runs eagerly on one device, without towers, so that it can be debugged line by line. "
+                'The result is the same as with batch_norm="sync".'
             )
         return step(data)
 
     @contextlib.contextmanager
     def _call(self, method: str, arguments: dict[str, Any], sharded: bool) -> Iterator[dict[str, Any]]:
-        """A call of `fit`, `evaluate` or `predict`: gives the arguments that it has for this worker."""
+        """Wraps a call of `fit`, `evaluate` or `predict`, and yields its arguments for this worker."""
         refuse_strategy()
         self._follow_inner_model()
         self._show_inner_model(arguments.get("callbacks"))
-        # fit() evaluates data that it has fed already, with callbacks that it has been given.
+        # fit() validates with a dataset and callbacks that it has prepared already.
         is_within_fit = arguments.get("_use_cached_eval_dataset", False)
         if not is_within_fit:
-            facts = {"sharded": sharded, **self._facts()}
-            self._joint_calls.begin(method, self.inner_model, self, facts, arguments)
+            call = Call(
+                *(method, sharded, self.devices, self.parameter_device, self._steps.batch_norm, self._steps.gradient_dtype),
+                steps_per_execution=self.steps_per_execution,
+            )
+            self._joint_calls.begin(call, self.inner_model, self, arguments)
         if sharded:
             for name in ("x", "validation_data"):
                 if name in arguments:
@@ -549,14 +558,6 @@ class DataParallelModel(ModelWrapper):
         if self._feed.different_batches is not None:
             self._feed.different_batches.report()
 
-    def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {
-            "devices": self.devices,
-            "parameter_device": self.parameter_device,
-            "batch_norm": self._steps.batch_norm,
-        }
-        return facts | {"gradient_dtype": self._steps.gradient_dtype, "steps_per_execution": self.steps_per_execution}
-
     def _announce(self, arguments: dict[str, Any]) -> None:
         rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
         self._batch_rows = rows
@@ -567,7 +568,7 @@ class DataParallelModel(ModelWrapper):
         logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm))
 
     def _refuse_no_batches(self, method: str) -> None:
-        # A step of the user's own need not track a loss.
+        # The user's own step may track no loss.
         if not has_own_step(self.inner_model) and not keras.ops.any(keras_models.loss_tracker(self.inner_model).count):
             raise ValueError(NO_BATCHES.format(method))
 
@@ -577,7 +578,7 @@ class DataParallelModel(ModelWrapper):
             self.predict_function = None
 
     def _host_batch(self, *batch: Any) -> tuple[Any, ...]:
-        """A batch of arrays as tensors on the host, where it is cut into slices."""
+        """Returns a batch of arrays as tensors on the host, where it is cut into slices."""
         refuse_strategy()
         return self._on_host(batch)
 
@@ -589,7 +590,7 @@ class DataParallelModel(ModelWrapper):
         return self._steps.on_host(batch)
 
     def _prepare(self, batch: Any) -> None:
-        """Creates all variables, before any step is traced: TensorFlow traces a function twice that makes some."""
+        """Creates all variables before any step is traced. TensorFlow traces a function twice if it creates variables."""
         model = self.inner_model
         if has_own_step(model):
             self._place_variables()
@@ -601,7 +602,7 @@ class DataParallelModel(ModelWrapper):
         self._joint_calls.synchronize(model)
 
     def _build_for(self, batch: Any, rows: int | None) -> None:
-        """Builds the inner model, its metrics and its optimizer for batches of a number of rows, or, if that is None, any."""
+        """Builds the inner model, its metrics and its optimizer for batches of `rows` rows; None stands for any number."""
         model, stays = self.inner_model, iter(self._feed.whole.of(batch))
         specs = keras.tree.map_structure(lambda leaf: own_spec(leaf) if next(stays) else row_spec(leaf, rows), batch)
         x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
@@ -611,7 +612,7 @@ class DataParallelModel(ModelWrapper):
             keras_models.symbolic_build(model, specs)
 
     def _place_variables(self) -> None:
-        """Moves the variables of a built model to where they should live."""
+        """Moves the variables of a built model to the parameter device."""
         if self._wanted_device is not None and keras_models.is_built(self.inner_model):
             variable_homes.place(self.inner_model, self._wanted_device, self.devices)
 
@@ -620,14 +621,14 @@ class DataParallelModel(ModelWrapper):
             optimizer = DataParallelOptimizer(optimizer)
         elif optimizer is not None and optimizer.parameter_device not in (None, self.parameter_device):
             raise ValueError(
-                "The model and the optimizer have different parameter devices; give it to the model alone. Received: "
+                "The model and the optimizer have different parameter devices. Give the device to the model alone. Received: "
                 f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
             )
         self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
         self._use_compiled(optimizer)
 
     def _compile_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compiles an inner model that has a `compile` of its own."""
+        """Compiles an inner model that overrides `compile`."""
 
         def inner(value: Any) -> Any:
             return value.inner_optimizer if isinstance(value, DataParallelOptimizer) else value
@@ -639,16 +640,16 @@ class DataParallelModel(ModelWrapper):
         self._use_compiled(next(taken, self.optimizer))
 
     def _use_compiled(self, optimizer: DataParallelOptimizer | None) -> None:
-        """Takes up how the inner model was compiled."""
+        """Adopts the inner model's optimizer, and compiles the towers."""
         self.inner_model.train_function = self._plain_training
         if optimizer is not None:
-            # Mixed precision may have wrapped it in a LossScaleOptimizer.
+            # Mixed precision may have wrapped the optimizer in a LossScaleOptimizer.
             optimizer.inner_optimizer = self.inner_model.optimizer
             self._combining_optimizer = optimizer
         self._compile_towers()
 
     def _follow_inner_model(self) -> None:
-        """Compiles the towers, if the inner model was compiled by itself; traces them anew, if its layers were converted."""
+        """Recompiles the towers if the inner model was compiled directly; retraces them if its layers were converted."""
         model = self.inner_model
         if model.compiled and keras_models.loss_tracker(model) is not self._compiled_with():
             self._compile_towers()
@@ -677,7 +678,7 @@ class DataParallelModel(ModelWrapper):
         return function if self._is_eager() else StepFunction(function, step, self._feed, self.steps_per_execution)
 
     def _forget_traces(self) -> None:
-        """Has all steps traced anew, also those that a loop under way goes on with."""
+        """Makes all steps retrace, including those of a running `fit`, `evaluate` or `predict`."""
         keras_models.forget_traces(self)
         for method in self._loops:
             getattr(self, f"make_{_STEPS[method]}_function")()
@@ -690,10 +691,10 @@ def _chosen_whole(names: Sequence[str]) -> WholeTensors:
 
 
 def _given(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Keras method that differ from its defaults, by name.
+    """Returns the arguments of a Keras method that differ from its defaults, by name.
 
-    Tools that patch Keras's methods look at what they are given, and add to it by name; the data, `x`, they look for in the
-    first place (mlflow).
+    Tools that patch Keras's methods read these arguments, and add others by name. Such tools (mlflow) expect the data, `x`, as
+    the first positional argument.
     """
     parameters = inspect.signature(method).parameters.values()
     of_keras = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]

@@ -7,24 +7,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.batches.same_batches import CheckedSlice, DifferentBatches, digest
-from keras_dp.batches.shards import ShardSlice, as_slices, cut_shards
-from keras_dp.batches.slicing import Slice, cut, known_rows, refuse_other_rows, whole_batch
+from keras_dp.batches.same_batches import DifferentBatches, digest
+from keras_dp.batches.shards import cut_shards, placed
+from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, known_rows, refuse_other_rows, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.workers.collectives import OneWorker
 
 HOST = "CPU:0"
 
-_KINDS = (Slice, CheckedSlice, ShardSlice)
-
 NO_BATCHES = (
-    "{}() was given no batch at all: the dataset or generator is empty. One that was read to its end before must be made anew."
+    "{}() was given no batch at all: the dataset or generator is empty. If it was already read to its end, create it again."
 )
 
 
 @contextlib.contextmanager
 def empty_prediction_refused(method: str) -> Iterator[None]:
-    """Raises a ValueError where Keras's `predict` stumbles over a dataset or generator without a single batch."""
+    """Raises a ValueError in place of the UnboundLocalError of Keras's `predict` for a dataset or generator without batches."""
     try:
         yield
     except UnboundLocalError as error:
@@ -35,7 +33,7 @@ def empty_prediction_refused(method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
-    """Says, in errors of a model that is given a dataset's elements, that these may be rows in place of batches."""
+    """Adds a note to errors of a model: the elements of its dataset may be single rows instead of batches."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -45,27 +43,27 @@ def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
 
 
 class InputStrategy:
-    """Answers what Keras's trainer asks of its `tf.distribute` strategy: it distributes datasets and runs steps.
+    """Distributes datasets and runs steps, as the `tf.distribute` strategy of Keras's trainer.
 
-    Keras's own data adapters, `steps_per_execution`, validation and callbacks work unchanged through it. Whatever else is asked
-    of it, TensorFlow's default strategy answers, as for a model that is not distributed at all: tools look at the strategy
-    under which a model was made, to find out whether they may write files.
+    Keras's own data adapters, `steps_per_execution`, validation and callbacks work with it unchanged. All other attributes come
+    from TensorFlow's default strategy, as for a model that is not distributed. Tools look at the strategy under which a model
+    was made, to find out whether they may write files.
 
     Args:
-        devices: of the N towers, for which a batch is cut into slices.
-        is_eager: says whether steps run eagerly, in which case batches stay whole.
-        prepare: called with the type of a dataset's batches, before any step is traced.
-        collectives: of the workers, each of which takes its shard of every batch, and cuts that.
-        whole: says which tensors of a batch are not cut.
+        devices: the devices of the N towers; a batch is cut into one slice for each.
+        is_eager: a function that returns whether steps run eagerly; batches then stay whole.
+        prepare: a function that is called with the type of a dataset's batches, before any step is traced.
+        collectives: the collectives of the workers; each worker cuts its own part of every batch.
+        whole: the tensors of a batch that are not cut.
 
     Attributes:
-        takes_shards: whether the datasets to come hold the batches of this worker alone.
-        different_batches: counts those that are not the same on all workers; None for a worker alone.
-        prefetches: whether each tower's next slice is sent to its device while the towers work on the last one: if all are
-            GPUs, since CPUs share the host's memory, and the dataset may be read ahead. Tensors that only a host can hold,
-            such as strings, stay there.
-        seconds_waited: how long steps have waited for their input; None if that is not measured.
-        known_rows: how many rows each batch has that comes now, if that is known before there is one.
+        takes_shards: whether the next datasets hold only this worker's own batches.
+        different_batches: the count of batches that differ between workers; None for a single worker.
+        prefetches: whether each tower's next slice may be sent to its device while the towers work on the last one. It is true
+            if all devices are GPUs, since CPUs share the host's memory. A batch stays on the host if it may not be read ahead,
+            or holds anything but dense numbers or booleans.
+        seconds_waited: the time for which steps have waited for their input; None if it is not measured.
+        known_rows: the number of rows of each batch of the current data, if it is known before a batch is read.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class InputStrategy:
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
         self.known_rows: int | None = None
-        self._shapes: list[tf.TensorShape] = []  # of what the last dataset gives
+        self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._default_strategy = tf.distribute.get_strategy()
 
     def __getattr__(self, name: str) -> Any:
@@ -94,20 +92,20 @@ class InputStrategy:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """For `isinstance`: that of TensorFlow's default strategy."""
+        """The class of TensorFlow's default strategy, for `isinstance`."""
         return type(self._default_strategy)
 
     @property
     def num_towers(self) -> int:
-        """N, the number of slices to cut a batch into."""
+        """N, the number of slices into which a worker cuts its part of a batch."""
         return len(self.devices)
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
-        """This worker's N slices of a global batch."""
+        """Returns this worker's N slices of a global batch."""
         return _cut_shard(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
 
     def measure_wait(self, wanted: bool) -> bool:
-        """Has steps measure how long they wait for input, or not; whether that is new, so that they need to be traced anew."""
+        """Turns the measurement of input waits on or off. Returns whether this is a change, so that steps must be retraced."""
         is_new = wanted != (self.seconds_waited is not None)
         if is_new:
             with tf.device(HOST):
@@ -115,17 +113,17 @@ class InputStrategy:
         return is_new
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset | tf.distribute.DistributedDataset:
-        """The dataset of batches as a dataset of N `Slice`s each.
+        """Turns a dataset of batches into a dataset of N `Slice`s each.
 
-        The next batch is read and cut while the towers work on the last one, unless TensorFlow itself would not read it.
+        The next batch is read and cut while the towers work on the last one, unless the dataset's options forbid it.
 
         Raises:
-            ValueError: if the dataset is known to be empty, or has tensors that are not cut beside shards.
+            ValueError: if the dataset is known to be empty, or holds shards and tensors that are not cut.
         """
         if dataset.cardinality() == 0:
             raise ValueError(
-                "The dataset is empty: there is no batch to train on, evaluate or predict. Look at what it is made of, and at "
-                f"what filters or skips its elements. Received: {dataset.element_spec}"
+                "The dataset is empty: there is no batch to train on, evaluate or predict. Check its source, and everything "
+                f"that filters or skips its elements. Received: {dataset.element_spec}"
             )
         if self.is_eager():
             return dataset
@@ -134,31 +132,31 @@ class InputStrategy:
         are_shards = self.takes_shards and self.collectives.count > 1
         if are_shards and self.whole.names:
             raise ValueError(
-                "With sharded=True each worker has data of its own, and tensors that are not cut must be the same for all. "
-                f"Leave it out, and give all workers the same data. Received: whole={list(self.whole.names)}"
+                "With sharded=True each worker reads its own data, but tensors that are not cut must be the same for all. "
+                f"Leave sharded out and give all workers the same data. Received: whole={list(self.whole.names)}"
             )
-        # How many rows the workers' shards have together is not known.
+        # The number of rows of all workers' shards together is unknown.
         self.known_rows = None if are_shards else known_rows(dataset.element_spec, self.whole)
         refuse_other_rows(dataset.element_spec, self.whole)
         with _single_rows_explained(self._shapes):
             self.prepare(dataset.element_spec)
-        # tf.data hands over a batch that is a tuple as so many arguments.
+        # tf.data passes a batch that is a tuple as several arguments.
         is_tuple = type(dataset.element_spec) is tuple
-        # TensorFlow may keep the function: it must not keep the model alive, which this object refers to.
+        # TensorFlow may keep the function alive, so the function must not refer to this object, which refers to the model.
         num_towers, index, count, whole = self.num_towers, self.collectives.index, self.collectives.count, self.whole
         has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
         if are_shards:
             sliced = cut_shards(dataset, num_towers)
         else:
             sliced = dataset.map(
-                # To convert it would take a second, and the function has nothing to convert.
+                # The function has nothing to convert, and trying would take a second.
                 tf.autograph.experimental.do_not_convert(
-                    lambda *batch: _cut_and_digest(batch if is_tuple else batch[0], num_towers, index, count, whole)
+                    lambda *batch: _cut_own_rows(batch if is_tuple else batch[0], num_towers, index, count, whole)
                 )
             )
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
-            # Autotuning stalls the start of an epoch for a second now and then, far longer than a cut takes.
+            # Autotuning sometimes stalls the start of an epoch for a second, far longer than a cut takes.
             options.autotune.enabled = False
         sliced = sliced.with_options(options)
         if not _reads_ahead(dataset):
@@ -169,7 +167,7 @@ class InputStrategy:
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
-        if isinstance(batch, _KINDS):
+        if isinstance(batch, Slice):
             batch = _strategy(self.devices).experimental_local_results(batch)
         if self.seconds_waited is not None:
             begin = tf.timestamp()
@@ -178,25 +176,31 @@ class InputStrategy:
         if not self.is_eager():
             if not _is_cut(batch):
                 self.known_rows = known_rows(batch, self.whole)
-            # Whatever has become of the model since its data were distributed: a callback may have compiled it again.
+            # The model may have changed since its data were distributed: a callback may have compiled it again.
             with tf.init_scope():
                 self.prepare(batch[0].data if _is_cut(batch) else batch)
             with tf.device(HOST):
                 batch = batch if _is_cut(batch) else self.cut(batch)
         elif _is_cut(batch):
             batch = whole_batch([part.data for part in batch], batch, self.whole)
-        if _is_cut(batch) and self.different_batches is not None:
+        if _is_cut(batch):
             with tf.device(HOST):
-                if isinstance(batch[0], ShardSlice):
-                    batch = as_slices(batch, self.collectives)
-                elif isinstance(batch[0], CheckedSlice):
-                    batch = self.different_batches.check(batch)
+                batch = self._joined(batch)
         with _single_rows_explained(self._shapes):
             return step(batch)
 
+    def _joined(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
+        """Returns slices of the global batch; the workers first compare or join their batches where necessary."""
+        source = slices[0].source
+        if isinstance(source, Shard):
+            return placed(source, slices, self.collectives)
+        if isinstance(source, SameBatch) and self.different_batches is not None:
+            return self.different_batches.check(source, slices)
+        return slices
+
 
 def _reads_ahead(dataset: tf.data.Dataset) -> bool:
-    """Whether TensorFlow reads a batch while the last one is worked on: unless its options say that it should not."""
+    """Returns whether batches are read ahead: if the dataset's options allow it, or the dataset ends with a prefetch."""
     options = dataset.options()
     optimizations = options.experimental_optimization
     said = (options.autotune.enabled, optimizations.inject_prefetch, optimizations.apply_default_optimizations)
@@ -208,9 +212,9 @@ def _fits_on_devices(spec: Any) -> bool:
 
 
 def _prefetch_to(devices: tuple[str, ...], dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
-    """The slices that follow each other, one on each device, sent there before they are asked for."""
+    """Returns a dataset that sends each slice of a batch to its device, ahead of the step that takes it."""
 
-    def one_by_one(*slices: Slice | CheckedSlice | ShardSlice) -> tf.data.Dataset:
+    def one_by_one(*slices: Slice) -> tf.data.Dataset:
         return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, slices))
 
     options = tf.distribute.InputOptions(experimental_fetch_to_device=True, experimental_per_replica_buffer_size=1)
@@ -219,26 +223,21 @@ def _prefetch_to(devices: tuple[str, ...], dataset: tf.data.Dataset) -> tf.distr
 
 @functools.cache
 def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    """Only feeds the devices: nothing runs under it."""
+    """Returns a strategy that only feeds the devices; no step runs under it."""
     strategy = tf.distribute.MirroredStrategy(devices)
-    # A batch has a slice for each device, always, so that no device needs to ask whether there is one for it.
+    # Every batch has a slice for each device, so no device needs to check whether it gets one.
     strategy.extended.experimental_enable_get_next_as_optional = False
     return strategy
 
 
 def _is_cut(batch: Any) -> bool:
-    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], _KINDS)
+    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], Slice)
 
 
 def _cut_shard(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:
     return cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)), whole)
 
 
-def _cut_and_digest(
-    batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors
-) -> tuple[Slice | CheckedSlice, ...]:
-    slices = _cut_shard(batch, num_towers, index, count, whole)
-    if count == 1:
-        return slices
-    of_batch = digest(batch)
-    return tuple(CheckedSlice(*part, of_batch) for part in slices)
+def _cut_own_rows(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:
+    source = SameBatch(digest(batch)) if count > 1 else ()
+    return tuple(part._replace(source=source) for part in _cut_shard(batch, num_towers, index, count, whole))

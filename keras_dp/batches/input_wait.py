@@ -9,7 +9,7 @@ import keras
 class InputWait(keras.callbacks.Callback):
     """Logs `input_wait`: the share of an epoch's time, 0 to 1, in which the towers waited for their slices.
 
-    If it is far from 0, the input pipeline is what limits training: more towers will not make it faster.
+    If it is far from 0, the input pipeline limits training, and more towers will not make it faster.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
@@ -23,7 +23,7 @@ class InputWait(keras.callbacks.Callback):
     """
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the clocks.
+        """Starts to measure.
 
         Raises:
             ValueError: if the model is not a `DataParallelModel`.
@@ -31,13 +31,14 @@ class InputWait(keras.callbacks.Callback):
         waited = getattr(self.model.distribute_strategy, "seconds_waited", None)
         if waited is None:
             raise ValueError(
-                f"InputWait measures the towers of a DataParallelModel, in fit(), compiled. Received: model={self.model!r}"
+                "InputWait measures the towers of a DataParallelModel. Pass it to the fit() of such a model. "
+                f"Received: model={self.model!r}"
             )
         self._waited = waited
         self._waited.assign(0.0)
         self._begin = time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds `input_wait` to the logs of the epoch."""
+        """Adds `input_wait` to the epoch's logs."""
         if logs is not None:
             logs["input_wait"] = min(float(self._waited.numpy()) / (time.perf_counter() - self._begin), 1.0)

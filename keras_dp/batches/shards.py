@@ -1,49 +1,33 @@
 """Join the workers' own shards of the data to global batches."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dp.batches.slicing import Slice, count_rows, cut, slice_rows
+from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, slice_rows
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
 
 Tensor = Any
 
 
-class ShardSlice(NamedTuple):
-    """A `Slice` of a worker's own batch, before its place in the global batch is known.
-
-    Attributes:
-        data: as in `Slice`.
-        begin: index of the first row in the worker's batch, an int32 scalar.
-        rows: how many rows belong to the tower, an int32 scalar.
-        batch_rows: the rows of the worker's batch, 0 once it has no more, an int32 scalar.
-    """
-
-    data: Any
-    begin: Tensor
-    rows: Tensor
-    batch_rows: Tensor
-
-
 def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: int = 1) -> tf.data.Dataset:
-    """A worker's dataset, followed by batches without rows until all workers' datasets have ended.
+    """Appends batches without rows to a worker's dataset until all workers' datasets have ended.
 
     Args:
-        dataset: of this worker.
+        dataset: the dataset of this worker.
         group: the workers.
-        steps_per_execution: how many steps TensorFlow runs at once, of which all are lost if the data end amid them.
+        steps_per_execution: the number of steps that TensorFlow runs at once. If the data end during these, all are lost.
 
     Raises:
-        ValueError: if it is no `tf.data.Dataset`, or its end cannot be foreseen and must be.
+        ValueError: if it is no `tf.data.Dataset`, or `steps_per_execution` > 1 and a worker's dataset has unknown length.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(
-            "sharded=True takes a tf.data.Dataset that each worker has made of its own part of the data. Give arrays, "
-            f"generators and the like whole, without it: keras_dp divides them. Received: {type(dataset).__name__}"
+            "sharded=True takes a tf.data.Dataset that each worker makes of its own part of the data. For arrays, generators "
+            f"and the like, leave sharded out: keras_dp divides them. Received: {type(dataset).__name__}"
         )
     if group.count == 1:
         return dataset
@@ -62,12 +46,12 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
             f"{', '.join(str(n) if n >= 0 else 'unknown' for n in cardinalities)} batches, "
             f"steps_per_execution={steps_per_execution}"
         )
-    # It ends when all have, and not never, which is what its length says.
+    # The filter makes the length unknown instead of infinite: `placed` ends the data when all workers' datasets have ended.
     return leveled.filter(lambda *_: True)
 
 
 def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
-    """The batches, cut into N `ShardSlice`s each. Those of a batch without rows borrow one from the batch before."""
+    """Cuts each batch of a worker into N slices of a `Shard`. A batch without rows borrows a row from an earlier batch."""
 
     def remember(last: Any, batch: Any) -> tuple[Any, Any]:
         rows = count_rows(batch, at_least=0)
@@ -77,40 +61,40 @@ def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
         return parts(first), (data, rows)
 
     def parts(data: Any) -> tuple[Tensor, ...]:
-        """As dense tensors, which scan can hand on."""
+        """Flattens data to dense tensors, which `scan` can pass on."""
         return tuple(tf.nest.flatten(data, expand_composites=True))
 
-    def cut_one(data: Any, rows: Tensor) -> tuple[ShardSlice, ...]:
+    def cut_one(data: Any, rows: Tensor) -> tuple[Slice, ...]:
         has_rows = tf.minimum(rows, 1)
-        return tuple(ShardSlice(part.data, part.begin, part.rows * has_rows, rows) for part in cut(data, num_slices))
+        return tuple(part._replace(rows=part.rows * has_rows, source=Shard(rows)) for part in cut(data, num_slices))
 
     row = tf.nest.map_structure(lambda spec: _rows_of_ones(spec, 1), dataset.element_spec)
     return dataset.scan(parts(row), remember).map(cut_one)
 
 
-def as_slices(shards: Sequence[ShardSlice], collectives: OneWorker) -> tuple[Slice, ...]:
-    """The slices in their places in the global batch: the workers' batches follow each other.
+def placed(shard: Shard, slices: Sequence[Slice], collectives: OneWorker) -> tuple[Slice, ...]:
+    """Places slices of a worker's own batch in the global batch, in which the workers' batches follow each other.
 
     Raises:
-        tf.errors.OutOfRangeError: when it runs, if no worker has rows: as if a dataset had ended.
+        tf.errors.OutOfRangeError: at run time, if no worker has rows, as at the end of a dataset.
     """
-    counts = collectives.counts(shards[0].batch_rows)
+    counts = collectives.counts(shard.rows)
     batch_rows = tf.reduce_sum(counts)
     before = tf.cumsum(counts, exclusive=True)[collectives.index]
     with tf.init_scope():
         ended = iter(tf.data.Dataset.range(0))
     stop = tf.cond(batch_rows > 0, lambda: tf.constant(0, tf.int64), lambda: next(ended))
-    # A borrowed row, too, has a place among the rows of the batch.
+    # A borrowed row needs a position in the batch as well.
     last = batch_rows - 1
-    slices = tuple(Slice(part.data, tf.minimum(part.begin + before, last), part.rows, batch_rows) for part in shards)
-    # A step that fails while workers exchange anything ends that for good: nothing may begin before it is known to go on.
+    slices = tuple(Slice(part.data, tf.minimum(part.begin + before, last), part.rows, batch_rows) for part in slices)
+    # A step that fails during an exchange makes all later ones fail. So none may start before a worker is known to have rows.
     with tf.control_dependencies([stop]):
         slices = tf.nest.map_structure(tf.identity, slices, expand_composites=True)
-        return _with_lengths(slices, shards[0].batch_rows > 0, collectives)
+        return _with_lengths(slices, shard.rows > 0, collectives)
 
 
 def _with_lengths(slices: Sequence[Slice], has_rows: Tensor, collectives: OneWorker) -> tuple[Slice, ...]:
-    """The slices, where those of a worker without rows, which has borrowed one, get one of the other workers' lengths."""
+    """Replaces the borrowed row of a worker without rows by a row with the largest lengths that the other workers use."""
 
     def refilled(*parts: Any) -> list[Any]:
         if not isinstance(parts[0], tf.Tensor) or parts[0].shape.rank is None or parts[0].shape[1:].is_fully_defined():
@@ -131,12 +115,15 @@ def _with_lengths(slices: Sequence[Slice], has_rows: Tensor, collectives: OneWor
 
 
 def _cardinality(dataset: tf.data.Dataset) -> int:
-    # Negative ones say that it is unknown, or infinite.
+    # A negative cardinality means unknown or infinite.
     return int(min(dataset.cardinality(), 2**31 - 1))
 
 
 def _rows_of_ones(spec: Any, rows: int) -> Any:
-    """A batch of a type, with 0 rows, or with one that models can compute on: what comes of it does not count, but NaN does."""
+    """Returns a batch of a type with 0 rows, or with 1 row that models can compute on.
+
+    Results of that row are ignored, unless they are NaN.
+    """
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [rows, *(size or 1 for size in spec.shape[1:])]
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)

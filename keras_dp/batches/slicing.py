@@ -10,7 +10,27 @@ from keras_dp.batches.whole_tensors import WholeTensors
 
 Tensor = Any
 
-BATCH_SIZE = 32  # of `keras.Model.fit`, unless it is told another
+BATCH_SIZE = 32  # the default of `keras.Model.fit`
+
+
+class SameBatch(NamedTuple):
+    """A global batch that each worker reads whole.
+
+    Attributes:
+        digest: a checksum of the batch, an int32 scalar.
+    """
+
+    digest: Tensor
+
+
+class Shard(NamedTuple):
+    """A worker's own part of the global batch. Slices of it count rows within this part.
+
+    Attributes:
+        rows: the number of rows of the part, an int32 scalar; 0 after the worker's data have ended.
+    """
+
+    rows: Tensor
 
 
 class Slice(NamedTuple):
@@ -19,15 +39,18 @@ class Slice(NamedTuple):
     Attributes:
         data: the batch's structure with b rows in every tensor. An empty slice holds one borrowed row instead, because
             zero rows abort some kernels.
-        begin: index of the first row in the global batch, an int32 scalar.
-        rows: how many rows belong to the tower, 0 if the slice is empty, an int32 scalar.
-        batch_rows: B, the rows of the global batch, an int32 scalar.
+        begin: the index of the first row in the global batch, an int32 scalar.
+        rows: the number of rows that belong to the tower, 0 if the slice is empty, an int32 scalar.
+        batch_rows: B, the number of rows of the global batch, an int32 scalar.
+        source: how several workers read the global batch, a `SameBatch` or a `Shard`. It is empty after the workers have
+            compared or joined their batches in the step, and for a single worker.
     """
 
     data: Any
     begin: Tensor
     rows: Tensor
     batch_rows: Tensor
+    source: "SameBatch | Shard | tuple[()]" = ()
 
 
 _ALL_CUT = WholeTensors()
@@ -39,12 +62,12 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
     Args:
         batch: nested tensors (dense, ragged or sparse) with B rows each; None and `tf.experimental.Optional` pass through.
         num_slices: N.
-        wanted: which of the slices to make; None for all.
-        whole: says which tensors have other rows, or none, and are in every slice as they are.
+        wanted: the indices of the slices to make; None for all.
+        whole: the tensors that are not cut: every slice holds them whole.
 
     Raises:
-        ValueError: if a tensor has no rows, or the row counts are known to disagree.
-        tf.errors.InvalidArgumentError: if they turn out to disagree when the batch is cut.
+        ValueError: if there is no tensor to cut, or the numbers of rows are known to differ.
+        tf.errors.InvalidArgumentError: if the numbers of rows differ when the batch is cut, or are 0.
     """
     batch = keras.tree.map_structure(as_tensor, batch)
     batch_rows = count_rows(batch, whole=whole)
@@ -63,7 +86,7 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
 
 
 def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) -> Tensor:
-    """B, the number of rows that all tensors of the batch agree on, but those that stay whole, as an int32 scalar."""
+    """Returns B, the number of rows of all tensors that are cut, as an int32 scalar. Checks that they have the same number."""
     leaves = [leaf for leaf in whole.cut_leaves(batch).values() if tf.is_tensor(leaf)]
     if not leaves:
         raise ValueError(
@@ -85,7 +108,7 @@ def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) ->
 
 
 _SAME_ROWS = (
-    "All tensors of a batch must have the same number of rows (the first axis), but for tensors that are not cut: name them in "
+    "All tensors of a batch must have the same number of rows (the first axis). Name tensors that must not be cut in "
     "DataParallelModel(..., whole=[...])."
 )
 
@@ -103,7 +126,7 @@ def refuse_other_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> None:
 
 
 def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
-    """Rows `begin` to `end` of a tensor; anything else is returned as it is."""
+    """Returns rows `begin` to `end` of a tensor, and any other object unchanged."""
     if not tf.is_tensor(leaf):
         return leaf
     if isinstance(leaf, tf.SparseTensor):
@@ -114,13 +137,13 @@ def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
 
 
 def own_spec(leaf: Any) -> Any:
-    """The type of a tensor, or its type spec, as it is; None for what is not a tensor."""
+    """Returns the type spec of a tensor or type spec; None for any other object."""
     spec = tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
     return spec if isinstance(spec, tf.TypeSpec) and hasattr(spec, "shape") else None
 
 
 def row_spec(leaf: Any, rows: int | None = None) -> Any:
-    """The type of a tensor, or its type spec, with a number of rows, None for any; None for what is not a tensor."""
+    """Returns the type spec of a tensor or type spec with `rows` rows (None: any number); None for any other object."""
     spec = own_spec(leaf)
     if spec is None:
         return None
@@ -133,14 +156,14 @@ def row_spec(leaf: Any, rows: int | None = None) -> Any:
 
 
 def known_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> int | None:
-    """The number of rows of a batch, of tensors or their types, if all that are cut are known to have it."""
+    """Returns the number of rows of a batch of tensors or types, if all that are cut are known to have it; else None."""
     shapes = [tf.TensorShape(leaf.shape) for leaf in whole.cut_leaves(batch).values()]
     rows = {None if shape.rank is None else shape[0] for shape in shapes}
     return rows.pop() if len(rows) == 1 else None
 
 
 def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
-    """B, if it is known from the arguments of `fit`: how many rows the batches have that are made of arrays, or given."""
+    """Returns B if the arguments of `fit` determine it: from the batch size for arrays, or from the data; else None."""
     if isinstance(data, tf.data.Dataset):
         return known_rows(data.element_spec)
     if all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(data)):
@@ -150,12 +173,12 @@ def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
 
 
 def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTensors = _ALL_CUT) -> Any:
-    """The batch of which slices were cut, without borrowed rows.
+    """Joins the parts of a batch, without borrowed rows.
 
     Args:
         parts: N nested tensors of the same structure.
-        slices: the N slices whose rows they are.
-        whole: says which tensors are the same in all parts.
+        slices: the N slices to which the parts belong.
+        whole: the tensors that were not cut and are the same in all parts.
     """
 
     def put_together(stays: bool, *leaves: Any) -> Any:
@@ -172,7 +195,7 @@ def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTenso
 
 
 def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
-    """The rows of some slices that follow each other, of nested tensors for the global batch."""
+    """Returns the rows of consecutive slices from nested tensors with the rows of the global batch."""
     begin = slices[0].begin
     end = begin + tf.add_n([part.rows for part in slices])
 
@@ -191,7 +214,7 @@ def _rows(leaf: Any) -> Tensor:
 
 
 def as_tensor(leaf: Any) -> Any:
-    """A leaf of a batch as a tensor; None and `tf.experimental.Optional` stay."""
+    """Converts a leaf of a batch to a tensor, except None and `tf.experimental.Optional`."""
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
         return leaf
     return tf.convert_to_tensor(leaf)

@@ -1,4 +1,4 @@
-"""Tell the tensors of a batch that are cut by rows from those that stay whole."""
+"""Tell tensors of a batch that are cut by rows from tensors that stay whole."""
 
 import dataclasses
 from typing import Any
@@ -9,24 +9,24 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class WholeTensors:
-    """Says which tensors of a batch stay whole; all others are cut by rows, their first axis.
+    """Finds the tensors of a batch that stay whole; all others are cut by rows, their first axis.
 
-    Tensors without an axis do, and those that are named. That depends on the structure of a batch and on what the user says,
-    never on the sizes of one batch: all tensors that are cut must have the same number of rows.
+    Tensors without an axis stay whole, and so do tensors that the user names. This depends on the structure of a batch and on
+    the names, never on the sizes of a batch. All tensors that are cut must have the same number of rows.
 
     Attributes:
-        names: of tensors, or of structures of them: a key of a dictionary or an index of a tuple, or several of those that
-            follow each other, such as "edges", "1" or "0/edges".
+        names: the names of tensors or nested structures: a key of a dictionary, an index of a tuple, or a path of these, such
+            as "edges", "1" or "0/edges".
     """
 
     names: tuple[str, ...] = ()
 
     def of(self, batch: Any) -> list[bool]:
-        """For each leaf of a nested batch, of tensors or their types, whether it stays whole."""
+        """Returns whether each leaf of a nested batch, a tensor or its type, stays whole."""
         return [self._is_whole(path, leaf) for path, leaf in keras.tree.flatten_with_path(batch)]
 
     def cut_leaves(self, batch: Any) -> dict[str, Any]:
-        """The leaves of a nested batch that are cut, by their paths."""
+        """Returns the leaves of a nested batch that are cut, by their paths."""
         leaves = zip(keras.tree.flatten_with_path(batch), self.of(batch), strict=True)
         return {path_name(path): leaf for (path, leaf), is_whole in leaves if not is_whole and hasattr(leaf, "shape")}
 
@@ -37,5 +37,5 @@ class WholeTensors:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """The keys and indices that lead to a leaf, as they are written."""
+    """Joins the keys and indices that lead to a leaf, as in "0/edges"."""
     return "/".join(map(str, path))

@@ -28,13 +28,13 @@ class Copies(NamedTuple):
     """Counts the tensors that one device sends another in one step.
 
     Attributes:
-        kind: "weights" and "gradients" of the trainable weights; "moments" for all cross-tower sums, of batch normalization
-            and the denominators of losses; "inputs" for the slices; "outputs" for losses, metrics and state; or "other", as
-            learning rates, whose bytes are scalars.
+        kind: "weights" or "gradients" of the trainable weights; "moments" for all sums over towers, of batch normalization
+            and the denominators of losses; "inputs" for the slices; "outputs" for losses, metrics and state; or "other", such
+            as learning rates, which are scalars.
         source: the device that sends.
         destination: the device that receives.
-        number: how many tensors.
-        bytes: their size.
+        number: the number of tensors.
+        bytes: the total size of the tensors.
     """
 
     kind: str
@@ -45,16 +45,16 @@ class Copies(NamedTuple):
 
 
 class CommunicationReport(NamedTuple):
-    """Reports what the devices send each other in one training step of N towers, beside the least that they can.
+    """Reports what devices send each other in one training step of N towers, and the least that they can send.
 
     Attributes:
         copies: one row for each kind and pair of devices.
         num_towers: N.
         weight_bytes: P, the bytes of the trainable weights.
-        largest_weight_bytes: the bytes of the largest one.
+        largest_weight_bytes: the bytes of the largest weight.
         batch_bytes: the bytes of the global batch.
-        unsized: names of tensors whose size is not known, which count as copies without bytes: those that an optimizer
-            exchanges in a branch, as with loss scaling and gradient accumulation, and those whose size depends on values.
+        unsized: the names of tensors of unknown size, which count as copies without bytes. Either their size depends on values,
+            or an optimizer exchanges them in a branch, as with loss scaling and gradient accumulation.
     """
 
     copies: list[Copies]
@@ -70,16 +70,16 @@ class CommunicationReport(NamedTuple):
         return sum(row.bytes for row in self.copies)
 
     def bytes_of(self, *kinds: str) -> int:
-        """The bytes of some kinds."""
+        """Returns the bytes of some kinds."""
         return sum(row.bytes for row in self.copies if row.kind in kinds)
 
     def number_of(self, *kinds: str) -> int:
-        """The number of copies of some kinds."""
+        """Returns the number of copies of some kinds."""
         return sum(row.number for row in self.copies if row.kind in kinds)
 
     @property
     def busiest_bytes(self) -> int:
-        """Weights and gradients into, or out of, the device that has most of them."""
+        """The most bytes of weights and gradients that go into one device, or out of one."""
         loads: dict[tuple[str, str], int] = defaultdict(int)
         for row in self.copies:
             if row.kind in ("weights", "gradients"):
@@ -89,15 +89,18 @@ class CommunicationReport(NamedTuple):
 
     @property
     def ring_bytes(self) -> float:
-        """2 P (N - 1) / N, what every device sends and receives in a ring all-reduce (Patarasuk and Yuan 2009, section 3)."""
+        """2 P (N - 1) / N: the bytes that each device sends, and receives, in a ring all-reduce.
+
+        Patarasuk and Yuan 2009, section 3.
+        """
         return 2 * self.weight_bytes * (self.num_towers - 1) / self.num_towers
 
     @property
     def whole_variables_bytes(self) -> float:
-        """The least that the busiest device can send and receive if no variable is split.
+        """The least bytes that the busiest device sends, and receives, if no variable is split.
 
-        A device that holds S bytes of the weights receives N - 1 gradients of them and the P - S bytes of the others, and
-        sends as much: P + (N - 2) S. Some device holds P / N at least, and some device holds the largest variable.
+        A device that holds S bytes of the weights receives N - 1 gradients of them, and the P - S bytes of other weights. It
+        sends as much: P + (N - 2) S. At least one device holds P / N or more, and one device holds the largest variable.
         """
         share = max(self.weight_bytes / self.num_towers, self.largest_weight_bytes)
         return self.weight_bytes + (self.num_towers - 2) * share if self.num_towers > 1 else 0.0
@@ -121,11 +124,11 @@ class CommunicationReport(NamedTuple):
 
 
 def communication_report(parallel: DataParallelModel, batch: Any) -> CommunicationReport:
-    """Reports what the towers' devices send each other in one training step: bytes and copies, by kind and by pair.
+    """Reports the bytes and copies that devices send each other in one training step, by kind and by pair of devices.
 
-    The step is run once on the batch, in a function of its own, to have TensorFlow make its graphs, one for each device;
-    all variables are put back to what they were. The sizes are those of the tensors that these graphs send. Tensors between
-    logical CPUs count as well, though they share their memory.
+    Runs the step once on the batch, in a function of its own, so that TensorFlow makes a graph for each device. All variables
+    are restored afterwards. The report counts the tensors that these graphs send. Tensors between logical CPUs count as well,
+    although logical CPUs share their memory.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
@@ -142,7 +145,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     """
     if not isinstance(parallel, DataParallelModel) or not parallel.compiled or parallel.run_eagerly:
         raise ValueError(
-            "communication_report() takes a compiled DataParallelModel that does not run eagerly, on one device. "
+            "communication_report() takes a compiled DataParallelModel that does not run eagerly; eager steps use one device. "
             f"Received: {parallel!r}"
         )
     if not isinstance(batch, tuple):
@@ -152,7 +155,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     with tf.device("CPU:0"):
         slices = steps.inputs.cut(batch)
     with _untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
-        # XLA works within devices, and would give tensors other names.
+        # XLA compiles within devices, and would rename tensors.
         step, graphs = _run_and_collect(parallel.train_step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
     copies, unsized = _copies(parallel, step, graphs)
@@ -168,7 +171,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
 
 @contextlib.contextmanager
 def _untouched(parallel: DataParallelModel) -> Iterator[None]:
-    """Puts all variables back to what they were, also those of metrics and the optimizer."""
+    """Restores all variables afterwards, including the variables of metrics and the optimizer."""
     optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
     metrics = [variable for metric in parallel.metrics for variable in metric.variables]
     variables = [*parallel.variables, *optimizer, *metrics, *keras_models.seed_states(parallel.inner_model)]
@@ -181,12 +184,12 @@ def _untouched(parallel: DataParallelModel) -> Iterator[None]:
 
 
 def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
-    """The concrete function of a step, and those that TensorFlow ran on each device in its place."""
+    """Runs a step, and returns its concrete function and the graphs that TensorFlow ran in its place, one for each device."""
 
     def on_slices(data: list[Any]) -> Any:
-        # Which rows each slice has is constant here, so that the sizes of all tensors are known.
+        # The rows of each slice are constants here, so that the sizes of all tensors are known.
         with tf.name_scope("inputs"):
-            rows = [[tf.constant(scalar.numpy()) for scalar in part[1:]] for part in slices]
+            rows = [[tf.constant(scalar.numpy()) for scalar in (part.begin, part.rows, part.batch_rows)] for part in slices]
         return step(tuple(Slice(part, *scalars) for part, scalars in zip(data, rows, strict=True)))
 
     function = tf.function(on_slices, autograph=False)
@@ -197,7 +200,7 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
         with writer.as_default():
             tf.summary.trace_on(graph=True, profiler=False)
             try:
-                # Split as it was traced: within devices, the optimizer would give tensors other names.
+                # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
                 with graph_optimizer(disable_meta_optimizer=True):
                     function(data)
             finally:
@@ -216,7 +219,7 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
 
 
 def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
-    """The copies, and the names of those whose size is not known."""
+    """Returns the copies, and the names of tensors of unknown size."""
     traced = concrete.graph
     slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}
     captured = dict(zip(map(id, concrete.captured_inputs), traced.inputs[-len(concrete.captured_inputs) :], strict=True))
@@ -239,7 +242,7 @@ def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -
     unsized = []
     for graph in graphs:
         for node in graph.node:
-            # That one operation waits for another sends no bytes.
+            # A control dependency sends no bytes.
             if node.op == "_Send" and "/ctrl/" not in node.input[0]:
                 elements = _known_elements(node.input[0], traced)
                 if elements is None:
@@ -255,7 +258,7 @@ def _known_elements(name: str, traced: Graph) -> int | None:
     operation, _, port = name.partition(":")
     try:
         return traced.get_tensor_by_name(f"{operation}:{port or 0}").shape.num_elements()
-    except KeyError:  # It comes from the body of a branch or loop, which TensorFlow puts in its place.
+    except KeyError:  # The tensor is from the body of a branch or loop, which TensorFlow inlines.
         return None
 
 

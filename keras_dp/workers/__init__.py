@@ -1,1 +1,1 @@
-"""Train one model by several processes, on one machine or several."""
+"""Train one model with several processes, on one or more machines."""

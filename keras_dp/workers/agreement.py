@@ -1,4 +1,4 @@
-"""Describe a model and its data as far as they must be the same on all workers."""
+"""Describe the facts of a model and its data that must be the same on all workers."""
 
 import hashlib
 from typing import Any
@@ -11,7 +11,7 @@ from keras_dp.keras_internals import keras_models
 
 
 def described_model(model: keras.Model) -> dict[str, Any]:
-    """Describes what must be the same on all workers, by names for people."""
+    """Describes the facts of a model that must be the same on all workers, by readable names."""
     layers = keras_models.flatten_layers(model)
     facts = {f"layer {i}": _configuration(layer) for i, layer in enumerate(layers)}
     if not model.compiled:
@@ -21,7 +21,7 @@ def described_model(model: keras.Model) -> dict[str, Any]:
 
 
 def described_data(value: Any) -> Any:
-    """An argument of `fit` and the like, as far as it must be the same on all workers: a checksum of what arrays hold."""
+    """Describes an argument of `fit`, `evaluate` or `predict` for comparison: arrays by dtype, shape and checksum."""
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
@@ -44,10 +44,10 @@ _SAMPLED_ELEMENTS = 2**16
 
 
 def _configuration(thing: Any) -> dict[str, Any]:
-    """An object's class and configuration, without names, and without seeds and learning rates, which workers are given."""
+    """Returns an object's class and configuration, without names, seeds and rates. The chief sends seeds and rates to all."""
     try:
         config = thing.get_config()
-    except Exception:  # A user's own class, whose configuration cannot be written down, counts by its name.
+    except Exception:  # A user's class whose configuration cannot be read is compared by its name.
         config = {}
     return {"class": type(thing).__name__, **_written(config)}
 
@@ -57,7 +57,7 @@ _LEFT_OUT = ("name", "seed", "layers", "input_layers", "output_layers", "nodes",
 
 def _written(value: Any) -> Any:
     if isinstance(value, dict):
-        # A rate that is a number is a variable, and given to all; the name of a type counts.
+        # A rate that is a number is a variable, which the chief sends to all; schedules are compared, and dtypes as text.
         left_out = _LEFT_OUT if isinstance(value.get("learning_rate"), dict) else (*_LEFT_OUT, "learning_rate")
         kept = {str(key): item for key, item in value.items() if key not in left_out}
         return {key: str(item) if key == "dtype" else _written(item) for key, item in kept.items()}

@@ -1,4 +1,4 @@
-"""Keep the workers' calls of `fit` together: the same start, rates and stop."""
+"""Make all workers begin `fit`, set learning rates and stop training together."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from keras_dp.workers.group import WorkerGroup, share_random_state
 from keras_dp.workers.synchronization import all_variables, synchronize
 from keras_dp.wrapping.wrapper import listed
 
-# These write files, or send what they would write.
+# These write files, or send data to a server.
 _WRITERS = (
     *(keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint),
     *(keras.callbacks.OrbaxCheckpoint, keras.callbacks.RemoteMonitor, keras.callbacks.TensorBoard),
@@ -20,9 +20,9 @@ _WRITERS = (
 
 
 class WorkersCallback(keras.callbacks.Callback):
-    """Begins training on all workers where the first one begins it, and ends it where one of them ends it.
+    """Begins training on all workers with the chief's variables and epoch, and ends it on all where one worker ends it.
 
-    It is the last callback, so that what the first worker has restored from a backup is what all begin with.
+    It is the last callback, so that the chief has restored its backup before all workers begin.
 
     Args:
         group: the workers.
@@ -33,17 +33,17 @@ class WorkersCallback(keras.callbacks.Callback):
         self._group = group
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Gives all workers the variables and the first epoch of the first worker."""
+        """Broadcasts the chief's variables and initial epoch to all workers."""
         synchronize(self._group, all_variables(self.model.inner_model))
         (begin, *_) = self._exchange(keras_models.initial_epoch(self.model))
         keras_models.set_initial_epoch(self.model, begin)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Gives all workers the random state of the first one, by which Keras shuffles."""
+        """Broadcasts the chief's random state, with which Keras shuffles, to all workers."""
         share_random_state(self._group)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends training on all workers, if a callback of one of them ends it; the first one's learning rate is that of all."""
+        """Ends training on all workers if a callback of any worker ends it, and sets the chief's learning rates on all."""
         self.model.distribute_strategy.different_batches.report()
         optimizers = [
             optimizer
@@ -58,15 +58,15 @@ class WorkersCallback(keras.callbacks.Callback):
                 optimizer.learning_rate = first
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Training gets on."""
+        """Notes that training makes progress."""
         self._group.note_progress()
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Evaluation gets on."""
+        """Notes that evaluation makes progress."""
         self._group.note_progress()
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Prediction gets on."""
+        """Notes that prediction makes progress."""
         self._group.note_progress()
 
     def _exchange(self, value: Any) -> list[Any]:
@@ -75,7 +75,7 @@ class WorkersCallback(keras.callbacks.Callback):
 
 
 def with_workers_callback(callbacks: Any, group: WorkerGroup, model: keras.Model) -> Any:
-    """Returns callbacks for `fit` and the like: with `WorkersCallback`, without those that write where another worker does."""
+    """Appends `WorkersCallback` to the callbacks of a call, and removes those that write files, except on the chief."""
     together = WorkersCallback(group)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         together.set_model(model)

@@ -13,7 +13,7 @@ EXPECTED = (
     '"task": {"type": "worker", "index": 0}}.'
 )
 
-SLURM_PORT = 8888  # of the first worker on each node, as tf.distribute.cluster_resolver.SlurmClusterResolver has it
+SLURM_PORT = 8888  # of the first worker on each node, as in tf.distribute.cluster_resolver.SlurmClusterResolver
 _MOST_SLURM_TASKS_PER_NODE = 4096
 
 _JOBS = ("chief", "worker")
@@ -25,10 +25,10 @@ class Cluster:
     """The W workers.
 
     Attributes:
-        jobs: addresses, "host:port", by the job's name: "worker", and "chief" if there is a job of that name.
+        jobs: the addresses, "host:port", by the job's name: "worker", and "chief" if there is such a job.
         job: the job of this process.
-        task: its number in that job.
-        source: what names them, "TF_CONFIG" or "Slurm".
+        task: the number of this process in its job.
+        source: the origin of the addresses, "TF_CONFIG" or "Slurm".
     """
 
     jobs: dict[str, list[str]]
@@ -38,12 +38,12 @@ class Cluster:
 
     @property
     def names(self) -> list[str]:
-        """TensorFlow's names of the workers; the chief is the first."""
+        """TensorFlow's names of the W workers; the chief is the first."""
         return [f"/job:{job}/replica:0/task:{i}" for job in _JOBS for i in range(len(self.jobs.get(job, ())))]
 
     @property
     def addresses(self) -> list[str]:
-        """W addresses; that of the chief is the first."""
+        """The W addresses; the chief's is the first."""
         return [address for job in _JOBS for address in self.jobs.get(job, ())]
 
     @property
@@ -53,12 +53,12 @@ class Cluster:
 
 
 def find_cluster() -> Cluster | None:
-    """The cluster that the environment describes; None for a single process.
+    """Returns the cluster that the environment describes; None for a single process.
 
-    TF_CONFIG is the convention of TensorFlow, Kubernetes (TFJob) and Ray. Without it, the variables of a Slurm job step count.
+    TF_CONFIG is the convention of TensorFlow, Kubernetes (TFJob) and Ray. Without it, a Slurm job step's variables are read.
 
     Raises:
-        ValueError: if TF_CONFIG is malformed, or Slurm's variables do not fit together.
+        ValueError: if TF_CONFIG is malformed, or Slurm's variables are missing or contradict each other.
     """
     if os.environ.get("TF_CONFIG", "").strip():
         return _from_tf_config(os.environ["TF_CONFIG"])
@@ -105,12 +105,12 @@ def _from_tf_config(text: str) -> Cluster | None:
 
 def _from_slurm() -> Cluster:
     try:
-        # The resolver spreads GPUs over tasks, which is left to Slurm (--gpus-per-task): one place for each task.
+        # Slurm assigns the GPUs (--gpus-per-task), not the resolver. So the resolver assumes one GPU for each task.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=SLURM_PORT, gpus_per_node=_MOST_SLURM_TASKS_PER_NODE, gpus_per_task=1, auto_set_gpu=False
         )
         addresses = resolver.cluster_spec().as_dict()["worker"]
-        # The resolver lists nodes by the alphabet, Slurm counts its tasks in another order: what counts is the place.
+        # The resolver sorts nodes by name, but Slurm numbers tasks in another order. So this task is found by its address.
         own = f"{os.environ['SLURMD_NODENAME']}:{SLURM_PORT + int(os.environ['SLURM_LOCALID'])}"
         return Cluster({"worker": addresses}, "worker", addresses.index(own), source="Slurm")
     except (KeyError, RuntimeError, ValueError) as error:

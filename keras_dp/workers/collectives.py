@@ -19,19 +19,19 @@ _HOST = "CPU:0"
 _SENT_AS_THEY_ARE = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _SENT_AS = {**dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32), tf.uint32: tf.int64}
 _SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
-# Keys of tensors whose size is known while a graph is made are below, those of all others above.
+# Tensors with a size that is known while the graph is built have keys below this, all others have this key or higher ones.
 _FIRST_LATE_KEY = 2**30
 _SIZES = 32  # powers of two
 _LATE_PLACES = 2**30 // _SIZES
 
 OTHER_WIDTHS = (
-    "The workers' rows do not fit together: all axes but the first must have one length. Pad the batches of all workers to a "
-    "fixed length."
+    "The workers' rows have different shapes: all axes but the first must have the same length. Pad the batches of all workers "
+    "to a fixed length."
 )
 
 
 class OneWorker:
-    """The collectives of one worker alone: its sums and rows are those of all workers.
+    """Replaces the collectives for a single worker, whose sums and rows are already complete.
 
     Attributes:
         index: the number of this worker.
@@ -42,7 +42,7 @@ class OneWorker:
     count = 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns `x`; see `Collectives`, as for all that follow."""
+        """Returns `x`; see `Collectives` for this method and the following ones."""
         return x
 
     def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
@@ -50,7 +50,7 @@ class OneWorker:
         return list(tensors)
 
     def counts(self, own: Tensor) -> Tensor:
-        """Returns the number as one of one."""
+        """Returns the number as a vector of length 1."""
         return tf.reshape(tf.cast(own, tf.int32), [1])
 
     def gather(self, x: Any, counts: Tensor | None = None) -> Any:
@@ -58,7 +58,7 @@ class OneWorker:
         return x
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Returns the message as one of one."""
+        """Returns the message in a list."""
         return [message]
 
     def broadcast(self, message: bytes) -> bytes:
@@ -69,9 +69,10 @@ class OneWorker:
 class Collectives(OneWorker):
     """Sums and gathers over W workers, in a graph or eagerly.
 
-    Each operation has a key, by which its parts on the workers find each other, and which belongs to one kind, type and
-    shape for good. It is made of these and of the operation's place among those of its graph: so all workers must make the same
-    operations in one graph, and run the same graphs one after the other, but may trace them at different times, or more often.
+    Each operation has a key, by which TensorFlow matches its parts on the workers. A key always belongs to the same kind, dtype
+    and shape. It is computed from these and from the operation's position among the collectives of its graph. So all workers
+    must build the same operations in each graph, and run the same graphs in the same order. They may trace a graph at different
+    times, or more often.
 
     Args:
         index: the number of this worker.
@@ -85,15 +86,15 @@ class Collectives(OneWorker):
         self._hint = communication
         self._uses: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._order = list(range(count))
-        # TensorFlow gathers in an order of its own.
+        # TensorFlow gathers in its own order of workers.
         ranks = self.gather(tf.constant([index])).numpy().tolist()
         self._order = [ranks.index(i) for i in range(count)]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all workers, on every worker, on the device of `x`; it has the same shape on each.
+        """Returns the sum of `x` over all workers, on every worker, on the device of `x`, or on the host for integers.
 
         Args:
-            x: a tensor of numbers.
+            x: a tensor of numbers, of the same shape on every worker.
         """
         sent = _as_sent(x)
         with tf.device(_sending_device(sent)):
@@ -107,15 +108,16 @@ class Collectives(OneWorker):
                 if self._hint == "ring":
                     total = tf.raw_ops.CollectiveReduce(input=sent, subdiv_offsets=[0], **arguments, **_ADD)
                 else:
-                    # TensorFlow runs those of the second version one after the other: NCCL needs that, gRPC does not.
+                    # TensorFlow runs operations of the second version one after another, which NCCL needs and gRPC does not.
                     total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
             return _as_received(total, x)
 
     def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
-        """The sums of K dense tensors over all workers, packed into buckets of at most `BUCKET_BYTES`.
+        """Returns the sums of K dense tensors over all workers, packed into buckets of at most `BUCKET_BYTES`.
 
-        The last tensors, whose gradients are ready first, go first. A bucket holds tensors of one dtype and device. It is sent
-        as soon as it is full, and none before the one that precedes it there is full: in the same order on all workers.
+        The last tensors are packed first, because their gradients are ready first. A bucket holds tensors of one dtype and
+        device. It is sent as soon as it is full and the preceding bucket of its dtype and device is full, so that all workers
+        send buckets in the same order.
 
         Args:
             tensors: K tensors; None stays None.
@@ -141,18 +143,18 @@ class Collectives(OneWorker):
         return sums
 
     def counts(self, own: Tensor) -> Tensor:
-        """The W numbers of all workers, int32, from the one of each."""
+        """Returns the W numbers of all workers, int32, from this worker's number `own`."""
         return self.sum(tf.one_hot(self.index, self.count, dtype=tf.int32) * tf.cast(own, tf.int32))
 
     def gather(self, x: Any, counts: Tensor | None = None) -> Any:
-        """The rows of all workers, in the order of the workers, on every worker.
+        """Returns the rows of all workers, in the order of the workers, on every worker.
 
         Args:
             x: a tensor, dense, ragged or sparse, with any number of rows on each worker.
             counts: the number of rows on each of the W workers, if they are known.
 
         Raises:
-            TypeError: if it holds strings, which TensorFlow's collectives cannot send.
+            TypeError: if `x` holds strings, which TensorFlow's collectives cannot send.
         """
         if isinstance(x, tf.RaggedTensor):
             return tf.RaggedTensor.from_row_lengths(self.gather(x.values), self.gather(x.row_lengths()), validate=False)
@@ -178,7 +180,7 @@ class Collectives(OneWorker):
             return _as_received(gathered, x)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all W workers, at once, in eager code."""
+        """Returns the messages of all W workers. It runs immediately, in eager mode."""
         with tf.init_scope(), tf.device(_HOST):
             own = tf.constant(np.frombuffer(message, np.uint8))
             counts = self.counts(tf.size(own))
@@ -187,7 +189,7 @@ class Collectives(OneWorker):
         return [everything[end - size : end] for end, size in zip(ends, counts.numpy(), strict=True)]
 
     def broadcast(self, message: bytes) -> bytes:
-        """The message of the first worker, which may be long, at once, in eager code. The others' are not looked at."""
+        """Returns the chief's message, which may be long, and ignores all others. It runs immediately, in eager mode."""
         (length,) = np.frombuffer(self.exchange(np.int64(len(message)).tobytes())[0], np.int64)
         words = np.zeros(-(-int(length) // 4), np.int32)
         if self.index == 0:
@@ -198,10 +200,10 @@ class Collectives(OneWorker):
         return np.concatenate([*parts, words[:0]]).tobytes()[:length]
 
     def _counts_of_one_width(self, x: Tensor) -> Tensor:
-        """The numbers of rows of all workers, whose rows must have one shape."""
+        """Returns the numbers of rows of all workers, and checks that all rows have the same shape."""
         shapes = self.sum(tf.one_hot([self.index], self.count, axis=0, dtype=tf.int32) * tf.shape(x))
         shapes = tf.ensure_shape(shapes, [self.count, x.shape.rank])
-        # TensorFlow's `assert_equal` makes functions, and graphs of exchanges become parts of others without them.
+        # `tf.debugging.assert_equal` creates functions, which a graph that becomes a part of another one must not contain.
         with tf.device(_HOST):
             is_one = tf.reduce_all(tf.equal(shapes[:, 1:], shapes[:1, 1:]))
             check = tf.raw_ops.Assert(condition=is_one, data=[OTHER_WIDTHS, shapes], summarize=64)
@@ -209,7 +211,10 @@ class Collectives(OneWorker):
             return tf.identity(shapes[:, 0])
 
     def _padded(self, kind: str, flat: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """A flat tensor padded to a power of two, and the further arguments: so few sizes, each of which needs a key, occur."""
+        """Returns a flat tensor, padded to a power of two, and its operation's other arguments.
+
+        Each size needs a key, so padding keeps the number of sizes small.
+        """
         sizes = tf.constant([2**i for i in range(_SIZES)], tf.int64)
         exponent = tf.searchsorted(sizes, [tf.size(flat, tf.int64)])[0]
         padded = tf.pad(flat, [[0, tf.cast(sizes[exponent], tf.int32) - tf.size(flat)]])
@@ -225,7 +230,7 @@ class Collectives(OneWorker):
         return key
 
     def _arguments(self, x: Tensor, key: Any) -> dict[str, Any]:
-        # TensorFlow's own timeout would keep a thread for each operation until it is over: the health check sees to that.
+        # TensorFlow's own timeout would keep a thread for each operation until it expires. The health check times out instead.
         return {
             "group_size": self.count,
             "group_key": _group_key(x),
@@ -244,7 +249,7 @@ class Collectives(OneWorker):
 
 
 def _next_place(graph: tf.Graph) -> int:
-    """The number of the next collective operation among those of a graph."""
+    """Returns the position of a graph's next collective operation, and counts it."""
     place: int = getattr(graph, "_keras_dp_collectives", 0)
     graph._keras_dp_collectives = place + 1
     return place
@@ -252,7 +257,7 @@ def _next_place(graph: tf.Graph) -> int:
 
 @contextlib.contextmanager
 def counted_on(graph: tf.Graph) -> Iterator[None]:
-    """Counts the collective operations of the current graph on from those of another one, of which they are to be a part."""
+    """Numbers the collectives of the current graph after the collectives of another graph, of which it becomes a part."""
     part: Any = tf.compat.v1.get_default_graph()
     part._keras_dp_collectives = getattr(graph, "_keras_dp_collectives", 0)
     yield
@@ -260,7 +265,7 @@ def counted_on(graph: tf.Graph) -> Iterator[None]:
 
 
 class _Piece(NamedTuple):
-    """Elements `begin` to `end` of the flattened tensor number `tensor`."""
+    """Elements `begin` to `end` of flattened tensor number `tensor`."""
 
     tensor: int
     begin: int
@@ -271,7 +276,7 @@ _ADD = {"merge_op": "Add", "final_op": "Id"}
 
 
 def _buckets(tensors: Sequence[Any]) -> Iterator[tuple[tuple[Any, str], list[_Piece]]]:
-    """Pieces that are sent together, at most `BUCKET_BYTES`; with their dtype and device."""
+    """Yields the pieces of each bucket, at most `BUCKET_BYTES`, with their dtype and device."""
     filling: dict[tuple[Any, str], list[_Piece]] = {}
     room: dict[tuple[Any, str], int] = {}
     for i in reversed(range(len(tensors))):
@@ -294,18 +299,18 @@ def _buckets(tensors: Sequence[Any]) -> Iterator[tuple[tuple[Any, str], list[_Pi
 
 
 def _group_key(x: Tensor) -> int:
-    """The same devices of all workers are a group."""
+    """Returns the key of the group that consists of the same device of every worker."""
     kind, _, number = short_name(_sending_device(x)).partition(":")
     return 1 + int(number or 0) + (1000 if kind == "GPU" else 0)
 
 
 def _sending_device(sent: Tensor) -> str:
-    # Whole numbers are summed in the host's memory, also where they are on a GPU.
+    # Integers are summed in the host's memory, even if they are on a GPU.
     return _HOST if sent.dtype.is_integer or not sent.device else sent.device
 
 
 def _as_sent(x: Tensor) -> Tensor:
-    """A tensor of a type that collectives take."""
+    """Converts a tensor to a dtype that collectives take."""
     if x.dtype in _SENT_AS_THEY_ARE:
         return x
     if x.dtype in _SENT_AS:
@@ -313,11 +318,11 @@ def _as_sent(x: Tensor) -> Tensor:
     if x.dtype in _SEEN_AS:
         return tf.bitcast(x, _SEEN_AS[x.dtype])
     raise TypeError(
-        'Workers can send each other numbers only; predict(..., rows="shard") sends nothing. '
+        "Workers can send each other numbers only. Convert the tensor to numbers in the dataset or in the model. "
         f"Received: a tensor of {x.dtype.name}"
     )
 
 
 def _as_received(sent: Tensor, x: Tensor) -> Tensor:
-    """Turns a received tensor into one of the type of `x` again."""
+    """Converts a received tensor back to the dtype of `x`."""
     return tf.bitcast(sent, x.dtype) if x.dtype in _SEEN_AS else tf.cast(sent, x.dtype)

@@ -1,4 +1,4 @@
-"""Connect the workers, and report those that are lost."""
+"""Connect the workers, and report lost workers."""
 
 import atexit
 import contextlib
@@ -30,7 +30,7 @@ START_TIMEOUT = 1800.0
 
 # The number of towers that `keras-dp launch --towers-per-worker` asks for.
 TOWERS_VARIABLE = "KERAS_DP_TOWERS"
-# Set by `keras-dp launch` alone.
+# Only `keras-dp launch` sets it.
 LAUNCHED_VARIABLE = "KERAS_DP_RESTART"
 
 _MARK = "keras_dp: "
@@ -42,17 +42,17 @@ logger = logging.getLogger("keras_dp")
 
 
 class WorkerLostError(RuntimeError):
-    """Workers cannot go on, because another one is gone or does not come; the message names it."""
+    """Says why workers cannot continue: another worker is lost, or does not reach the same step or operation."""
 
 
 class WorkerGroup:
-    """The W processes that train together, and which of them this one is. `connect_workers` makes it.
+    """The W processes that train together, and the number of this process among them. `connect_workers` makes it.
 
     Attributes:
         index: the number of this worker, 0 to W - 1.
         count: W.
         is_chief: whether this is the first worker, which writes files.
-        collectives: what the workers tell each other.
+        collectives: sums and gathers over the workers.
     """
 
     def __init__(self, collectives: OneWorker | None = None, health_check: HealthCheck | None = None):
@@ -66,10 +66,10 @@ class WorkerGroup:
         return f"WorkerGroup(index={self.index}, count={self.count})"
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Sees to it that a few facts, of JSON's types, are the same on all workers.
+        """Checks that some facts, of JSON's types, are the same on all workers.
 
         Raises:
-            ValueError: on all workers, if they are not; it names the difference.
+            ValueError: on all workers, if the facts differ. It names the first difference.
         """
         if self.count == 1:
             return
@@ -81,13 +81,13 @@ class WorkerGroup:
         other = next(i for i, facts in enumerate(everywhere) if facts != everywhere[0])
         path, first, second = _first_difference(everywhere[0], everywhere[other])
         raise ValueError(
-            "The workers must run the same script with the same arguments, on the same data, of which each takes its part. "
+            "The workers must run the same script with the same arguments on the same data, which keras_dp divides among them. "
             f"They differ in {', '.join(path)}: worker 0 has {first!r}, worker {other} has {second!r}."
         )
 
     @contextlib.contextmanager
     def reporting_lost_workers(self) -> Iterator[None]:
-        """Names the worker that is lost, if TensorFlow's error inside comes of that, where workers wait for each other.
+        """Replaces TensorFlow's error for a lost worker by an error that names it. Used where workers wait for each other.
 
         Raises:
             WorkerLostError: in place of TensorFlow's error.
@@ -102,7 +102,7 @@ class WorkerGroup:
             raise WorkerLostError(reason) from error
 
     def note_progress(self) -> None:
-        """This worker has got on, where `reporting_lost_workers` waits no longer than the timeout."""
+        """Notes that this worker makes progress, so that the timeout of `reporting_lost_workers` starts again."""
         if self._health_check is not None:
             self._health_check.note_progress()
 
@@ -111,12 +111,12 @@ class WorkerGroup:
             return None
         if "Collective ops is aborted by: Shape mismatch" in error.message:
             return (
-                "The workers have come to different operations: every worker must call fit(), evaluate(), predict() and the "
+                "The workers have reached different operations: every worker must call fit(), evaluate(), predict() and the "
                 f"like in the same order, with the same arguments. {error.message}"
             )
         if not isinstance(error, _ERRORS_OF_LOSSES):
             return None
-        # TensorFlow hands the reason on, also from the worker that has noticed first.
+        # TensorFlow passes the reason on, also from the worker that has noticed the loss first.
         if _MARK in error.message:
             return error.message.split(_MARK)[-1].splitlines()[0]
         deadline = time.monotonic() + _SECONDS_TO_NOTICE
@@ -126,7 +126,7 @@ class WorkerGroup:
 
 
 def _first_difference(one: Any, other: Any) -> tuple[list[str], Any, Any]:
-    """Finds the first difference of two nested dictionaries, and the values of each there."""
+    """Finds the first difference between two nested dictionaries, and both values there."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
             if one.get(name) != other.get(name):
@@ -148,10 +148,10 @@ _current = WorkerGroup()
 
 
 def current_workers() -> WorkerGroup:
-    """The workers that `connect_workers` has connected; this process alone if it has not.
+    """Returns the workers that `connect_workers` has connected, or this process alone if it was not called.
 
     Raises:
-        RuntimeError: if `keras-dp launch` has started several, and nobody has connected them.
+        RuntimeError: if `keras-dp launch` has started several workers, but `connect_workers` was not called.
     """
     if _current.count == 1:
         _notice_others()
@@ -159,22 +159,22 @@ def current_workers() -> WorkerGroup:
 
 
 def _notice_others() -> None:
-    """Refuses, or warns of, workers that train a model each because nobody has connected them."""
+    """Raises an error or logs a warning if there are several workers, but `connect_workers` was not called."""
     try:
         cluster = find_cluster()
     except ValueError as error:
-        described = f"This process is one of several workers, in a way that is not understood ({error})"
+        described = f"This process seems to be one of several workers, whose description is malformed ({error})"
     else:
         if cluster is None:
             return
-        described = f"This process is worker {cluster.index} of {len(cluster.addresses)}, says {cluster.source}"
+        described = f"This process is worker {cluster.index} of {len(cluster.addresses)} according to {cluster.source}"
     message = (
-        f"{described}, but connect_workers() was not called: each trains a model of its own on all of the data, and overwrites "
-        "the others' files. Call keras_dp.connect_workers() at the top of the script, before TensorFlow does anything."
+        f"{described}, but connect_workers() was not called: each worker trains its own model on all of the data, and "
+        "overwrites the others' files. Call connect_workers() at the top of the script, before TensorFlow does anything."
     )
     if LAUNCHED_VARIABLE in os.environ:
         raise RuntimeError(message)
-    _warn_once(f"{message} If each is meant to train alone, all is well.")
+    _warn_once(f"{message} Ignore this warning if each worker is meant to train alone.")
 
 
 @functools.cache
@@ -187,21 +187,22 @@ def connect_workers(
 ) -> WorkerGroup:
     """Connects this process to the other workers, so that every `DataParallelModel` trains on all of them together.
 
-    Which workers there are, TF_CONFIG says, or Slurm; see docs/multi_worker.md, and `keras-dp launch`. Without, or with one
-    worker, nothing happens, and the script runs as it did. Call it at the top of the script, before TensorFlow does anything,
-    but after `use_logical_cpus`:
+    TF_CONFIG or Slurm's variables describe the workers; see docs/multi_worker.md and `keras-dp launch`. Without these, or with
+    one worker, nothing happens, and the script runs in a single process. Call it at the top of the script, before TensorFlow
+    does anything, but after `use_logical_cpus`:
 
     >>> import keras_dp
     >>> workers = keras_dp.connect_workers()
     >>> workers.index, workers.count, workers.is_chief
     (0, 1, True)
 
-    All workers run the same script: the data and arguments of `fit`, `evaluate` and `predict` are those of the global batch,
-    of which each worker takes its shard. The random seeds of Python, NumPy and TensorFlow become those of the first worker.
+    All workers run the same script. They pass the data and arguments of the global batch to `fit`, `evaluate` and `predict`,
+    and each worker takes its part. The chief's random state of Python, NumPy and TensorFlow is sent to all workers.
 
     Args:
-        timeout: seconds after which a worker that is silent is given up, and all others end with a `WorkerLostError`. It must
-            be longer than what one worker does alone, as saving a checkpoint. One whose process is gone is noticed at once.
+        timeout: seconds without an answer or progress, after which a worker counts as lost and the others raise a
+            `WorkerLostError`. It must be longer than anything that one worker does alone, such as saving a checkpoint. A worker
+            whose process has ended is noticed within seconds.
         start_timeout: seconds to wait for workers that start late.
         communication: "ring" over gRPC, or "nccl" between GPUs.
 
@@ -209,11 +210,11 @@ def connect_workers(
         A `WorkerGroup`.
 
     Raises:
-        ValueError: if TF_CONFIG is malformed, or the workers have different versions of Python's minor release, Keras,
-            TensorFlow, NumPy or keras_dp.
+        ValueError: if an argument or TF_CONFIG is malformed, or the workers have different minor versions of Python, or
+            different versions of Keras, TensorFlow, NumPy or keras_dp.
         RuntimeError: if TensorFlow has started already, or this worker's port is taken.
         TimeoutError: if a worker does not start in time.
-        WorkerLostError: if one is lost.
+        WorkerLostError: if a worker is lost.
     """
     global _current
     refuse_unknown("communication", communication, choices.Communication)
@@ -237,8 +238,8 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
         tensorflow_runtime.start_server(cluster.jobs, cluster.job, cluster.task, leader=cluster.names[0])
     except RuntimeError as error:
         raise RuntimeError(
-            "connect_workers() must be called before TensorFlow does anything: at the top of the script, before tensors, "
-            f"variables and models are made. Received: {error}"
+            "connect_workers() must be called before TensorFlow does anything. Call it at the top of the script, before "
+            f"tensors, variables and models are made. Received: {error}"
         ) from error
     except tf.errors.OpError as error:
         raise RuntimeError(
@@ -261,16 +262,14 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
 
 
 def _go_around_proxies(cluster: Cluster) -> None:
-    """Has gRPC not go through a proxy that is there for the rest of the world."""
+    """Makes gRPC reach the workers directly, even if a proxy is set."""
     listed = os.environ.get(_NO_PROXY_VARIABLE, os.environ.get("no_proxy", ""))
     hosts = [address.rpartition(":")[0].strip("[]") for address in cluster.addresses]
     os.environ[_NO_PROXY_VARIABLE] = ",".join(filter(None, [listed, *dict.fromkeys(hosts)]))
 
 
 def share_random_state(group: WorkerGroup) -> None:
-    """Gives all workers the first one's random state, of Python, NumPy and TensorFlow: they shuffle alike."""
-    if group.count == 1:
-        return
+    """Broadcasts the chief's random state of Python, NumPy and TensorFlow, so that all workers shuffle alike."""
     with group.reporting_lost_workers():
         own = _random_state()
         chiefs = group.collectives.broadcast(own)

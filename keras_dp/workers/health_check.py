@@ -1,4 +1,4 @@
-"""Check that the other workers are there, and notice when one is gone."""
+"""Check every second that the other workers answer, and notice lost workers."""
 
 import contextlib
 import logging
@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-PROBE_SECONDS = 5.0  # for an answer
+PROBE_SECONDS = 5.0  # to wait for an answer
 INTERVAL_SECONDS = 1.0  # between two questions
-REFUSALS = 2  # that follow each other, until a worker counts as gone
-MESSAGE_SECONDS = 10.0  # between two messages about who is waited for
+REFUSALS = 2  # in succession, after which a worker counts as lost
+MESSAGE_SECONDS = 10.0  # between two messages about missing workers
 
-# TensorFlow's own server answers this with a description of its devices, in which each process has numbers of its own,
-# whatever the process is doing otherwise. The question is empty.
+# TensorFlow's own server answers this empty request at any time, whatever else the process is doing. The answer describes the
+# devices with numbers that are different in each process. TensorFlow's own check of a peer, which is not public, sends the same
+# request, but holds Python's lock until it times out, and does not notice that a process was restarted.
 _STATUS = "/tensorflow.WorkerService/GetStatus"
 _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
@@ -27,18 +28,18 @@ logger = logging.getLogger("keras_dp")
 
 
 class HealthCheck:
-    """Asks the servers of the other workers every second whether they are there.
+    """Checks every second that the servers of the other workers answer.
 
-    A worker is lost if its server is gone, if it is another one than before, or if it has not answered for a time. If all are
-    there, and this one still does not get on, some of them do not come to where it waits.
+    A worker is lost if its server is gone, was restarted, or has not answered within the timeout. If all workers answer but
+    this worker makes no progress, some workers have not reached the operation at which it waits.
 
     Args:
-        addresses: W addresses, "host:port".
-        index: which of them this process is.
+        addresses: the W addresses, "host:port".
+        index: the number of this worker.
         timeout: seconds without an answer, or without progress.
 
     Attributes:
-        lost: says which worker is lost and why, or what this one waits for in vain; None as long as all is well.
+        lost: a message that says which workers are lost and why, or that this worker makes no progress; None before that.
     """
 
     def __init__(self, addresses: Sequence[str], index: int, timeout: float):
@@ -55,18 +56,18 @@ class HealthCheck:
         self.lost: str | None = None
 
     def wait_for_all(self, timeout: float) -> None:
-        """Returns when all workers have answered.
+        """Waits until all workers have answered.
 
         Args:
             timeout: seconds.
 
         Raises:
-            TimeoutError: if some have not.
+            TimeoutError: if some workers have not answered in time.
         """
         begin = told = time.monotonic()
         missing = sorted(self._channels)
         while missing:
-            # All in one round: one that was there may have been started anew since.
+            # All must answer in the same round: a worker that answered earlier may have been restarted since.
             self._answered.clear()
             self._devices.clear()
             self._ask(list(self._channels))
@@ -74,8 +75,8 @@ class HealthCheck:
             waited = time.monotonic() - begin
             if missing and waited > timeout:
                 raise TimeoutError(
-                    f"{self._names(missing)} did not start within {timeout:g} s. Start all workers with the same TF_CONFIG but "
-                    "for the index, let their ports through the firewall, or wait longer: connect_workers(start_timeout=...)."
+                    f"{self._names(missing)} did not start within {timeout:g} s. Start all workers with the same TF_CONFIG "
+                    "except the index, open their ports in the firewall, or wait longer: connect_workers(start_timeout=...)."
                 )
             if missing and time.monotonic() - told > MESSAGE_SECONDS:
                 told = time.monotonic()
@@ -84,17 +85,17 @@ class HealthCheck:
                 time.sleep(INTERVAL_SECONDS / 4)
 
     def start(self, on_loss: Callable[[str], None]) -> None:
-        """Checks from now on.
+        """Starts to check, on another thread.
 
         Args:
-            on_loss: called once, on another thread, with what `lost` says.
+            on_loss: a function that is called once, on that thread, with the message `lost`.
         """
 
         def check() -> None:
             while not self._stopped.wait(INTERVAL_SECONDS):
                 self._ask(list(self._channels))
                 losses = [reason for i in self._channels if (reason := self._reason(i)) is not None]
-                losses += [self._in_vain()] if not losses and self._waits_in_vain() else []
+                losses += [self._stuck()] if not losses and self._is_stuck() else []
                 if losses and not self._stopped.is_set():
                     self.lost = " ".join(losses)
                     on_loss(self.lost)
@@ -105,7 +106,7 @@ class HealthCheck:
 
     @contextlib.contextmanager
     def expecting_progress(self) -> Iterator[None]:
-        """Expects progress of this worker inside, said by `note_progress`."""
+        """Times out inside if this worker does not call `note_progress` within the timeout."""
         before, self._progress = self._progress, time.monotonic()
         try:
             yield
@@ -113,23 +114,23 @@ class HealthCheck:
             self._progress = None if before is None else time.monotonic()
 
     def note_progress(self) -> None:
-        """This worker has got on."""
+        """Notes that this worker makes progress."""
         if self._progress is not None:
             self._progress = time.monotonic()
 
-    def _waits_in_vain(self) -> bool:
+    def _is_stuck(self) -> bool:
         progress = self._progress
         return progress is not None and time.monotonic() - progress > self._timeout
 
-    def _in_vain(self) -> str:
+    def _stuck(self) -> str:
         return (
-            f"Worker {self._index} has waited for {self._timeout:g} s in vain: all workers are there, but not all have come to "
-            "the same step. Every worker must call fit(), evaluate(), predict() and the like; if one of them is only slow, "
-            "wait longer: connect_workers(timeout=...)."
+            f"Worker {self._index} has waited for {self._timeout:g} s without progress: all workers answer, but not all have "
+            "reached the same step. Every worker must call fit(), evaluate(), predict() and the like. If a worker is only "
+            "slow, wait longer: connect_workers(timeout=...)."
         )
 
     def stop(self) -> None:
-        """Watches no longer."""
+        """Stops checking, and closes the connections."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(PROBE_SECONDS)
@@ -137,8 +138,8 @@ class HealthCheck:
             channel.close()
 
     def _ask(self, workers: Sequence[int]) -> None:
-        """Asks workers all at once, and notes what became of it."""
-        seconds = min(PROBE_SECONDS, self._timeout / 2)  # Or who has answered would seem silent until the others have.
+        """Sends a request to all given workers at once, and notes their answers and refusals."""
+        seconds = min(PROBE_SECONDS, self._timeout / 2)  # A longer wait for one worker would let others seem silent.
         calls = {i: self._channels[i].unary_unary(_STATUS).future(b"", timeout=seconds) for i in workers}
         for i, call in calls.items():
             try:
@@ -153,9 +154,9 @@ class HealthCheck:
         self._refused[i] = REFUSALS if is_another else 0
 
     def _reason(self, i: int) -> str | None:
-        """Why a worker is lost, if it is."""
+        """Returns the reason why a worker is lost; None if it is not."""
         if self._refused[i] >= REFUSALS:
-            return f"{self._names([i])} is lost: its process has ended, or was started anew."
+            return f"{self._names([i])} is lost: its process has ended, or was restarted."
         silence = time.monotonic() - self._answered[i]
         if silence > self._timeout:
             return f"{self._names([i])} is lost: it has not answered for {silence:.0f} s."

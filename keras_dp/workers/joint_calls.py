@@ -1,21 +1,64 @@
-"""Have all workers make the same calls, with the same variables."""
+"""Make all workers run the same calls, with the same variables."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_dp import choices
 from keras_dp.workers.agreement import described_data, described_model
 from keras_dp.workers.callback import with_workers_callback
 from keras_dp.workers.group import WorkerGroup, share_random_state
 from keras_dp.workers.synchronization import all_variables, synchronize
 
 
-class JointCalls:
-    """Has all workers make the same calls, with the same variables.
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a model on towers.
 
-    A worker alone agrees with itself, and has nothing to share.
+    Attributes:
+        method: "fit", "evaluate" or "predict".
+        sharded: whether each worker reads its own part of the data.
+        devices: the devices of each worker's N towers.
+        parameter_device: see `DataParallelModel` for this attribute and the following ones.
+        batch_norm: the mode of batch normalization.
+        gradient_dtype: the dtype in which gradients are sent.
+        steps_per_execution: the number of steps that TensorFlow runs at once.
+    """
+
+    method: str
+    sharded: bool
+    devices: Sequence[str]
+    parameter_device: str
+    batch_norm: choices.BatchNorm
+    gradient_dtype: choices.GradientType
+    steps_per_execution: int
+
+
+class SingleCalls:
+    """Replaces `JointCalls` for a single worker, which has no others to agree with."""
+
+    def begin(self, call: Call, model: keras.Model, wrapper: keras.Model, arguments: dict[str, Any]) -> None:
+        """Does nothing; see `JointCalls` for this method and the following ones."""
+
+    def forget(self) -> None:
+        """Does nothing."""
+
+    def synchronize(self, model: keras.Model) -> None:
+        """Does nothing."""
+
+    def variables_of(self, model: keras.Model) -> set[Any]:
+        """Returns no variables."""
+        return set()
+
+    def synchronize_others(self, known: Collection[Any], variables: Sequence[tf.Variable]) -> None:
+        """Does nothing."""
+
+
+class JointCalls(SingleCalls):
+    """Makes all workers run the same calls, with the same variables.
 
     Args:
         group: the workers.
@@ -23,60 +66,62 @@ class JointCalls:
 
     def __init__(self, group: WorkerGroup):
         self._group = group
-        self._are_synchronized = group.count == 1
+        self._are_synchronized = False
         self._others: set[Any] = set()
 
-    def begin(self, method: str, model: keras.Model, wrapper: keras.Model, facts: dict[str, Any], call: dict[str, Any]) -> None:
-        """Begins a call on all workers: it has to be the same on each.
+    def begin(self, call: Call, model: keras.Model, wrapper: keras.Model, arguments: dict[str, Any]) -> None:
+        """Checks that all workers begin the same call, and prepares it.
 
         Args:
-            method: "fit", "evaluate" or "predict".
+            call: the call.
             model: the inner model.
             wrapper: the model that is called.
-            facts: what else has to be the same, of JSON's types, by names for people.
-            call: the arguments by name; callbacks and verbosity become those of this worker.
+            arguments: the method's arguments, by name. Callbacks and verbosity are set for this worker, in place.
 
         Raises:
-            ValueError: on all workers, if one makes another call.
+            ValueError: on all workers, if the calls differ.
         """
-        if self._group.count == 1:
-            return
-        shared = {name: value for name, value in call.items() if name not in ("verbose", "callbacks")}
+        shared = {name: value for name, value in arguments.items() if name not in ("verbose", "callbacks")}
         described = {name: described_data(value) for name, value in shared.items()}
-        self._group.agree({"the method called": method, **facts, **described_model(model), **described})
+        self._group.agree({**dataclasses.asdict(call), **described_model(model), **described})
         share_random_state(self._group)
-        # When training begins, the variables are those that the first worker has restored from a backup.
-        self._are_synchronized = method == "fit"
-        call["callbacks"] = with_workers_callback(call.get("callbacks"), self._group, wrapper)
+        # fit() synchronizes when training begins, after the chief has restored a backup.
+        self._are_synchronized = call.method == "fit"
+        arguments["callbacks"] = with_workers_callback(arguments.get("callbacks"), self._group, wrapper)
         if not self._group.is_chief:
-            call.setdefault("verbose", 0)
+            arguments.setdefault("verbose", 0)
 
     def forget(self) -> None:
-        """Has the variables be given anew: the model was compiled."""
-        self._are_synchronized = self._group.count == 1
+        """Synchronizes all variables again in the next call: the model was compiled."""
+        self._are_synchronized = False
         self._others.clear()
 
     def synchronize(self, model: keras.Model) -> None:
-        """Gives all workers the first one's variables, once after they were created, and in each call."""
+        """Gives all workers the chief's variables, once after they were created, and once in each call."""
         if not self._are_synchronized:
             self._are_synchronized = True
             synchronize(self._group, all_variables(model))
 
     def variables_of(self, model: keras.Model) -> set[Any]:
-        """References to the variables that `synchronize` gives; none if there is one worker alone."""
-        return set() if self._group.count == 1 else {variable.value.ref() for variable in all_variables(model)}
+        """Returns references to the variables that `synchronize` covers."""
+        return {variable.value.ref() for variable in all_variables(model)}
 
     def synchronize_others(self, known: Collection[Any], variables: Sequence[tf.Variable]) -> None:
-        """Gives all workers the first one's values of variables that a step alone knows, such as those that it makes.
+        """Gives all workers the chief's values of variables that only a step knows, such as variables that it creates.
 
-        All workers come to these when they first run the step; a worker that traces it once more comes to no others.
+        All workers first run the step together. A worker that retraces it finds no new variables.
 
         Args:
             known: the `variables_of` the model before the step was traced.
-            variables: of the step.
+            variables: the variables of the step.
         """
         others = [variable for variable in variables if variable.ref() not in self._others and variable.ref() not in known]
-        if others and self._group.count > 1:
+        if others:
             self._others.update(variable.ref() for variable in others)
             with tf.init_scope():
                 synchronize(self._group, others)
+
+
+def calls_of(group: WorkerGroup) -> SingleCalls:
+    """Returns `JointCalls`, or `SingleCalls` if there is one worker."""
+    return JointCalls(group) if group.count > 1 else SingleCalls()

@@ -1,4 +1,4 @@
-"""Give all workers the first one's values of variables."""
+"""Broadcast the chief's values of variables to all workers."""
 
 import zlib
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from keras_dp.workers.group import WorkerGroup
 
 
 def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Variable]) -> None:
-    """Gives all workers the first one's values of variables, unless their checksums say that they have them.
+    """Broadcasts the chief's values of variables to all workers, unless checksums show that all have the same values.
 
     Raises:
-        ValueError: on all workers, if the variables of one are others.
-        RuntimeError: if the values differ all the same.
+        ValueError: on all workers, if the numbers, dtypes or shapes of their variables differ.
+        RuntimeError: if the values still differ afterwards.
     """
     if group.count == 1:
         return
@@ -37,13 +37,13 @@ def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Vari
             variable.assign(new)
     if not _same_everywhere(group, variables):
         raise RuntimeError(
-            "The workers' variables still differ after the first worker's were sent to all: their network or memory garbles "
-            "what it is given."
+            "The workers' variables still differ after the first worker's were sent to all: the network or a machine's memory "
+            "corrupts data. Check the hardware."
         )
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """Lists the variables of a model, its optimizer, its metrics and the generators of its random numbers."""
+    """Lists the variables of a model, its optimizer, its metrics and its random number generators."""
     optimizer = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
     metrics = [variable for metric in model.metrics for variable in metric.variables]
     variables = [*model.variables, *optimizer, *metrics, *keras_models.seed_states(model)]

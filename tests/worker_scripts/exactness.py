@@ -1,4 +1,4 @@
-"""Each case trains a plain model on one device, and its twin on the towers of all workers: every worker compares for itself.
+"""Train a plain model on one device and its twin on the towers of all workers, and compare them on every worker.
 
 Prints a line for each case, "passed <case>" or "FAILED <case>" with the traceback; then "done".
 """
@@ -52,14 +52,14 @@ def classifier(optimizer=lambda: keras.optimizers.Adam(0.01), metrics=("accuracy
 
 @case
 def even_and_uneven_batches(towers):
-    """Even ones, uneven ones, a last batch of one row, so that a worker has none, and one row alone."""
+    """Trains on even batches, uneven batches, a last batch of one row, which leaves a worker none, and a single row."""
     datasets = [((numbers(25, 5), labels(25, 3)), 8), ((numbers(14, 5), labels(14, 3)), 5), ((numbers(1, 5), labels(1, 3)), 1)]
     assert_same_script(mlp, lambda model: fit_evaluate_predict(model, classifier(), datasets, epochs=1), towers)
 
 
 @case
 def synchronized_batch_norm(towers):
-    """Convolutions, batch normalization over all workers, momentum, each gradient clipped."""
+    """Trains convolutions with batch normalization over all workers, momentum, and each gradient clipped."""
 
     def build():
         layers = [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(), keras.layers.ReLU()]
@@ -74,7 +74,7 @@ def synchronized_batch_norm(towers):
 
 @case
 def masks_and_sample_weights(towers):
-    """Masked batch normalization and loss; sample weights; `mean_with_sample_weight`."""
+    """Trains with a masked batch normalization and loss, sample weights, and `mean_with_sample_weight`."""
 
     def build():
         tokens = keras.Input((6,), dtype="int32")
@@ -98,7 +98,7 @@ def masks_and_sample_weights(towers):
 
 @case
 def sparse_gradients(towers):
-    """Adam moves the rows of an embedding that occur; a global norm is that of all workers' gradients together."""
+    """Trains an embedding with Adam, which has sparse gradients, and with a global norm over all workers' gradients."""
 
     def build():
         tokens = keras.Input((4,), dtype="int32")
@@ -113,7 +113,7 @@ def sparse_gradients(towers):
 
 @case
 def losses_and_metrics_that_couple_rows(towers):
-    """A root of a mean over the global batch; metrics that do not add up; several outputs; a regularizer."""
+    """Trains several outputs with a root of a mean over the global batch, a metric that does not add up, and a regularizer."""
 
     def build():
         x = keras.Input((5,))
@@ -140,7 +140,7 @@ def losses_and_metrics_that_couple_rows(towers):
 
 @case
 def datasets_shuffled_alike(towers):
-    """Arrays that `fit` shuffles, and a dataset that shuffles itself, of unknown length; several steps in one call."""
+    """Trains on arrays that `fit` shuffles, and on a shuffled dataset of unknown length, with several steps in one call."""
     x, y = numbers(22, 5), labels(22, 3)
 
     def script(model):
@@ -163,7 +163,7 @@ def datasets_shuffled_alike(towers):
 
 @case
 def single_batches(towers):
-    """train_on_batch and its like, also without a fit before; and what `compile` made anew."""
+    """Calls `train_on_batch`, `test_on_batch` and `predict_on_batch` without a `fit` before, and after a second `compile`."""
     x, y = numbers(7, 5), labels(7, 3)
 
     def script(model):
@@ -177,7 +177,7 @@ def single_batches(towers):
 
 @case
 def callbacks_act_alike(towers):
-    """Early stopping and a learning rate that follow the validation loss; validation data; class weights."""
+    """Trains with class weights, and with callbacks that stop early and lower the rate by the validation loss."""
     x, y = numbers(20, 5), labels(20, 3)
 
     def script(model):
@@ -203,7 +203,7 @@ def callbacks_act_alike(towers):
 
 @case
 def state_of_layers(towers):
-    """A state that is no float and differs from row to row, and one that is a mean over the rows."""
+    """Trains a layer whose state is a mean over the rows, an integer that depends on the last row, and a count of calls."""
 
     class Watch(keras.layers.Layer):
         def build(self, shape):
@@ -226,7 +226,7 @@ def state_of_layers(towers):
 
 @case
 def accumulated_gradients(towers):
-    """Gradient accumulation and moving averages of weights, under the towers of all workers."""
+    """Trains with gradient accumulation and moving averages of weights on the towers of all workers."""
     data = (numbers(16, 5), labels(16, 3))
     compiled = classifier(
         lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3)
@@ -236,7 +236,7 @@ def accumulated_gradients(towers):
 
 @case
 def placement_accumulation_and_scope(towers):
-    """Variables spread over the towers, accumulation weighted by rows, losses on the gathered batch."""
+    """Trains with variables spread over the towers, and with accumulation that is weighted by rows."""
     data = (numbers(14, 5), labels(14, 3))
     compiled = classifier(lambda: keras.optimizers.SGD(0.1, momentum=0.875))
     options = {"parameter_device": "sharded"}
@@ -255,7 +255,7 @@ def placement_accumulation_and_scope(towers):
 
 @case
 def gradients_in_half_the_bytes(towers):
-    """Between workers as well, where all of them travel together."""
+    """Sends the gradients as bfloat16 between workers as well, in one message."""
     data = (numbers(14, 5), labels(14, 3))
     compiled = classifier(lambda: keras.optimizers.SGD(0.1))
     one = mlp()
@@ -273,7 +273,7 @@ def gradients_in_half_the_bytes(towers):
 
 @case
 def other_modes_of_batch_norm(towers):
-    """Each slice by itself, with the statistics of the batch or of the first slice: as with so many towers on one machine."""
+    """Normalizes each slice by itself; the moving statistics follow all slices ("local") or the first slice ("first")."""
 
     def build():
         return keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -304,7 +304,7 @@ def other_modes_of_batch_norm(towers):
 
 @case
 def batches_of_other_sizes_are_refused(towers):
-    """Global batches whose numbers of rows differ from worker to worker cannot be what was meant."""
+    """Refuses global batches whose numbers of rows differ between workers."""
     rows = 12 + 4 * (workers.index == 0)
     batches = tf.data.Dataset.from_tensor_slices((numbers(16, 5)[:rows], labels(16, 3)[:rows])).batch(rows // 2).repeat(2)
     parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
@@ -319,7 +319,7 @@ def batches_of_other_sizes_are_refused(towers):
 
 @case
 def ragged_and_sparse(towers):
-    """Ragged and sparse batches are cut as well; ragged outputs, and whole numbers, are predicted for all rows."""
+    """Predicts floats and integers for all rows, from a sparse dataset that is made dense and from arrays."""
 
     class Lengths(keras.layers.Layer):
         def call(self, x):
@@ -346,9 +346,9 @@ def ragged_and_sparse(towers):
 
 @case
 def shards_of_the_user(towers):
-    """sharded=True: the workers' batches together are the global ones, also when some have no more, or never had any."""
+    """Joins the workers' batches to global ones with sharded=True, also where some workers have no rows or run out of them."""
     x, y = numbers(30, 5), labels(30, 3)
-    # Worker 0 has 3 batches of 3 rows and one of 1; the last worker none at all; between, 2 batches of 2 rows.
+    # Worker 0 has 3 batches of 3 rows and one of 1 row, the last worker has none, and the others have 2 batches of 2 rows.
     rows = {0: (3, 10), workers.count - 1: (2, 0)}
     parts = [rows.get(i, (2, 4)) for i in range(workers.count)]
     begins = np.cumsum([0] + [size for _, size in parts])
@@ -371,7 +371,7 @@ def shards_of_the_user(towers):
 
         signature = (tf.TensorSpec((None, 5), tf.float64), tf.TensorSpec((None,), tf.int64))
         reference = tf.data.Dataset.from_generator(global_batches, output_signature=signature)
-        if known:  # Keras counts a step more in each epoch over data of unknown length.
+        if known:  # Keras counts one step more in each epoch over data of unknown length.
             reference = reference.apply(tf.data.experimental.assert_cardinality(len(together)))
 
         def script(model):
@@ -397,7 +397,7 @@ def shards_of_the_user(towers):
 
 @keras.saving.register_keras_serializable()
 class Coupled(keras.Model):
-    """A step of the user's own with two optimizers, in which rows meet rows, and random numbers and sparse gradients occur."""
+    """Defines a user's step with two optimizers, random numbers and sparse gradients, which compares rows with rows."""
 
     def __init__(self):
         super().__init__()
@@ -418,7 +418,7 @@ class Coupled(keras.Model):
             code = self.encoder(x, training=True)
             code = code + keras.ops.mean(self.embedding(tokens), axis=1)
             code = code + 0.1 * keras.random.normal(keras.ops.shape(code), dtype="float64", seed=self.generator)
-            # Each row against each other one, and the largest and the smallest of all.
+            # The likeness of each row with each other row, and the spread from the smallest to the largest.
             likeness = code @ keras.ops.transpose(code)
             own = keras.ops.arange(keras.ops.shape(code)[0])
             contrast = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(own, likeness, from_logits=True))
@@ -436,7 +436,7 @@ class Coupled(keras.Model):
 
 @case
 def own_steps(towers):
-    """A step of the user's own, also with a last batch of one row; variables that exist only once it is traced."""
+    """Trains by a user's step whose variables are created when it is traced, also on a last batch of one row."""
     data = (numbers(13, 5), labels(13 * 3, 20).reshape(13, 3))
 
     def script(model):
@@ -455,7 +455,7 @@ def own_steps(towers):
 
 @case
 def own_steps_of_models_whose_seeds_differ(towers):
-    """What a step makes while it is traced, from other seeds and by other names on each worker, is the first worker's."""
+    """Trains workers whose steps create variables from different seeds and names, and ends with the chief's values."""
     keras.utils.set_random_seed(100 + workers.index)
     for _ in range(workers.index):
         [keras.layers.Dense(1) for _ in range(8)], keras.Sequential()
@@ -471,7 +471,7 @@ def own_steps_of_models_whose_seeds_differ(towers):
 
 @case
 def own_steps_on_shards(towers):
-    """Sequences of other lengths in each batch, in shards of which the last worker's has no more, or never had any."""
+    """Trains on batches of sequences of different lengths, where the last worker's shard is empty or runs out."""
 
     class Sequences(keras.Model):
         def __init__(self):
@@ -504,10 +504,10 @@ def own_steps_on_shards(towers):
         )
 
     def shard(batch, count):
-        """This worker's rows of a batch that is divided among the first few workers."""
+        """Returns this worker's rows of a batch that is divided among the first `count` workers."""
         return tuple(part[5 * workers.index // count : 5 * (workers.index + 1) // count] for part in batch)
 
-    # The last worker has rows of the first batch alone, or never had any.
+    # The last worker has rows of the first batch only, or no rows at all.
     for first in (workers.count, workers.count - 1):
         own = [shard(batch, workers.count - 1 if k else first) for k, batch in enumerate(batches)]
         own = [batch for batch in own if len(batch[1])]
@@ -523,7 +523,7 @@ def own_steps_on_shards(towers):
 
 @case
 def whole_and_ragged_tensors(towers):
-    """Tensors that are not cut, ragged ones, which stay whole, and others of which the whole is asked for."""
+    """Trains on batches with a table that stays whole, a ragged tensor, and rows that are sorted over the global batch."""
 
     class Lookup(keras.Model):
         def __init__(self):
@@ -553,7 +553,7 @@ def whole_and_ragged_tensors(towers):
 
 @case
 def metrics_and_masks_with_dropout(towers):
-    """Random numbers are one device's; AUC; masks and sample weights."""
+    """Trains with dropout, which draws one device's numbers, and with AUC, masks and sample weights."""
 
     def build():
         tokens = keras.Input((6,), dtype="int32")
@@ -575,7 +575,7 @@ def metrics_and_masks_with_dropout(towers):
 
 @case
 def seeds_that_differ(towers):
-    """Workers whose scripts have set different seeds train one model all the same: the first worker's."""
+    """Trains the chief's model although the workers' scripts have set different seeds."""
     x, y = numbers(16, 5), labels(16, 3)
     keras.utils.set_random_seed(100 + workers.index)
     parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
@@ -595,7 +595,7 @@ def seeds_that_differ(towers):
 
 @case
 def every_row_once(towers):
-    """Over an epoch, every row of the data is trained on once, by one tower of one worker."""
+    """Checks that every row is trained on exactly once in an epoch, by one tower of one worker."""
 
     class Rows(keras.layers.Layer):
         def build(self, shape):
@@ -616,7 +616,7 @@ def every_row_once(towers):
 
 @case
 def recalibrated_batch_norm(towers):
-    """recalibrate_batch_norm pools the moments of all workers."""
+    """Recalibrates batch normalization to the moments of all rows."""
     x = numbers(13, 5)
 
     def build():
@@ -630,7 +630,7 @@ def recalibrated_batch_norm(towers):
 
 @case
 def only_the_chief_writes(towers):
-    """Callbacks that write files, and save(), do so on the first worker; the logs are the same on all."""
+    """Writes files, by callbacks and by `save()`, on the chief only; the logs are the same on all workers."""
     out = Path(tempfile.mkdtemp())
     x, y = numbers(12, 5), labels(12, 3)
     parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
@@ -654,7 +654,7 @@ def only_the_chief_writes(towers):
 
 @case
 def what_is_restored_on_the_chief_is_for_all(towers):
-    """The chief alone has a backup; all go on with its weights, and after its epochs."""
+    """Resumes all workers with the weights and the epoch of the backup that the chief alone has."""
     out = Path(tempfile.mkdtemp())
     x, y = numbers(12, 5), labels(12, 3)
 
@@ -679,7 +679,7 @@ def what_is_restored_on_the_chief_is_for_all(towers):
 
 @case
 def one_worker_ends_training_for_all(towers):
-    """A callback of the last worker ends training; all end after the same epoch."""
+    """Ends training on all workers after the same epoch, when a callback of the last worker stops it."""
 
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -694,7 +694,7 @@ def one_worker_ends_training_for_all(towers):
 
 @case
 def different_batches_are_warned_of(towers):
-    """A dataset that the workers shuffle differently does not go unnoticed; what augments at random is trained with."""
+    """Warns once when the workers shuffle a dataset differently, and not when they shuffle it alike."""
 
     class Heard(logging.Handler):
         def emit(self, record):
@@ -716,7 +716,7 @@ def different_batches_are_warned_of(towers):
 
 @case
 def differences_are_named(towers):
-    """Workers that do not do the same are all told so, before they train."""
+    """Raises an error on every worker, before training, when the workers differ in their model, data or call."""
     last = workers.index == workers.count - 1
 
     def fit_differently(units=3, optimizer="sgd", rows=8, seed=0, batch_size=4, activation="tanh", devices=towers, **options):
@@ -748,7 +748,7 @@ def differences_are_named(towers):
         else:
             fit_differently()
     except ValueError as error:
-        assert "the method called: worker 0 has 'fit'" in str(error), error  # noqa: PT017
+        assert "method: worker 0 has 'fit'" in str(error), error  # noqa: PT017
     else:
         raise AssertionError("another method was not refused")
     fit_differently()
@@ -764,6 +764,6 @@ for name in sys.argv[2:] or list(CASES):
             CASES[name](num_towers)
             print(f"passed {name}, {num_towers} tower(s), {time.monotonic() - begin:.1f} s")
         except Exception:
-            # What the other workers do from here on, nobody knows.
+            # The state of the other workers is unknown from here on.
             sys.exit(f"FAILED {name}, {num_towers} tower(s)\n{traceback.format_exc()}")
 print("done")

@@ -1,4 +1,4 @@
-"""The last worker has another version of Keras than the others."""
+"""Connect workers, the last of which reports another version of Keras than the others."""
 
 import json
 import os

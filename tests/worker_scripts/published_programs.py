@@ -1,7 +1,7 @@
-"""Some published programs train on one device, and on the towers of all workers: every worker compares for itself.
+"""Train some published programs on one device and on the towers of all workers, and compare them on every worker.
 
 Prints a line for each program, "passed <program>" or "FAILED <program>" with the traceback; then "done". The arguments are the
-number of workers, which part of the programs to run, and of how many.
+number of workers, the index of the part of the programs to run, and the number of parts.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Trains for some epochs and prints what the tests of faults wait for; the model and the data are the same everywhere.
+"""Train the same model on the same data on each worker, and print lines that the tests of failures wait for.
 
 training.py SECONDS_PER_EPOCH BACKUP_DIRECTORY [--die-in-epoch K] [--timeout T]
 """
@@ -31,7 +31,7 @@ print(f"connected {workers.index} of {workers.count}", flush=True)
 
 
 class Report(keras.callbacks.Callback):
-    """Says which epoch it is, takes its time, and kills the last worker once, in the middle of an epoch."""
+    """Prints each epoch, slows it down, and kills the last worker once, in the middle of an epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""What keeps workers together: the same model and data, the same variables to begin with, one worker that writes files."""
+"""Workers check that models and data are the same, start with the same variables, and write files on one worker."""
 
 import json
 
@@ -20,7 +20,7 @@ rng = np.random.default_rng(0)
 
 
 class Told(OneWorker):
-    """A worker who is told given messages, whatever the others send."""
+    """Receives the given messages as a worker, in place of any that are sent."""
 
     def __init__(self, *messages, index=0):
         super().__init__()
@@ -104,7 +104,7 @@ def test_what_workers_are_given_does_not_count(difference):
 
 
 def test_automatic_names_do_not_count():
-    """They number what a script has made before, which may be more on one worker."""
+    """Automatic names number the objects that a script has made before, which may be more on one worker."""
     assert described_model(model()) == described_model(model())
 
 
@@ -268,7 +268,7 @@ def test_a_list_of_keras_is_in_lockstep_too():
     fit = FakeFit(None)
     callbacks = keras.callbacks.CallbackList([writer, other], model=fit)
     second = WorkerGroup(Told(None, None, index=1))
-    for _ in range(2):  # It may be used again.
+    for _ in range(2):  # The list may be used again.
         assert with_workers_callback(callbacks, second, fit) is callbacks
         kept, last = callbacks.callbacks
         assert kept is other
@@ -277,7 +277,7 @@ def test_a_list_of_keras_is_in_lockstep_too():
 
 
 class FakeFit:
-    """What the callback sees of a model in `fit`."""
+    """Holds the attributes of a model in `fit` that the callback uses."""
 
     def __init__(self, inner_model, initial_epoch=None, optimizer=None):
         self.inner_model = inner_model
@@ -366,7 +366,8 @@ def test_all_variables_are_there_once():
     ids = {id(variable) for variable in variables}
     assert {id(variable) for variable in uncompiled} < ids
     assert {id(v) for v in [*made.variables, *made.optimizer.variables, *made.metrics_variables]} < ids
-    # Dense 2, normalization 4, dropout's seed, the global seed; Adam's 2 for each of 4 weights, its 2; 2 metrics of 2 each.
+    # Dense has 2, normalization 4, dropout a seed, and there is a global seed. Adam has 2 for each of 4 weights, and 2 of its
+    # own. Each of 2 metrics has 2.
     assert len(variables) == 8 + 10 + 4
 
 

@@ -1,4 +1,4 @@
-"""`find_cluster`: which workers there are and which one this process is, from TF_CONFIG or from Slurm's variables."""
+"""`find_cluster` finds all workers, and this process among them, from TF_CONFIG or from Slurm's variables."""
 
 import json
 import os
@@ -13,7 +13,7 @@ TWO = ["alpha:2222", "beta:2222"]
 
 @pytest.fixture(autouse=True)
 def empty_environment(monkeypatch):
-    """Nothing says who takes part but what a test says."""
+    """Removes all variables that name a cluster, so that only those of the test remain."""
     for name in os.environ:
         if name == "TF_CONFIG" or name.startswith("SLURM"):
             monkeypatch.delenv(name)
@@ -21,7 +21,7 @@ def empty_environment(monkeypatch):
 
 @pytest.fixture
 def find(monkeypatch):
-    """The cluster, from TF_CONFIG as text, or as what becomes JSON."""
+    """Returns a function that finds the cluster from TF_CONFIG, given as text or as an object for JSON."""
 
     def find(config):
         monkeypatch.setenv("TF_CONFIG", config if isinstance(config, str) else json.dumps(config))
@@ -64,7 +64,7 @@ def test_workers(find, index, kind):
 
 @pytest.mark.parametrize(("kind", "task", "index"), [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)])
 def test_chief_is_the_first(find, kind, task, index):
-    # As Kubernetes' training operator writes it.
+    # Kubernetes' training operator writes it so.
     cluster = find(config({"worker": TWO, "chief": ["gamma:2222"]}, kind, task, environment="cloud"))
     assert cluster.index == index
     assert cluster.addresses == ["gamma:2222", *TWO]
@@ -155,11 +155,11 @@ def test_malformed(find, value, reason):
 
 
 class Step:
-    """The tasks of a Slurm job step, in Slurm's order, and what Slurm sets for each.
+    """Sets the variables of Slurm for each task of a job step, in Slurm's order.
 
     Args:
-        node_list: as Slurm writes it.
-        tasks_per_node: as Slurm writes it.
+        node_list: the list of nodes, as Slurm writes it.
+        tasks_per_node: the numbers of tasks, as Slurm writes them.
         tasks: the node of each task.
     """
 
@@ -183,7 +183,7 @@ class Step:
         return find_cluster()
 
     def check(self, addresses):
-        """Each task must find all addresses, and its own place among them."""
+        """Asserts that each task finds all addresses, and its own place among them."""
         found = [self.find(rank) for rank in range(len(self.tasks))]
         assert all(cluster.jobs == {"worker": addresses} and cluster.job == "worker" for cluster in found)
         assert sorted(cluster.index for cluster in found) == list(range(len(self.tasks)))
@@ -209,7 +209,7 @@ def test_slurm_several_tasks_on_each_node(step):
 
 
 def test_slurm_order_is_not_that_of_the_alphabet(step):
-    # node10 comes before node2 in the alphabet, and after it in Slurm's order.
+    # node10 comes before node2 in alphabetical order, and after it in Slurm's order.
     step("node[2,10]", "1(x2)", ["node2", "node10"]).check(["node10:8888", "node2:8888"])
 
 
@@ -235,7 +235,7 @@ def test_slurm_one_task(step):
 
 
 def test_slurm_without_a_step(monkeypatch):
-    # In the script that sbatch runs.
+    # The script that sbatch runs has these variables.
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[2,10]")
     monkeypatch.setenv("SLURM_PROCID", "0")

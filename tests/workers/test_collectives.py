@@ -1,4 +1,4 @@
-"""Sums and gathers over workers: what they make of tensors, and the operations and keys by which workers find each other."""
+"""Sums and gathers over workers give the right tensors, and use operations and keys by which the workers match."""
 
 import math
 from unittest import mock
@@ -20,13 +20,13 @@ NUMBERS = [
 
 
 def constructed(*arguments, **options):
-    """A worker that makes operations, none of which can run."""
+    """Makes the collectives of a worker whose operations cannot run."""
     with mock.patch.object(Collectives, "gather", lambda self, x: tf.range(self.count)):
         return Collectives(*arguments, **options)
 
 
 def operations(make, kind="Collective"):
-    """Those of a new graph in which `make()` has made its operations."""
+    """Calls `make()` in a new graph, and returns the graph's operations of one kind."""
     with tf.Graph().as_default() as graph:
         make()
     return [operation for operation in graph.get_operations() if operation.type.startswith(kind)]
@@ -96,7 +96,7 @@ def test_rows_of_unknown_shape_must_have_one():
         worker = constructed(1, 2)
         counts = tf.function(worker._counts_of_one_width, input_signature=[tf.TensorSpec([None, None])])
         assert counts(tf.zeros([2, 3])).numpy().tolist() == [5, 2]
-        with pytest.raises(tf.errors.InvalidArgumentError, match="all axes but the first must have one length"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="all axes but the first must have the same length"):
             counts(tf.zeros([2, 4]))
 
 
@@ -163,7 +163,7 @@ def test_sums_of_many_tensors_over_workers(monkeypatch):
 
 
 class Recorder(Collectives):
-    """Keeps what it is asked to sum over two workers that have the same."""
+    """Records the tensors that it sums, over two workers with equal tensors."""
 
     def __init__(self):
         self.index, self.count = 0, 2
@@ -216,7 +216,7 @@ def test_dtypes_and_devices_are_not_mixed():
 
 
 def test_a_bucket_waits_for_the_one_before_it_to_be_full(monkeypatch):
-    """So that workers whose gradients are ready in another order send them in the same one."""
+    """Workers whose gradients are ready in different orders must send them in the same order."""
     monkeypatch.setattr(module, "BUCKET_BYTES", 4 * 8)
     worker = constructed(0, 2)
 
@@ -232,7 +232,7 @@ def test_a_bucket_waits_for_the_one_before_it_to_be_full(monkeypatch):
     sums = operations(lambda: worker.sum_all([tf.zeros([8], name=name) for name in ("first", "second", "third")]))
     names = [{operation.name for operation in needed_by(one)} & {"first", "second", "third"} for one in sums]
     assert names == [{"third"}, {"second", "third"}, {"first", "second", "third"}]
-    # But not for its sum.
+    # It does not wait for the sum.
     assert not any(one in needed_by(other) for one in sums for other in sums)
 
 
@@ -293,10 +293,10 @@ def test_strings_are_refused(x):
     leaf = x if tf.is_tensor(x) else tf.constant(x)
 
     def gather():
-        # From outside, so that it is there in this graph.
+        # The tensors are made outside of this graph, and become constants in it.
         worker.gather(tf.nest.map_structure(lambda part: tf.constant(part.numpy()), leaf, expand_composites=True))
 
-    with pytest.raises(TypeError, match="Workers can send each other numbers only; .* Received: a tensor of string"):
+    with pytest.raises(TypeError, match="Workers can send each other numbers only. .* Received: a tensor of string"):
         operations(gather)
 
 
@@ -310,7 +310,7 @@ def test_sums_of_strings_are_refused():
 
 
 def keys(worker, *tensors):
-    """The keys of sums, each of a tensor of a given dtype and shape, in a new graph."""
+    """Returns the keys of sums of tensors with the given dtypes and shapes, in a new graph."""
     made = operations(lambda: [worker.sum(tf.compat.v1.placeholder(dtype, shape)) for dtype, shape in tensors])
     return [operation.get_attr("instance_key") for operation in made]
 
@@ -320,11 +320,11 @@ def test_a_key_is_that_of_a_place_and_a_type():
     tensors = [(tf.float32, [3]), (tf.float32, [3]), (tf.float32, [3, 1]), (tf.float64, [3, 1]), (tf.float32, [])]
     expected = keys(one, *tensors)
     assert len(set(expected)) == len(tensors)
-    # Again in another graph, on another worker, and after other graphs.
+    # The keys are the same in another graph, on another worker, and after other graphs.
     assert keys(one, *tensors) == expected
     keys(other, (tf.int32, [7]), (tf.float32, [3]))
     assert keys(other, *tensors) == expected
-    # Each of these at another place.
+    # In reverse order, each tensor has another place.
     assert not set(keys(one, *tensors[::-1])) & set(expected[3:])
 
 
@@ -337,7 +337,7 @@ def test_keys_that_would_collide_are_told_apart():
 
 
 def late_use(worker, place, sizes, kind="sum"):
-    """For an operation on a tensor of unknown size, at a place of its graph: the keys and sizes it gets when it runs."""
+    """Returns the keys and sizes that an operation on a tensor of unknown size gets when it runs, at a place of its graph."""
     made = []
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
@@ -366,7 +366,7 @@ def test_tensors_of_unknown_size_are_padded_to_few_sizes():
     for kind in ("sum", "gather"):
         uses = late_use(constructed(0, 2), 0, sizes, kind)
         assert [size for _, size in uses] == [1, 1, 4, 4, 2048]
-        # A key for each size.
+        # There is one key for each size.
         assert len({key for key, _ in uses}) == len(set(uses)) == 3
 
 
@@ -377,7 +377,7 @@ def test_keys_of_tensors_of_unknown_size_are_made_when_that_is_known():
     late = {key for use in uses for key, _ in use}
     assert len(late) == 3 * len(sizes)
     assert late_use(constructed(1, 2), 0, sizes[::-1]) == uses[0][::-1]
-    # Apart from the keys of tensors whose size is known before.
+    # They are distinct from the keys of tensors of known size.
     assert 2**30 <= min(late) <= max(late) < 2**31
     assert max(keys(worker, *[(tf.float32, [size]) for size in range(100)])) < 2**30
 

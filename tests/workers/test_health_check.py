@@ -1,4 +1,4 @@
-"""A worker waits for the others, and notices when one of them is gone."""
+"""A worker waits until the others have started, and notices when one of them is lost."""
 
 import contextlib
 import logging
@@ -13,7 +13,7 @@ from worker_processes import free_ports
 from keras_dp.workers import health_check as module
 from keras_dp.workers.health_check import HealthCheck
 
-PATIENCE = 20.0  # seconds for what should happen at once
+PATIENCE = 20.0  # seconds to wait for events that should happen at once
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,12 @@ def quick(monkeypatch):
 
 
 class Server:
-    """Answers as TensorFlow's server does, until it is stopped.
+    """Answers like TensorFlow's server, until it is stopped.
 
     Attributes:
-        may_answer: while it is cleared, questions wait.
-        answered_at: when the last answer was given.
-        answers: how many were given.
+        may_answer: an event; while it is cleared, questions wait.
+        answered_at: the time of the last answer.
+        answers: the number of answers.
     """
 
     def __init__(self, port, answer=b"devices"):
@@ -59,10 +59,10 @@ class Server:
 
 
 class Group:
-    """Worker 0, which watches, and the servers of the others.
+    """Runs the health check of worker 0, and the servers of the others.
 
     Attributes:
-        losses: what the health check has told.
+        losses: the losses that the health check has reported.
     """
 
     def __init__(self, count=2, timeout=PATIENCE):
@@ -77,13 +77,13 @@ class Group:
             self.servers[i] = Server(self.ports[i], **arguments)
 
     def begin(self):
-        """All are there, and are watched from now on."""
+        """Starts all workers and the health check."""
         self.start()
         self.health_check.wait_for_all(PATIENCE)
         self.health_check.start(self.losses.append)
 
     def loss(self):
-        """The one that is told."""
+        """Waits for the only loss that is reported, and returns it."""
         wait_until(lambda: self.losses)
         assert self.health_check.lost == self.losses[0]
         (loss,) = self.losses
@@ -173,7 +173,7 @@ def test_a_worker_whose_server_is_gone_is_lost(group_of):
     group.wait_for_answers(3)
     assert group.health_check.lost is None
     group.servers[2].stop()
-    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: its process has ended, or was started anew."
+    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: its process has ended, or was restarted."
 
 
 def test_workers_that_are_lost_together_are_named_together(group_of):
@@ -183,18 +183,18 @@ def test_workers_that_are_lost_together_are_named_together(group_of):
     for i in (1, 3):
         group.servers[i].stop()
     group.health_check.start(group.losses.append)
-    expected = [f"Worker {i} ({group.addresses[i]}) is lost: its process has ended, or was started anew." for i in (1, 3)]
+    expected = [f"Worker {i} ({group.addresses[i]}) is lost: its process has ended, or was restarted." for i in (1, 3)]
     assert group.loss() == " ".join(expected)
 
 
 def test_a_worker_that_was_started_anew_is_lost(group_of):
     group = group_of(2)
     group.begin()
-    # Were it only gone for a moment, it would not count.
+    # A short absence alone would not count.
     group.servers[1].stop()
     group.start(1, answer=b"devices of another process")
     assert "Worker 1" in group.loss()
-    assert "was started anew" in group.loss()
+    assert "was restarted" in group.loss()
 
 
 def test_a_connection_that_breaks_for_a_moment_is_no_loss(group_of, monkeypatch):
@@ -223,7 +223,7 @@ def test_a_worker_that_is_silent_for_longer_than_the_timeout_is_lost(group_of):
 
 
 def test_who_answers_is_not_lost_with_who_does_not(group_of, monkeypatch):
-    """Though the timeout is as short as one question may take."""
+    """The timeout is as short as the time limit of one question."""
     monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
     group = group_of(3, timeout=1.0)
     group.begin()
@@ -233,28 +233,28 @@ def test_who_answers_is_not_lost_with_who_does_not(group_of, monkeypatch):
 
 
 def test_an_answer_that_takes_less_than_the_timeout_is_no_loss(group_of):
-    """It may take longer than a single question is given."""
+    """The answer may take longer than the time limit of one question."""
     group = group_of(3, timeout=PATIENCE)
     group.begin()
     group.servers[1].may_answer.clear()
-    # The others are asked in the meantime.
+    # Meanwhile, the others are asked.
     group.wait_for_answers(3, 2)
     group.servers[1].may_answer.set()
     group.wait_for_answers(3)
     assert (group.health_check.lost, group.losses) == (None, [])
 
 
-def test_a_worker_that_waits_in_vain_gives_up(group_of):
+def test_a_worker_without_progress_gives_up(group_of):
     group = group_of(3, timeout=0.8)
     group.begin()
     with group.health_check.expecting_progress():
-        # It must still be made after a wait within another.
+        # Progress is still expected after a wait within another.
         with group.health_check.expecting_progress():
             group.health_check.note_progress()
         begin = time.monotonic()
         loss = group.loss()
     assert 0.7 < time.monotonic() - begin < 10.0
-    assert loss.startswith("Worker 0 has waited for 0.8 s in vain: all workers are there, but not all have come to the same")
+    assert loss.startswith("Worker 0 has waited for 0.8 s without progress: all workers answer, but not all have reached")
 
 
 def test_progress_is_expected_only_where_it_must_be_made(group_of):
@@ -265,19 +265,19 @@ def test_progress_is_expected_only_where_it_must_be_made(group_of):
         while time.monotonic() < end:
             time.sleep(0.05)
             group.health_check.note_progress()
-    # Between two calls, the script does what it likes.
+    # Between two calls, the script need not make progress.
     group.health_check.note_progress()
     time.sleep(0.9)
     assert (group.health_check.lost, group.losses) == (None, [])
 
 
-def test_who_waits_for_a_worker_that_is_lost_does_not_wait_in_vain(group_of):
+def test_a_lost_worker_is_named_before_the_wait_times_out(group_of):
     group = group_of(2, timeout=PATIENCE)
     group.begin()
     with group.health_check.expecting_progress():
         group.servers[1].stop()
         assert "Worker 1 " in group.loss()
-        assert "in vain" not in group.loss()
+        assert "without progress" not in group.loss()
 
 
 def test_a_loss_is_told_once_and_the_health_check_ends(group_of):
@@ -300,7 +300,7 @@ def test_nothing_is_told_after_the_end(group_of):
     group.servers[1].stop()
     time.sleep(5 * module.INTERVAL_SECONDS)
     assert (group.health_check.lost, group.losses) == (None, [])
-    # As when the process exits.
+    # A process that exits stops it again.
     group.health_check.stop()
 
 

@@ -1,4 +1,4 @@
-"""Whether workers see the same global batches: digests of batches, and what is said when they differ."""
+"""Workers compare digests of their global batches, and report different ones."""
 
 import logging
 
@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 from worker_threads import on_workers
 
-from keras_dp.batches.same_batches import SAMPLED_ELEMENTS, CheckedSlice, DifferentBatches, digest
-from keras_dp.batches.slicing import Slice
+from keras_dp.batches.same_batches import SAMPLED_ELEMENTS, DifferentBatches, digest
+from keras_dp.batches.slicing import SameBatch, Slice
 
 rng = np.random.default_rng(0)
 ROWS = rng.normal(size=(5, 3))
@@ -61,15 +61,16 @@ def test_a_batch_in_a_dataset_has_the_same_digest():
 
 
 def checked(steps):
-    """What each worker has counted: for each step, the digests and the numbers of rows of all."""
+    """Returns what each worker has counted, given the digests and the numbers of rows of all workers in each step."""
 
     def work(collectives):
         batches = DifferentBatches(collectives, "CPU:0")
         for digests, rows in steps:
-            of_batch = [tf.constant(numbers[collectives.index]) for numbers in (rows, digests)]
-            slices = [CheckedSlice(tf.zeros([2]), tf.constant(begin), tf.constant(2), *of_batch) for begin in (0, 2)]
-            received = batches.check(slices)
-            assert received == tuple(Slice(*part[:4]) for part in slices)
+            batch_rows, of_batch = (tf.constant(numbers[collectives.index]) for numbers in (rows, digests))
+            source = SameBatch(of_batch)
+            slices = [Slice(tf.zeros([2]), tf.constant(begin), tf.constant(2), batch_rows, source) for begin in (0, 2)]
+            received = batches.check(source, slices)
+            assert received == tuple(part._replace(source=()) for part in slices)
         return batches
 
     return on_workers(len(steps[0][0]), work)

@@ -1,4 +1,4 @@
-"""Shards that the user has cut: datasets of one length, batches without rows, and places in the global batch."""
+"""Shards that the user has cut get datasets of equal lengths, batches without rows, and places in the global batch."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from worker_threads import on_workers
 
-from keras_dp.batches.shards import ShardSlice, as_slices, cut_shards, with_empty_batches
+from keras_dp.batches.shards import cut_shards, placed, with_empty_batches
 from keras_dp.batches.slicing import Slice
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
@@ -32,14 +32,14 @@ def as_lists(leaf):
 
 
 def batches(*sizes):
-    """A dataset of batches with these numbers of rows, which hold 1, 2, 3 and so on."""
+    """Returns a dataset of batches with these numbers of rows, which hold 1, 2, 3 and so on."""
     ends = list(itertools.accumulate(sizes))
     rows = [list(range(1 + end - size, 1 + end)) for end, size in zip(ends, sizes, strict=True)]
     return tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=tf.TensorSpec([None], tf.int32))
 
 
 def leveled(*datasets):
-    """What becomes of the datasets of so many workers."""
+    """Returns the datasets of the workers after they are brought to one length."""
     return on_workers(
         len(datasets), lambda collectives: with_empty_batches(datasets[collectives.index], WorkerGroup(collectives))
     )
@@ -69,14 +69,14 @@ def test_datasets_of_known_lengths_end_together():
 
 
 def test_a_dataset_of_unknown_length_goes_on_without_rows():
-    """So do all, for nobody knows how long."""
+    """All datasets continue with empty batches, because the length is unknown."""
     for dataset, own in zip(leveled(batches(2, 1), tf.data.Dataset.range(2).batch(2)), ([2, 1], [2]), strict=True):
         assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
         assert sizes(dataset) == own + [0] * (8 - len(own))
 
 
 def test_several_steps_at_once_need_known_lengths():
-    """Those that were run would be lost where the data end amid them."""
+    """If the data ended between steps of one call, the steps before the end would be lost."""
 
     def many_steps(*datasets):
         return on_workers(
@@ -121,12 +121,12 @@ def test_batches_without_rows_are_of_the_datasets_type():
 
 
 def cut(dataset, num_slices=2):
-    """For each batch: its rows, and each slice's data, begin and rows."""
+    """Returns for each batch its rows, and each slice's data, begin and rows."""
     steps = []
     for parts in cut_shards(dataset, num_slices):
-        assert all(isinstance(part, ShardSlice) for part in parts)
-        assert len({int(part.batch_rows) for part in parts}) == 1
-        steps.append((int(parts[0].batch_rows), [(part.data, int(part.begin), int(part.rows)) for part in parts]))
+        assert all(isinstance(part, Slice) for part in parts)
+        assert len({int(part.source.rows) for part in parts}) == 1
+        steps.append((int(parts[0].source.rows), [(part.data, int(part.begin), int(part.rows)) for part in parts]))
     return steps
 
 
@@ -135,7 +135,7 @@ def test_batches_are_cut_into_slices():
     assert [(rows, [(as_lists(data), *place) for data, *place in parts]) for rows, parts in (six, five, one)] == [
         (6, [([1, 2, 3], 0, 3), ([4, 5, 6], 3, 3)]),
         (5, [([7, 8], 0, 2), ([9, 10, 11], 2, 3)]),
-        # The first slice has none, and borrows the row.
+        # The first slice has no rows, and borrows one.
         (1, [([12], 0, 0), ([12], 0, 1)]),
     ]
 
@@ -154,7 +154,7 @@ def test_rows_of_all_kinds_are_borrowed(name):
     first, second = (as_lists(LEAVES[name](tf.constant([row]))) for row in (1, 2))
     assert [(as_lists(data), rows) for data, _, rows in full[1]] == [(first, 1), (second, 1)]
     assert [(as_lists(data), rows) for data, _, rows in borrowed[1]] == [(first, 0)] * 2
-    # Ones, so that no model makes NaN of them.
+    # The rows are ones, which no model turns into NaN.
     ones = {"strings": [b""], "ragged": [[]], "ragged twice": [[]]}.get(name, np.ones_like(first).tolist())
     for data, _, rows in nothing[1]:
         assert as_lists(data) == ones if name != "sparse" else data.dense_shape[0] == 1
@@ -189,7 +189,7 @@ def test_batches_that_cannot_be_cut_are_refused():
 
 
 class Counted(OneWorker):
-    """A worker among others that have a known number of rows."""
+    """Simulates a worker among others with given numbers of rows."""
 
     def __init__(self, index, counts):
         super().__init__()
@@ -201,21 +201,21 @@ class Counted(OneWorker):
             return tf.identity(self.known)
 
 
-def placed(index, counts):
-    """The slices of the batch of one worker, with two towers, in the global batch."""
+def places(index, counts):
+    """Returns the places of one worker's slices in the global batch; the worker has two towers."""
     (shards,) = cut_shards(batches(counts[index]), 2)
     collectives = Counted(index, counts)
-    slices = tf.function(lambda: as_slices(shards, collectives))()
+    slices = tf.function(lambda: placed(shards[0].source, shards, collectives))()
     assert all(isinstance(part, Slice) for part in slices)
     return [(as_lists(part.data), int(part.begin), int(part.rows), int(part.batch_rows)) for part in slices]
 
 
 def test_the_workers_batches_follow_each_other():
-    assert placed(0, [3, 0, 2]) == [([1], 0, 1, 5), ([2, 3], 1, 2, 5)]
-    assert placed(1, [3, 0, 2]) == [([1], 3, 0, 5), ([1], 3, 0, 5)]
-    # A borrowed row has a place among the rows, too.
-    assert placed(1, [3, 0]) == [([1], 2, 0, 3), ([1], 2, 0, 3)]
-    assert placed(2, [3, 0, 2]) == [([1], 3, 1, 5), ([2], 4, 1, 5)]
+    assert places(0, [3, 0, 2]) == [([1], 0, 1, 5), ([2, 3], 1, 2, 5)]
+    assert places(1, [3, 0, 2]) == [([1], 3, 0, 5), ([1], 3, 0, 5)]
+    # A borrowed row also has a place among the rows.
+    assert places(1, [3, 0]) == [([1], 2, 0, 3), ([1], 2, 0, 3)]
+    assert places(2, [3, 0, 2]) == [([1], 3, 1, 5), ([2], 4, 1, 5)]
 
 
 def test_a_worker_without_rows_has_the_lengths_of_the_others():
@@ -230,7 +230,13 @@ def test_a_worker_without_rows_has_the_lengths_of_the_others():
 
     dataset = tf.data.Dataset.from_tensor_slices([1, 0]).map(data)
     iterator = iter(cut_shards(dataset.skip(1), 2))
-    for part in tf.function(lambda: as_slices(next(iterator), Among(0, [0, 2])))():
+
+    @tf.function
+    def step():
+        shards = next(iterator)
+        return placed(shards[0].source, shards, Among(0, [0, 2]))
+
+    for part in step():
         np.testing.assert_array_equal(part.data["numbers"], np.ones([1, 3, 4]))
         np.testing.assert_array_equal(part.data["texts"], np.full([1, 3, 4], b""))
         np.testing.assert_array_equal(part.data["fixed"], np.ones([1, 2]))
@@ -239,7 +245,7 @@ def test_a_worker_without_rows_has_the_lengths_of_the_others():
 
 def test_when_no_worker_has_rows_the_dataset_has_ended():
     with pytest.raises(tf.errors.OutOfRangeError):
-        placed(1, [0, 0])
+        places(1, [0, 0])
 
 
 def test_nothing_runs_after_the_end_that_waits_for_the_slices():
@@ -249,7 +255,7 @@ def test_nothing_runs_after_the_end_that_waits_for_the_slices():
 
     @tf.function
     def step():
-        slices = as_slices(shards, collectives)
+        slices = placed(shards[0].source, shards, collectives)
         ran.assign_add(1 + slices[0].rows)
 
     with pytest.raises(tf.errors.OutOfRangeError):

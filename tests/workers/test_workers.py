@@ -1,4 +1,4 @@
-"""Several workers: real processes on this machine, which train together, and lose each other."""
+"""Workers, which are real processes on this machine, train together and notice lost workers."""
 
 import json
 import re
@@ -39,7 +39,7 @@ ALL_CASES = (SCRIPTS / "exactness.py").read_text(encoding="utf-8").count("\n@cas
     ],
 )
 def test_workers_match_one_device(count, cases, tmp_path):
-    """Cases of worker_scripts/exactness.py, with 1 and 2 towers on each worker, against plain Keras on one device."""
+    """Runs cases of worker_scripts/exactness.py with 1 and 2 towers on each worker, against plain Keras on one device."""
     with Workers("exactness.py", count, tmp_path, count, *cases) as workers:
         codes = workers.start().wait(seconds=500)
         outputs = [workers.output(i) for i in range(count)]
@@ -53,7 +53,7 @@ def test_workers_match_one_device(count, cases, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_published_programs_train_on_workers(part, tmp_path):
-    """The programs of test_programs.py on two workers with two towers each."""
+    """Runs the programs of test_programs.py on two workers with two towers each."""
     with Workers("published_programs.py", 2, tmp_path, 2, part, 10) as workers:
         codes = workers.start().wait(seconds=500)
         outputs = [workers.output(i) for i in range(2)]
@@ -111,7 +111,7 @@ def test_other_versions_are_refused_on_all_workers(tmp_path):
 
 @pytest.mark.thorough
 def test_launched_workers_resume_after_one_was_killed(tmp_path):
-    """With --max-restarts 1, training ends with the weights of a run that nothing interrupted: plain Keras on one device."""
+    """With --max-restarts 1, training ends with the weights of an uninterrupted run of plain Keras on one device."""
     script = [str(SCRIPTS / "training.py"), "0", str(tmp_path / "backup"), "--die-in-epoch", "2"]
     command = "import sys; from keras_dp.cli import main; sys.exit(main(sys.argv[1:]))"
     launched = subprocess.run(

@@ -1,4 +1,4 @@
-"""`connect_workers` where there is nobody else, and what a group makes of its workers' errors: in one process."""
+"""In one process, `connect_workers` needs no other workers, and a group turns errors of workers into losses."""
 
 import contextlib
 import json
@@ -85,7 +85,7 @@ def test_a_malformed_cluster_is_refused(monkeypatch):
 
 def test_it_is_too_late_once_tensorflow_has_started(monkeypatch):
     tf.constant(1.0)
-    monkeypatch.setenv("no_grpc_proxy", "")  # It is put back.
+    monkeypatch.setenv("no_grpc_proxy", "")  # The variable is restored after the test.
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}))
     with pytest.raises(RuntimeError, match=r"connect_workers\(\) must be called before TensorFlow does anything"):
         keras_dp.connect_workers()
@@ -126,11 +126,11 @@ def wrap_a_model():
 
 
 def test_launched_workers_that_nobody_connects_are_refused(monkeypatch):
-    """Each would train a model of its own in silence, and overwrite the others' files."""
+    """Each worker would silently train a separate model, and overwrite the files of the others."""
     monkeypatch.setenv("TF_CONFIG", TWO_WORKERS)
     monkeypatch.setenv("KERAS_DP_RESTART", "0")
     with pytest.raises(
-        RuntimeError, match=r"worker 1 of 2, says TF_CONFIG, but connect_workers\(\) was not called.*top of the script"
+        RuntimeError, match=r"worker 1 of 2 according to TF_CONFIG, but connect_workers\(\) was not called.*top of the script"
     ):
         wrap_a_model()
 
@@ -138,8 +138,8 @@ def test_launched_workers_that_nobody_connects_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"TF_CONFIG": TWO_WORKERS}, "worker 1 of 2, says TF_CONFIG"),
-        (SLURM, "worker 1 of 2, says Slurm"),
+        ({"TF_CONFIG": TWO_WORKERS}, "worker 1 of 2 according to TF_CONFIG"),
+        (SLURM, "worker 1 of 2 according to Slurm"),
         ({"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
     ],
     ids=["TF_CONFIG", "Slurm", "malformed"],
@@ -152,7 +152,7 @@ def test_other_workers_that_nobody_connects_are_warned_of_once(variables, said, 
     (message,) = [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
     assert said in message
     assert "connect_workers() was not called" in message
-    assert "If each is meant to train alone, all is well." in message
+    assert "Ignore this warning if each worker is meant to train alone." in message
 
 
 def test_a_single_launched_worker_needs_no_connection(monkeypatch, caplog):
@@ -175,7 +175,7 @@ def test_a_single_launched_worker_needs_no_connection(monkeypatch, caplog):
 def test_workers_do_not_reach_each_other_through_proxies(variables, expected, monkeypatch):
     name = "no_grpc_proxy"
     for one in ("no_proxy", name):
-        monkeypatch.setenv(one, "")  # What is there already is put back, and what is not is deleted.
+        monkeypatch.setenv(one, "")  # A variable that exists is restored after the test; others are deleted.
         monkeypatch.delenv(one)
     for one, value in variables.items():
         monkeypatch.setenv(one, value)
@@ -188,7 +188,7 @@ def test_workers_do_not_reach_each_other_through_proxies(variables, expected, mo
 
 
 class Broadcast(OneWorker):
-    """The second of two workers, to whom the first one's message is broadcast."""
+    """Simulates the second of two workers, which receives the first one's broadcast message."""
 
     def __init__(self, message):
         super().__init__()
@@ -213,7 +213,7 @@ def seed(number):
 @pytest.mark.parametrize("has_half_a_pair", [False, True])
 def test_random_numbers_become_the_first_workers(has_half_a_pair):
     seed(1)
-    if has_half_a_pair:  # Both keep the second of a pair of normal numbers for the next call.
+    if has_half_a_pair:  # Both generators keep the second of a pair of normal numbers for the next call.
         random.gauss(0, 1)
         np.random.normal()
     chief = Broadcast(None)
@@ -226,7 +226,7 @@ def test_random_numbers_become_the_first_workers(has_half_a_pair):
 
 
 def test_random_numbers_that_are_the_same_go_on():
-    """TensorFlow begins anew with whatever seed it is given: it is given none."""
+    """TensorFlow's generator starts over whenever it gets a seed, so that it must not get one."""
     seed(1)
     expected = [tf.random.normal([3]).numpy().tolist() for _ in range(2)]
     seed(1)
@@ -234,7 +234,7 @@ def test_random_numbers_that_are_the_same_go_on():
     share_random_state(WorkerGroup(Broadcast(None)))
     received.append(tf.random.normal([3]).numpy().tolist())
     assert received == expected
-    # Nor where only Python's or NumPy's are others.
+    # It gets none either if only Python's or NumPy's numbers differ.
     chief = Broadcast(None)
     share_random_state(WorkerGroup(chief))
     seed(1)
@@ -261,7 +261,7 @@ def impatient(monkeypatch):
 
 
 def named(error, check):
-    """What comes out of an error where workers wait for each other."""
+    """Returns the error that results when an error is raised where workers wait for each other."""
     with pytest.raises((RuntimeError, tf.errors.OpError)) as caught, WorkerGroup(health_check=check).reporting_lost_workers():
         raise error
     if caught.value is not error:
@@ -280,7 +280,7 @@ ERRORS = [
 def test_errors_that_losses_cause_name_the_lost_worker(kind):
     check = Watched("Worker 1 (a:1) is lost: gone.")
     assert str(named(kind(None, None, "Connection reset by peer"), check)) == check.lost
-    # The reason that collectives were aborted with comes with the error, from whichever worker has noticed first.
+    # The error carries the reason for aborting the collectives, from the worker that noticed first.
     aborted = "Collective ops is aborted by: keras_dp: Worker 2 (b:1) is lost: gone.\nIt could be from a previous operation."
     assert str(named(kind(None, None, aborted), Watched())) == "Worker 2 (b:1) is lost: gone."
 
@@ -303,7 +303,7 @@ def test_a_loss_is_waited_for_that_is_noticed_after_the_error():
 def test_a_worker_that_does_something_else_is_no_loss():
     mismatch = "Collective ops is aborted by: Shape mismatch in the collective instance 5."
     other = named(tf.errors.InternalError(None, None, mismatch), Watched("Worker 1 is lost"))
-    assert str(other).startswith("The workers have come to different operations: every worker must call fit()")
+    assert str(other).startswith("The workers have reached different operations: every worker must call fit()")
     assert str(other).endswith(mismatch)
 
 
