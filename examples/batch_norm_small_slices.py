@@ -1,8 +1,9 @@
-"""What batch normalization does to training where each device has few images: its modes, side by side.
+"""Compare the modes of batch normalization where each device has few images.
 
-The same small network is trained from the same weights on the same batches: on one device, and on towers that get two images
-each, with batch normalization synchronized ("sync"), with each tower's own moments ("local", "first"), and with each tower's
-own moments but statistics recalibrated after each epoch, for evaluation only. Prints a table and draws the learning curves.
+The script trains the same small network from the same weights on the same batches: on one device, and on towers with two
+images each. The towers synchronize batch normalization ("sync"), or use each tower's own moments ("local", "first"). A further
+curve shows each tower's own moments with statistics that are recalibrated after each epoch, for evaluation only. The script
+prints a table and draws the learning curves.
 """
 
 import argparse
@@ -21,7 +22,7 @@ EVALUATION_BATCH_SIZE = 250
 
 
 def network(input_shape):
-    """Four convolutions, each with batch normalization, and a classifier on their global average."""
+    """Builds four convolutions, each with batch normalization, and a classifier on their global average."""
     model = keras.Sequential([keras.Input(input_shape)])
     for filters, strides in ((16, 1), (32, 2), (64, 2), (64, 2)):
         model.add(keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False))
@@ -33,7 +34,7 @@ def network(input_shape):
 
 
 class TestScores(keras.callbacks.Callback):
-    """Collects (accuracy, loss) on the test images after each epoch; with `recalibrate` in it, with the statistics it sets."""
+    """Collects (accuracy, loss) on the test images after each epoch, with recalibrated statistics if `recalibrate` is set."""
 
     def __init__(self, x, y, recalibrate=None):
         super().__init__()
@@ -41,7 +42,7 @@ class TestScores(keras.callbacks.Callback):
         self.scores = []
 
     def on_epoch_end(self, epoch, logs=None):
-        """Evaluates, and puts the statistics of training back."""
+        """Evaluates the model, and then restores the statistics of training."""
         statistics = [variable.numpy() for variable in self.model.non_trainable_variables]
         if self.recalibrate is not None:
             self.recalibrate(self.model)
@@ -55,8 +56,8 @@ def train(mode, seed, args, train_set, test_set):
     """Trains one network.
 
     Args:
-        mode: None for one device and plain Keras, or a mode of `DataParallelModel`.
-        seed: of the weights and of the order of the images.
+        mode: None for plain Keras on one device, or a mode of `DataParallelModel`.
+        seed: the seed of the weights and of the order of the images.
         args: the command line's arguments.
         train_set: images and labels.
         test_set: images and labels.
@@ -93,7 +94,7 @@ def draw(curves, path):
     for panel, index, title in zip(panels, (0, 1), ("test accuracy, %", "test loss"), strict=True):
         for offset, (name, scores) in enumerate(curves.items()):
             values = scores[..., index] * (100 if index == 0 else 1)
-            # Side by side, so that error bars do not hide each other.
+            # Small offsets keep the error bars from hiding each other.
             epochs = np.arange(1, values.shape[1] + 1) + 0.06 * (offset - (len(curves) - 1) / 2)
             style = {"capsize": 2, "marker": "o", "markersize": 3, "linewidth": 1}
             panel.errorbar(epochs, values.mean(axis=0), values.std(axis=0), label=name, **style)
@@ -112,14 +113,14 @@ def main():
     parser.add_argument("--images-per-tower", type=int, default=2, help="images in a tower's slice")
     parser.add_argument("--epochs", type=int, default=6, help="how often to go through the images")
     parser.add_argument("--seeds", type=int, default=3, help="how often each network is trained")
-    parser.add_argument("--learning-rate", type=float, default=0.02, help="of all networks")
+    parser.add_argument("--learning-rate", type=float, default=0.02, help="learning rate of all networks")
     parser.add_argument(
         "--recalibration-images",
         type=int,
         default=2000,
-        help="images that statistics are recalibrated with",
+        help="images to recalibrate the statistics with",
     )
-    parser.add_argument("--out", type=Path, default=Path("batch_norm_small_slices.png"), help="where the figure goes")
+    parser.add_argument("--out", type=Path, default=Path("batch_norm_small_slices.png"), help="path of the figure")
     args = parser.parse_args()
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)

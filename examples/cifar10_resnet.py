@@ -1,7 +1,7 @@
-"""Trains a ResNet on CIFAR-10 with a large global batch, by the recipe of "Accurate, Large Minibatch SGD".
+"""Train a ResNet on CIFAR-10 with a large global batch, by the recipe of "Accurate, Large Minibatch SGD".
 
-With --compare, it trains one device with the small batch and the towers with the large one, with and without the parts of the
-recipe, and draws the learning curves.
+With --compare, it trains one device with the small batch, and the towers with the large batch. It trains the large batch with
+and without the parts of the recipe, and draws the learning curves.
 """
 
 import argparse
@@ -17,24 +17,24 @@ from data import cifar10
 import keras_dp
 
 WEIGHT_DECAY = 5e-4
-DECAYS = 0.6, 0.85  # parts of the training, after which the rate falls to a tenth
+DECAYS = 0.6, 0.85  # fractions of the training after which the rate falls to a tenth
 
 
 def resnet(depth):
-    """A ResNet for images of 32 x 32 pixels: 3 stages of n blocks with 16, 32 and 64 filters, 6 n + 2 layers.
+    """Builds a ResNet for images of 32 x 32 pixels: 3 stages of n blocks with 16, 32 and 64 filters, 6 n + 2 layers.
 
-    As He et al. 2016 (https://arxiv.org/abs/1512.03385, section 4.2), with parameter-free shortcuts (option A). Each block's
-    last gain of batch normalization begins at 0, so that the network begins as a shallow one (Goyal et al. 2017,
-    https://arxiv.org/abs/1706.02677, section 5.1).
+    It follows He et al. 2016 (https://arxiv.org/abs/1512.03385, section 4.2), with parameter-free shortcuts (option A). The
+    last batch normalization of each block begins with a gain of 0, so that the network begins as a shallow one (Goyal et al.
+    2017, https://arxiv.org/abs/1706.02677, section 5.1).
 
     Args:
-        depth: 20, 32, 44, 56 and so on: 6 n + 2.
+        depth: the number of layers, 6 n + 2: 20, 32, 44, 56 and so on.
 
     Returns:
-        A model that gives ten logits.
+        A model that returns ten logits.
 
     Raises:
-        ValueError: if there is no such depth.
+        ValueError: if the depth is not 6 n + 2.
     """
     blocks, rest = divmod(depth - 2, 6)
     if rest or blocks < 1:
@@ -42,7 +42,7 @@ def resnet(depth):
 
     def convolution(x, filters, strides=1, gain="ones"):
         x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
-        # The default momentum of 0.99 remembers the first steps for longer than a short training lasts.
+        # With the default momentum of 0.99, a short training ends before the statistics forget the first steps.
         return keras.layers.BatchNormalization(momentum=0.9, gamma_initializer=gain)(x)
 
     inputs = keras.Input((32, 32, 3))
@@ -59,16 +59,13 @@ def resnet(depth):
 
 
 def learning_rate(args, scale, warmup, steps_per_epoch):
-    """η, and a tenth and a hundredth of it in the last epochs; scaled and warmed up.
+    """Returns a schedule: η, then a tenth and a hundredth of it in the last epochs; scaled and warmed up.
 
     Args:
         args: the command line's arguments.
         scale: k, the factor of all rates.
         warmup: "gradual" from η to k η; "constant" at η, then k η; or "none".
-        steps_per_epoch: how many batches an epoch has.
-
-    Returns:
-        A schedule.
+        steps_per_epoch: the number of batches in an epoch.
     """
     rate, warmup_steps = args.base_learning_rate, int(args.warmup_epochs * steps_per_epoch)
     boundaries = [int(part * args.epochs * steps_per_epoch) for part in DECAYS]
@@ -86,12 +83,12 @@ def train(args, train_set, test_set, towers, batch_size, scale, warmup, batch_no
         args: the command line's arguments.
         train_set: images and labels.
         test_set: images and labels.
-        towers: on how many devices; 1 trains with Keras alone.
-        batch_size: images in a global batch.
+        towers: the number of devices; 1 trains with plain Keras.
+        batch_size: the number of images in a global batch.
         scale: k, the factor of the learning rate.
         warmup: "gradual", "constant" or "none".
         batch_norm: a mode of `DataParallelModel`.
-        seed: of weights, order and augmentation.
+        seed: the seed of weights, order and augmentation.
         verbose: as for `fit`.
 
     Returns:
@@ -111,7 +108,7 @@ def train(args, train_set, test_set, towers, batch_size, scale, warmup, batch_no
         epochs=args.epochs,
         validation_data=tf.data.Dataset.from_tensor_slices(test_set).batch(500),
         callbacks=[keras_dp.callbacks.MomentumCorrection()],
-        shuffle=False,  # the dataset does
+        shuffle=False,  # the dataset shuffles
         verbose=verbose,
     )
     return history.history, model
@@ -122,18 +119,18 @@ def main():
     parser.add_argument("--data", metavar="FILE.npz", type=Path, help="CIFAR-10 as x_train, y_train, x_test, y_test")
     parser.add_argument("--depth", type=int, default=20, help="layers: 20, 32 or 56")
     parser.add_argument("--towers", type=int, default=2, help="devices to train on")
-    parser.add_argument("--base-batch-size", type=int, default=64, help="images in the batch that the base rate is for")
+    parser.add_argument("--base-batch-size", type=int, default=64, help="images in a batch for the base learning rate")
     parser.add_argument("--base-learning-rate", type=float, default=0.1, help="η, for the base batch size")
-    parser.add_argument("--batch-size", type=int, help="images in a global batch; the base batch size for each tower")
+    parser.add_argument("--batch-size", type=int, help="images in a global batch (default: base batch size times towers)")
     parser.add_argument("--epochs", type=int, default=6, help="how often to go through the images")
-    parser.add_argument("--warmup-epochs", type=float, help="a sixth of the epochs, unless told otherwise")
+    parser.add_argument("--warmup-epochs", type=float, help="epochs of warm-up (default: a sixth of the epochs)")
     parser.add_argument(
         "--batch-norm",
         choices=("sync", "local", "first"),
         default="sync",
-        help="whose moments normalize",
+        help="mode of batch normalization",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the images")
     parser.add_argument(
         "--compare", action="store_true", help="train the small and the large batch, with and without the recipe"
     )
@@ -142,7 +139,7 @@ def main():
     if args.warmup_epochs is None:
         args.warmup_epochs = args.epochs / 6
     if args.warmup_epochs >= DECAYS[0] * args.epochs:
-        parser.error(f"the rate falls after {DECAYS[0] * args.epochs:g} epochs: the warm-up must end before")
+        parser.error(f"the warm-up must end before the rate falls, after {DECAYS[0] * args.epochs:g} epochs")
     args.batch_size = args.batch_size or args.towers * args.base_batch_size
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)

@@ -1,7 +1,7 @@
-"""Names the digit that each pixel belongs to, where a device has room for two images only.
+"""Find the digit that each pixel belongs to, with only two images on each device.
 
-Dense prediction has few images in a slice, few for batch normalization: "sync" normalizes with the moments of all of them.
-The rate is the one of a single tower's images, scaled by the number of towers and warmed up.
+A slice has few images for batch normalization, so "sync" normalizes with the moments of all slices. The learning rate is the
+rate for one tower's images, scaled by the number of towers and warmed up.
 """
 
 import argparse
@@ -19,27 +19,27 @@ SIZE = 48  # pixels
 DIGITS = 2  # in an image
 FILTERS = 16, 32, 64, 128  # from fine to coarse
 BACKGROUND = 10
-INK = 0.3  # the least brightness of a digit's pixels
+INK = 0.3  # the minimum brightness of a digit's pixels
 
 
 def scenes(images, labels, count, seed):
-    """Images with several digits on noise, and the class of each pixel.
+    """Makes images with several digits on noise, and the class of each pixel.
 
     Args:
         images: images of digits of shape (n, 28, 28, 1), from 0 to 1.
         labels: n labels.
-        count: how many scenes to make.
-        seed: which digits, and where.
+        count: the number of scenes to make.
+        seed: the seed for the choice of digits and their places.
 
     Returns:
-        float32 images of shape (count, 48, 48, 1), and int32 classes of shape (count, 48, 48): the digit, or 10.
+        float32 images of shape (count, 48, 48, 1), and int32 classes of shape (count, 48, 48): the digit, or 10 elsewhere.
     """
     random = np.random.default_rng(seed)
     x = random.uniform(0, 0.3, (count, SIZE, SIZE, 1)).astype("float32")
     y = np.full((count, SIZE, SIZE), BACKGROUND, "int32")
     height, width = images.shape[1:3]
     for scene in range(count):
-        # Digits that overlap hide those before them.
+        # A digit hides earlier digits where they overlap.
         for digit in random.integers(len(images), size=DIGITS):
             top, left = random.integers(SIZE - height + 1), random.integers(SIZE - width + 1)
             window = scene, slice(top, top + height), slice(left, left + width)
@@ -50,7 +50,7 @@ def scenes(images, labels, count, seed):
 
 
 def unet():
-    """A U-Net; logits of shape (batch, 48, 48, 11)."""
+    """Builds a U-Net that returns logits of shape (batch, 48, 48, 11)."""
 
     def convolutions(x, filters):
         for _ in range(2):
@@ -77,14 +77,14 @@ def main():
     parser.add_argument("--images-per-tower", type=int, default=2, help="images in a tower's slice")
     parser.add_argument("--scenes", type=int, default=1600, help="images to train on")
     parser.add_argument("--epochs", type=int, default=8, help="how often to go through the images")
-    parser.add_argument("--base-learning-rate", type=float, default=0.1, help="for one tower's images")
+    parser.add_argument("--base-learning-rate", type=float, default=0.1, help="learning rate for one tower's images")
     parser.add_argument(
         "--batch-norm",
         choices=("sync", "local", "first"),
         default="sync",
-        help="whose moments normalize",
+        help="mode of batch normalization",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the images")
     args = parser.parse_args()
     if not tf.config.list_physical_devices("GPU"):
         keras_dp.use_logical_cpus(args.towers)

@@ -1,20 +1,20 @@
-"""Writes generated images into one picture."""
+"""Write generated images into one picture."""
 
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 
-MAGNIFICATION = 2  # pixels of the picture for one of an image
+MAGNIFICATION = 2  # pixels of the picture for each pixel of an image
 
 
 def save_grid(images, columns, path):
-    """Writes images side by side as a PNG, and prints where it is.
+    """Writes images side by side as a PNG, and prints its path.
 
     Args:
-        images: gray images from 0 (black) to 1 of shape (rows * columns, height, width, 1); what exceeds that is clipped.
-        columns: how many images a row has.
-        path: of the PNG; its directory is made if there is none.
+        images: gray images from 0 (black) to 1 of shape (rows * columns, height, width, 1); other values are clipped.
+        columns: the number of images in a row.
+        path: the path of the PNG; its directory is created if it is missing.
     """
     images = np.clip(images, 0, 1)[..., 0]
     height, width = images.shape[1:]

@@ -1,4 +1,4 @@
-"""The comparison behind docs/large_batches.md: a small batch on one device, and a large one with and without the recipe."""
+"""Compare a small batch on one device with a large one, with and without the recipe, for docs/large_batches.md."""
 
 import json
 import statistics
@@ -8,14 +8,14 @@ from pathlib import Path
 import matplotlib
 
 SMALL = "small batch"
-# Whether the rate is scaled, and the warm-up.
+# For each network: whether the rate is scaled, and the kind of warm-up.
 LARGE = {
     "no scaling": (False, "none"),
     "no warm-up": (True, "none"),
     "constant warm-up": (True, "constant"),
     "gradual warm-up": (True, "gradual"),
 }
-# What a run depends on: a run that was made with other values is made again.
+# The values that a run depends on: a run that was made with other values is repeated.
 SETTINGS = ("depth", "towers", "batch_size", "base_batch_size", "base_learning_rate", "warmup_epochs", "epochs", "images")
 
 
@@ -29,9 +29,9 @@ def add_arguments(parser):
         choices=("sync", "local", "first"),
         default=["sync"],
         metavar="MODE",
-        help="those to compare",
+        help="modes of batch normalization to compare",
     )
-    group.add_argument("--images", type=int, help="images to train on; all, unless told otherwise")
+    group.add_argument("--images", type=int, help="images to train on (default: all)")
     group.add_argument(
         "--out",
         type=Path,
@@ -41,12 +41,12 @@ def add_arguments(parser):
 
 
 def compare(args, data, train):
-    """Trains all networks, goes on where it was interrupted, and writes a table and a figure.
+    """Trains all networks whose runs are not finished yet, and writes a table and a figure.
 
     Args:
         args: the command line's arguments.
         data: images and labels to train on, and to test with.
-        train: trains one network: see `cifar10_resnet.train`.
+        train: the function that trains one network: see `cifar10_resnet.train`.
     """
     (images, labels), test_set = data
     train_set = images[: args.images], labels[: args.images]
@@ -64,7 +64,7 @@ def compare(args, data, train):
             scale = args.batch_size / args.base_batch_size if scaled else 1
             history, _ = train(args, train_set, test_set, towers, batch_size, scale, warmup, mode, seed, verbose=0)
             seconds.append(time.perf_counter() - begin)
-            # Whole or not at all, if interrupted.
+            # If interrupted, the file is written whole or not at all.
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text(json.dumps({"settings": settings, "history": history}))
             unfinished.replace(path)
@@ -83,12 +83,12 @@ def compare(args, data, train):
 
 
 def networks(batch_norms):
-    """The pairs of a name and a mode of batch normalization: the small batch has but one device."""
+    """Lists pairs of a name and a mode of batch normalization. The small batch has one device, and so one mode."""
     return [(SMALL, "sync"), *((name, mode) for mode in batch_norms for name in LARGE)]
 
 
 def finished(path, settings):
-    """The history of a run with these settings; None if there is none."""
+    """Returns the history of a finished run with these settings; None if there is none."""
     if not path.exists():
         return None
     run = json.loads(path.read_text())
@@ -96,13 +96,13 @@ def finished(path, settings):
 
 
 def mean_and_spread(histories, name="val_accuracy"):
-    """Mean and standard deviation over the seeds, in %, of the last epoch's value."""
+    """Returns the mean and standard deviation over the seeds, in %, of the last epoch's value."""
     values = [100 * history[name][-1] for history in histories]
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def table(curves, settings, seeds):
-    """The lines of a Markdown table of the test errors."""
+    """Returns the lines of a Markdown table of the test errors."""
     of_seeds = "of one seed" if seeds == 1 else f"mean and standard deviation over {seeds} seeds"
     lines = [
         f"Test error in % after {settings['epochs']} epochs, {of_seeds}.",
@@ -123,7 +123,7 @@ def table(curves, settings, seeds):
 
 
 def draw(curves, settings, path):
-    """Draws the error on the training and on the test images over the epochs: means over the seeds, and all seeds, faintly."""
+    """Draws the training and test errors over the epochs: the mean over the seeds, and each seed faintly."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on MNIST. Without the lines marked `# keras_dp` it is a plain Keras script."""
+"""Train a small convolutional network on MNIST. Without the lines marked `# keras_dp` it is a plain Keras script."""
 
 import argparse
 import math
@@ -13,10 +13,10 @@ import keras_dp  # keras_dp
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
 parser.add_argument("--towers", type=int, default=2, help="devices to train on")  # keras_dp
-parser.add_argument("--compare", action="store_true", help="train plain Keras on one device before")  # keras_dp
+parser.add_argument("--compare", action="store_true", help="first train plain Keras on one device")  # keras_dp
 parser.add_argument("--epochs", type=int, default=5, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=128, help="images in a global batch")
-parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the images")
 mnist.add_argument(parser)
 args = parser.parse_args()
 
@@ -31,7 +31,7 @@ def build():
     model = keras.Sequential([keras.Input((28, 28, 1))])
     for filters in (16, 32, 64):
         model.add(keras.layers.Conv2D(filters, 3, padding="same", use_bias=False))
-        # The default momentum of 0.99 remembers the first steps for longer than a short training lasts.
+        # With the default momentum of 0.99, a short training ends before the statistics forget the first steps.
         model.add(keras.layers.BatchNormalization(momentum=0.9))
         model.add(keras.layers.ReLU())
         model.add(keras.layers.MaxPooling2D())

@@ -1,4 +1,4 @@
-"""Trains a DCGAN on MNIST, with a `train_step` of its own. Without the lines marked `# keras_dp` it is a plain Keras script."""
+"""Train a DCGAN on MNIST, with a `train_step` of its own. Without the lines marked `# keras_dp` it is a plain Keras script."""
 
 import argparse
 import math
@@ -14,11 +14,11 @@ from throughput import Throughput
 import keras_dp  # keras_dp
 
 CODE_SIZE = 64
-COLUMNS, ROWS = 10, 5  # of the picture
+COLUMNS, ROWS = 10, 5  # of images in the picture
 
 
 def build_generator():
-    """Images from -1 to 1 of shape (batch, 28, 28, 1), made from codes of shape (batch, 64)."""
+    """Builds a network that turns codes of shape (batch, 64) into images from -1 to 1 of shape (batch, 28, 28, 1)."""
     return keras.Sequential(
         [
             keras.Input((CODE_SIZE,)),
@@ -36,7 +36,7 @@ def build_generator():
 
 
 def build_discriminator():
-    """Logits of shape (batch, 1), of images being real."""
+    """Builds a network that returns logits of shape (batch, 1), of the probability that images are real."""
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),
@@ -54,7 +54,7 @@ def build_discriminator():
 
 
 class GAN(keras.Model):
-    """A generator and a discriminator that are trained against each other, each with its own optimizer."""
+    """Trains a generator and a discriminator against each other, each with its own optimizer."""
 
     def __init__(self, generator, discriminator, seed):
         super().__init__()
@@ -65,7 +65,7 @@ class GAN(keras.Model):
         self.g_loss_tracker = keras.metrics.Mean(name="g_loss")
 
     def compile(self, d_optimizer, g_optimizer, loss):
-        """Takes an optimizer for each network, and the loss of logits that both have."""
+        """Takes an optimizer for each network, and the loss of logits that both share."""
         super().compile()
         self.d_optimizer = d_optimizer
         self.g_optimizer = g_optimizer
@@ -73,11 +73,11 @@ class GAN(keras.Model):
 
     @property
     def metrics(self):
-        """The means of both losses, which begin anew in each epoch."""
+        """The means of both losses, which Keras resets in each epoch."""
         return [self.d_loss_tracker, self.g_loss_tracker]
 
     def call(self, codes, training=False):
-        """Images made from codes."""
+        """Makes images from codes."""
         return self.generator(codes, training=training)
 
     def train_step(self, real):
@@ -104,8 +104,8 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat
 parser.add_argument("--towers", type=int, default=2, help="devices to train on")  # keras_dp
 parser.add_argument("--epochs", type=int, default=40, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=64, help="images in a global batch")
-parser.add_argument("--images", type=int, help="how many images to train on; without, all")
-parser.add_argument("--seed", type=int, default=0, help="of the weights, the codes and the order of the images")
+parser.add_argument("--images", type=int, help="images to train on (default: all)")
+parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the codes and the order of the images")
 parser.add_argument("--out", default="results/mnist_dcgan.png", help="where to write a picture of generated images")
 mnist.add_argument(parser)
 args = parser.parse_args()
@@ -120,7 +120,7 @@ keras.utils.set_random_seed(args.seed)
 gan = GAN(build_generator(), build_discriminator(), args.seed)
 gan = keras_dp.DataParallelModel(gan, devices=args.towers)  # keras_dp
 steps = args.epochs * math.ceil(len(x_train) / args.batch_size)
-# Rates that fall to nothing let both come to rest.
+# Learning rates that fall to zero let both networks settle.
 d_optimizer, g_optimizer = (
     keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(rate, steps), beta_1=0.5) for rate in (3e-4, 6e-4)
 )

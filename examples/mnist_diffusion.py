@@ -1,7 +1,7 @@
-"""Trains a diffusion model on MNIST, with steps of its own. Without the lines marked `# keras_dp` it is a plain Keras script.
+"""Train a diffusion model on MNIST, with steps of its own. Without the lines marked `# keras_dp` it is a plain Keras script.
 
-A U-Net learns to tell noise from image in noisy images, some of whose digits it is told. A moving average of its weights then
-makes images from nothing but noise, step by step, and without drawing any more of it (DDIM, Song et al. 2021).
+A U-Net learns to separate noise and image in noisy images, with the digits of most of them given. A moving average of its
+weights then makes images from noise, step by step. It draws noise only once (DDIM, Song et al. 2021).
 """
 
 import argparse
@@ -18,28 +18,28 @@ from throughput import Throughput
 
 import keras_dp  # keras_dp
 
-FILTERS = 24, 48  # where images are half and a quarter of their size
+FILTERS = 24, 48  # at half and a quarter of the images' size
 GROUPS = 8  # of filters that are normalized together
-FREQUENCIES = [2.0**exponent for exponent in range(6)]  # that embed the amount of noise, in [0, 1]
-LEAST_SIGNAL, MOST_SIGNAL = 0.02, 0.98  # the image's share in a noisy image
+FREQUENCIES = [2.0**exponent for exponent in range(6)]  # in the embedding of the amount of noise, which is in [0, 1]
+LEAST_SIGNAL, MOST_SIGNAL = 0.02, 0.98  # amplitudes of the image in a noisy image
 DIGITS = 10
 UNKNOWN = DIGITS  # the label of an image whose digit is not given
 UNKNOWN_SHARE = 0.1  # of the images to train on
-GUIDANCE = 3.0  # how far a sample goes from what any digit could be (0) to what this one is (1), and beyond
+GUIDANCE = 3.0  # the weight of the digit in a sample: 0 ignores it, 1 follows it, and more exaggerates it
 ROWS = 5  # of the picture, with a column for each digit
 
 
 class NoiseEmbedding(layers.Layer):
-    """Sines and cosines of a number for each image: (batch, 1) becomes (batch, 12)."""
+    """Embeds a number for each image in sines and cosines: (batch, 1) becomes (batch, 12)."""
 
     def call(self, x):
-        """The embedding of each number."""
+        """Returns the embedding of each number."""
         angles = math.pi * x * ops.convert_to_tensor(FREQUENCIES, x.dtype)
         return ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=1)
 
 
 def build_unet():
-    """A U-Net of images, (batch, 28, 28, 1), how much noise is in each, (batch, 1), and labels, (batch,); gives images."""
+    """Builds a U-Net of images, (batch, 28, 28, 1), their noise power, (batch, 1), and labels, (batch,); it returns images."""
     images, noise, labels = keras.Input((28, 28, 1)), keras.Input((1,)), keras.Input((), dtype="int32")
     embedding = layers.Concatenate()([NoiseEmbedding()(noise), layers.Embedding(DIGITS + 1, 32)(labels)])
     embedding = layers.Dense(64, activation="swish")(embedding)
@@ -55,7 +55,7 @@ def build_unet():
         return layers.Add()([x, shortcut])
 
     fine, coarse = FILTERS
-    # Convolutions of all 28 x 28 pixels would take most of the time.
+    # Convolutions at the full 28 x 28 pixels would take most of the time.
     x = skipped = block(layers.Conv2D(fine, 4, strides=2, padding="same")(images), fine)
     x = layers.Conv2D(coarse, 3, strides=2, padding="same")(x)
     x = block(block(x, coarse), coarse)
@@ -67,13 +67,13 @@ def build_unet():
 
 
 class DiffusionModel(keras.Model):
-    """A network that is trained to denoise, and the moving average of its weights, which is what tests and samples.
+    """Trains a network to denoise, and evaluates and samples with the moving average of its weights.
 
     Args:
         network: takes noisy images, the power of their noise, and labels, and predicts the velocities
             `signal_rate * noise - noise_rate * image`.
-        average_momentum: of the moving average, in a step.
-        seed: of the noise.
+        average_momentum: the momentum of the moving average, in each step.
+        seed: the seed of the noise.
     """
 
     def __init__(self, network, average_momentum, seed):
@@ -87,21 +87,21 @@ class DiffusionModel(keras.Model):
 
     @property
     def metrics(self):
-        """The mean of the loss, which begins anew in each epoch."""
+        """The mean of the loss, which Keras resets in each epoch."""
         return [self.loss_tracker]
 
     def rates(self, times):
-        """The amplitudes of noise and signal at times from 0, an image, to 1, noise; their squares add up to 1."""
+        """Returns the amplitudes of noise and signal at times from 0, an image, to 1, noise; their squares add up to 1."""
         first, last = math.acos(MOST_SIGNAL), math.acos(LEAST_SIGNAL)
         angles = first + times * (last - first)
         return ops.sin(angles), ops.cos(angles)
 
     def velocities(self, network, noisy, noise_rates, labels, training=False):
-        """What a network predicts of noisy images."""
+        """Returns the velocities that a network predicts for noisy images."""
         return network([noisy, ops.squeeze(noise_rates, (2, 3)) ** 2, labels], training=training)
 
     def loss_of(self, network, images, labels, training):
-        """The mean squared error of a network's velocities, on images with as much noise as is drawn for each."""
+        """Returns the mean squared error of a network's velocities, on images with a random amount of noise each."""
         noise = keras.random.normal(ops.shape(images), seed=self.seed_generator)
         times = keras.random.uniform((ops.shape(images)[0], 1, 1, 1), seed=self.seed_generator)
         noise_rates, signal_rates = self.rates(times)
@@ -110,7 +110,7 @@ class DiffusionModel(keras.Model):
         return ops.mean(ops.square(signal_rates * noise - noise_rates * images - velocities))
 
     def train_step(self, data):
-        """Trains the network on a batch of images and labels, some of which it is not told, and moves the average on."""
+        """Trains the network on a batch of images and labels, hides some of the labels, and updates the moving average."""
         images, labels = data
         untold = keras.random.uniform(ops.shape(labels), seed=self.seed_generator) < UNKNOWN_SHARE
         labels = ops.where(untold, UNKNOWN, labels)
@@ -124,12 +124,12 @@ class DiffusionModel(keras.Model):
         return {"loss": self.loss_tracker.result()}
 
     def test_step(self, data):
-        """The loss of the average on a batch of images and labels."""
+        """Computes the loss of the averaged network on a batch of images and labels."""
         self.loss_tracker.update_state(self.loss_of(self.average_network, *data, training=False))
         return {"loss": self.loss_tracker.result()}
 
     def sample(self, labels, steps, seed):
-        """Images of n labels, of shape (n, 28, 28, 1), from -1 to 1, from noise in so many steps."""
+        """Makes images from noise for n labels, in a number of steps: of shape (n, 28, 28, 1), from -1 to 1."""
         noisy = keras.random.normal((len(labels), 28, 28, 1), seed=seed)
         labels = ops.convert_to_tensor(labels, "int32")
         unknown = ops.full_like(labels, UNKNOWN)
@@ -150,9 +150,9 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat
 parser.add_argument("--towers", type=int, default=2, help="devices to train on")  # keras_dp
 parser.add_argument("--epochs", type=int, default=30, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=64, help="images in a global batch")
-parser.add_argument("--images", type=int, help="how many images to train on; without, all")
-parser.add_argument("--sampling-steps", type=int, default=25, help="from noise to images")
-parser.add_argument("--seed", type=int, default=0, help="of the weights, the noise and the order of the images")
+parser.add_argument("--images", type=int, help="images to train on (default: all)")
+parser.add_argument("--sampling-steps", type=int, default=25, help="steps from noise to images")
+parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the noise and the order of the images")
 parser.add_argument("--out", default="results/mnist_diffusion.png", help="where to write a picture of generated images")
 mnist.add_argument(parser)
 args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Trains a multilayer perceptron on MNIST. Without the lines marked `# keras_dp` it is a plain Keras script."""
+"""Train a multilayer perceptron on MNIST. Without the lines marked `# keras_dp` it is a plain Keras script."""
 
 import argparse
 
@@ -14,7 +14,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat
 parser.add_argument("--towers", type=int, default=2, help="devices to train on")  # keras_dp
 parser.add_argument("--epochs", type=int, default=5, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=256, help="images in a global batch")
-parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the images")
 mnist.add_argument(parser)
 args = parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""Trains a small convolutional network on MNIST: the same script for one device, several towers, and several workers.
+"""Train a small convolutional network on MNIST: the same script for one device, several towers, and several workers.
 
     python examples/multi_worker_mnist.py
     python examples/multi_worker_mnist.py --towers 2
     keras-dp launch --workers 2 examples/multi_worker_mnist.py
 
-Every worker runs all of it, with the same data. After an interruption, the same command goes on after the last whole epoch.
-Without the lines marked `# keras_dp` it is a plain Keras script.
+Every worker runs the whole script, with the same data. After an interruption, the same command resumes after the last complete
+epoch. Without the lines marked `# keras_dp` it is a plain Keras script.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from data import mnist
 import keras_dp  # keras_dp
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-parser.add_argument("--towers", type=int, help="devices of each worker to train on; all by default")  # keras_dp
+parser.add_argument("--towers", type=int, help="devices of each worker to train on (default: all)")  # keras_dp
 parser.add_argument("--epochs", type=int, default=3, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=128, help="images in a global batch")
 parser.add_argument(
@@ -27,9 +27,9 @@ parser.add_argument(
     metavar="DIRECTORY",
     type=Path,
     default="results/multi_worker_mnist",
-    help="for backups and the model; all workers must reach it",
+    help="directory for backups and the model; all workers must reach it",
 )
-parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the images")
 mnist.add_argument(parser)
 args = parser.parse_args()
 
@@ -43,7 +43,7 @@ keras.utils.set_random_seed(args.seed)
 model = keras.Sequential([keras.Input((28, 28, 1))])
 for filters in (16, 32, 64):
     model.add(keras.layers.Conv2D(filters, 3, padding="same", use_bias=False))
-    # The default momentum of 0.99 remembers the first steps for longer than a short training lasts.
+    # With the default momentum of 0.99, a short training ends before the statistics forget the first steps.
     model.add(keras.layers.BatchNormalization(momentum=0.9))
     model.add(keras.layers.ReLU())
     model.add(keras.layers.MaxPooling2D())

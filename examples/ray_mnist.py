@@ -1,10 +1,10 @@
-"""Trains a multilayer perceptron on MNIST with Ray Train, on several workers of one machine or of a Ray cluster.
+"""Train a multilayer perceptron on MNIST with Ray Train, on several workers of one machine or of a Ray cluster.
 
     python examples/ray_mnist.py --workers 2
     python examples/ray_mnist.py --workers 8 --address auto --out /shared/ray_mnist
 
-Ray starts the workers, sets TF_CONFIG in each, and calls `train` there: plain Keras but for the lines marked `# keras_dp` and
-`# ray`. To install Ray: pip install ".[ray]"; a cluster needs that on all its nodes.
+Ray starts the workers, sets TF_CONFIG in each, and calls `train` there. This function is plain Keras, except for the lines
+marked `# keras_dp` and `# ray`. To install Ray, run pip install ".[ray]", on all nodes of a cluster.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def train(config):
     model.fit(x_train, y_train, batch_size=config["batch_size"], epochs=config["epochs"], verbose=verbose)
     scores = model.evaluate(x_test, y_test, batch_size=config["batch_size"], verbose=0, return_dict=True)
 
-    # Ray keeps what the first worker reports, together with a checkpoint; all workers have to report.
+    # Ray keeps the first worker's report and its checkpoint, and all workers must report.
     with tempfile.TemporaryDirectory() as directory:  # ray
         model.save(Path(directory, "model.keras"))
         checkpoint = ray.train.Checkpoint.from_directory(directory) if workers.is_chief else None  # ray
@@ -50,17 +50,17 @@ def train(config):
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-parser.add_argument("--workers", type=int, default=2, help="processes to train in")
-parser.add_argument("--address", help="of a Ray cluster, or auto; without it, Ray starts on this machine")
+parser.add_argument("--workers", type=int, default=2, help="number of worker processes")
+parser.add_argument("--address", help="address of a Ray cluster, or auto (default: start Ray on this machine)")
 parser.add_argument("--epochs", type=int, default=3, help="how often to go through the images")
 parser.add_argument("--batch-size", type=int, default=128, help="images in a global batch")
 parser.add_argument(
     "--out",
     metavar="DIRECTORY",
     default="results/ray_mnist",
-    help="for the model; all nodes must reach it",
+    help="directory for the model; all nodes must reach it",
 )
-parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images")
+parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the images")
 mnist.add_argument(parser)
 args = parser.parse_args()
 
@@ -68,7 +68,7 @@ if args.address:
     ray.init(args.address)
 else:
     ray.init("local", num_cpus=args.workers, include_dashboard=False)
-tf.config.set_visible_devices([], "GPU")  # of this process, which trains nothing
+tf.config.set_visible_devices([], "GPU")  # this process trains nothing
 
 gpus = ray.cluster_resources().get("GPU", 0)
 trainer = TensorflowTrainer(
@@ -78,7 +78,7 @@ trainer = TensorflowTrainer(
     run_config=ray.train.RunConfig(storage_path=str(Path(args.out).resolve())),
 )
 result = trainer.fit()
-ray.shutdown()  # what the workers have printed is here now
+ray.shutdown()  # it returns when the workers' output has arrived
 
 print(f"model in {result.checkpoint.path}/model.keras")
 print(f"test accuracy {100 * result.metrics['accuracy']:.2f} %")

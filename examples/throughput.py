@@ -1,4 +1,4 @@
-"""A callback that measures how many images per second a model trains on."""
+"""Measure how many images per second a model trains on."""
 
 import time
 
@@ -6,7 +6,7 @@ import keras
 
 
 class Throughput(keras.callbacks.Callback):
-    """Prints images per second, from the end of the first step, which traces the model, to the end of training.
+    """Prints images per second, measured from the end of the first step, which traces the model, to the end of training.
 
     Args:
         images: the number of images in an epoch.

@@ -1,4 +1,4 @@
-"""List the values of arguments that take few, and refuse all others."""
+"""List the values of arguments that take only a few, and refuse all other values."""
 
 import difflib
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,12 +14,12 @@ Communication: TypeAlias = Literal["ring", "nccl"]
 
 
 def values_of(choice: Any) -> list[Any]:
-    """The values of one of these types."""
+    """Returns the values of one of these types."""
     return list(get_args(choice))
 
 
 def refuse_unknown(name: str, value: Any, choice: Any) -> None:
-    """Raises a ValueError for an argument that is none of the values of a type."""
+    """Raises a ValueError if an argument is not among the values of a type."""
     values = values_of(choice)
     if value not in values:
         known = ", ".join(map(repr, values))
@@ -27,7 +27,7 @@ def refuse_unknown(name: str, value: Any, choice: Any) -> None:
 
 
 def question(value: Any, known: list[Any]) -> str:
-    """Asks whether the name was meant that is most like a wrong one; nothing if none is like it.
+    """Returns a question that suggests the known name most like a wrong one; empty if no name is like it.
 
     >>> question("shard", ["sharded"]), question("other", ["sharded"])
     (" Did you mean 'sharded'?", '')

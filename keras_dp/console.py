@@ -1,4 +1,4 @@
-"""Show the package's messages where nobody has set up logging."""
+"""Show the package's messages in programs that have not set up logging."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ logger = logging.getLogger("keras_dp")
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints messages on stderr, unless the program has handlers of its own: those get them, too."""
+    """Prints messages on stderr, unless the program has handlers of its own, which receive the messages too."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a message."""
@@ -16,7 +16,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def show_messages() -> None:
-    """Shows messages from INFO on, unless the program has set the level of the logger `keras_dp` already."""
+    """Shows messages of level INFO and above, unless the program has already set the level of the logger `keras_dp`."""
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not any(type(handler).__name__ == ConsoleHandler.__name__ for handler in logger.handlers):

@@ -28,7 +28,7 @@ Gradient = Any
 class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
     """Combines the gradients of N towers and applies them once, with any Keras optimizer.
 
-    `DataParallelModel.compile` makes one around the optimizer that it is given. In a training loop of your own:
+    `DataParallelModel.compile` wraps its optimizer in one. In your own training loop, make one yourself:
 
     >>> import keras, keras_dp
     >>> weight = keras.Variable([1.0, 2.0])
@@ -37,17 +37,16 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
     >>> weight.numpy().tolist()
     [0.0, 1.5]
 
-    Everything that the inner optimizer does to a gradient (clipping, accumulation, loss scaling, moving averages, weight
-    decay) it does to the combined one, as on one device. Its learning rate, variables and all other names are shown as this
-    optimizer's own.
+    The inner optimizer works on the combined gradient as on one device: clipping, accumulation, loss scaling, moving averages
+    and weight decay. Its learning rate, variables and all other public names are accessible on this optimizer.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or its name.
-        parameter_device: where gradients are summed, as "GPU:0" or "CPU:0"; None sums each where its variable lives.
-        name: the optimizer's name; None for that of the inner optimizer.
-        accumulate: what an optimizer with `gradient_accumulation_steps` applies: "batches" is Keras's own mean over the
-            batches, in which a batch with fewer rows counts as much as the others; "rows" is their mean weighted by rows,
-            which is the gradient of all of them as one batch, if the loss is a mean over rows. It is not saved with a model.
+        parameter_device: the device where gradients are summed, such as "GPU:0"; None sums each where its variable lives.
+        name: the optimizer's name; None for the inner optimizer's name.
+        accumulate: how an optimizer with `gradient_accumulation_steps` averages gradients. "batches" is Keras's own mean over
+            the batches, in which a batch with fewer rows counts as much as the others. "rows" is the mean weighted by rows,
+            which is the gradient of all rows as one batch, if the loss is a mean over rows. It is not saved with a model.
 
     Raises:
         ValueError: if `accumulate` is unknown, or is "rows" for an optimizer that does not accumulate.
@@ -70,8 +69,8 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
         refuse_unknown("accumulate", accumulate, choices.Accumulation)
         if accumulate == "rows" and not innermost(inner_optimizer).gradient_accumulation_steps:
             raise ValueError(
-                'accumulate="rows" weights the batches that one optimizer accumulates, and this one accumulates none, or is '
-                "made of several: give a single one, with gradient_accumulation_steps. "
+                'accumulate="rows" weights the batches that one optimizer accumulates. This optimizer accumulates none, or is '
+                "made of several. Give a single optimizer with gradient_accumulation_steps. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
         super().__init__(learning_rate=0.0, name=name or inner_optimizer.name)
@@ -89,18 +88,19 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
         reduction: choices.Reduction = "sum",
         rows: Tensor | None = None,
     ) -> None:
-        """Combines N x K gradients, of each of the workers, and applies them to K variables.
+        """Combines the N x K gradients of each worker, and applies them to K variables.
 
         Args:
-            tower_gradients: N lists (one for each tower) of K gradients: tensors, `tf.IndexedSlices`, or None where the
+            tower_gradients: N lists, one for each tower, of K gradients: tensors, `tf.IndexedSlices`, or None where the
                 tower's loss does not depend on the variable.
             variables: K variables, as `keras.Variable` or `tf.Variable`.
-            reduction: "sum" for losses normalized by the global batch, whose towers add up to the whole (what
-                DataParallelModel does); "mean" for losses that are means over a tower's own rows, of equal number.
-            rows: B, the rows of the global batch; for `accumulate="rows"`.
+            reduction: "sum" for losses that are normalized by the global batch, so that the towers' losses add up to the
+                whole, as in `DataParallelModel`. "mean" for losses that are means over a tower's own rows, if all towers have
+                equally many rows.
+            rows: B, the number of rows in the global batch, for `accumulate="rows"`.
 
         Raises:
-            ValueError: if the lists do not match, the reduction is unknown, or rows are to be accumulated and not given.
+            ValueError: if the lists do not match, the reduction is unknown, or `accumulate="rows"` and `rows` is None.
         """
         self.apply(self.combine(tower_gradients, variables, reduction), variables, rows)
 
@@ -111,7 +111,7 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
         variables: Sequence[Any],
         reduction: choices.Reduction = "sum",
     ) -> list[Gradient]:
-        """The K gradients of the global batch from N x K gradients; see `apply_tower_gradients`."""
+        """Returns the K gradients of the global batch from N x K gradients; see `apply_tower_gradients`."""
         workers = current_workers()
         refuse_unknown("reduction", reduction, choices.Reduction)
         lengths = [len(gradients) for gradients in tower_gradients]
@@ -137,7 +137,7 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
     def apply(
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None, rows: Tensor | None = None
     ) -> Any:
-        """As the inner optimizer's `apply`, each variable where it lives; `rows` as in `apply_tower_gradients`."""
+        """Applies gradients with the inner optimizer, where each variable lives; `rows` as in `apply_tower_gradients`."""
         with variable_homes.beside_inputs(), keras_optimizers.reduced_gradients(self.inner_optimizer):
             if self._rows is not None:
                 if trainable_variables is not None and not self.inner_optimizer.built:
@@ -149,10 +149,10 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
 
     @contextlib.contextmanager
     def in_step(self, rows: Tensor | None) -> Iterator[None]:
-        """Has a step that is traced, and knows the inner optimizer alone, apply gradients as this optimizer does.
+        """Makes a step that is traced, and calls the inner optimizer, apply gradients as this optimizer does.
 
         Args:
-            rows: B, the rows of the global batch; for `accumulate="rows"`.
+            rows: B, the number of rows in the global batch, for `accumulate="rows"`.
         """
         inner_optimizer = self.inner_optimizer
         own = inner_optimizer.apply
@@ -168,13 +168,13 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """For `isinstance`, and for those who write down a class and its configuration: that of the optimizer inside."""
+        """The inner optimizer's class, for `isinstance` and for tools that save a class with its configuration."""
         return type(self) if self._shown() is None else type(self._shown())
 
 
 @contextlib.contextmanager
 def sending_gradients_as(dtype: str | None, optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
-    """Has a step that is traced send the gradients that optimizers apply as another dtype; None leaves them as they are."""
+    """Makes a step that is traced send the gradients of `optimizers` in another dtype; None keeps their own dtype."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers if dtype is not None else ():
 
@@ -186,7 +186,7 @@ def sending_gradients_as(dtype: str | None, optimizers: Sequence[keras.optimizer
 
 
 def _beside(gradient: Gradient, variable: Any) -> Gradient:
-    """A dense gradient on the device of its variable."""
+    """Copies a dense gradient to its variable's device, and returns any other unchanged."""
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return gradient
     with tf.device(variable_homes.home(variable)):
@@ -194,7 +194,7 @@ def _beside(gradient: Gradient, variable: Any) -> Gradient:
 
 
 def _sent_as(gradient: Gradient, dtype: str | None) -> Gradient:
-    """A gradient whose parts the towers send as another dtype."""
+    """Casts a gradient so that the towers send their parts in another dtype."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(tf.cast(gradient.values, dtype), gradient.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -205,9 +205,9 @@ def _sent_as(gradient: Gradient, dtype: str | None) -> Gradient:
 
 
 def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
-    """The sum of N gradients with respect to one variable, None if there is none.
+    """Sums N gradients of one variable; returns None if all are None.
 
-    `tf.IndexedSlices` are put after each other, not made dense: lazy optimizers update only the rows that occur.
+    `tf.IndexedSlices` are concatenated, not made dense: lazy optimizers update only the rows that occur.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
@@ -222,7 +222,7 @@ def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def sum_over_workers(gradients: Sequence[Gradient], variables: Sequence[Any], collectives: OneWorker) -> list[Gradient]:
-    """The sums over the workers of K gradients; sparse ones, as in `sum_gradients`, are put after each other."""
+    """Sums K gradients over the workers; sparse gradients are concatenated, as in `sum_gradients`."""
     if collectives.count == 1:
         return list(gradients)
 
@@ -250,16 +250,16 @@ def _gather_slices(gradient: tf.IndexedSlices, collectives: OneWorker) -> tf.Ind
 
 
 def _add_up_rows(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The same rows, each named once."""
+    """Adds up the rows that have the same index, so that each index occurs once."""
     indices, places = tf.unique(indices)
     return tf.math.unsorted_segment_sum(values, places, tf.size(indices)), indices
 
 
 def _names_rows_once(indices: Tensor) -> bool:
-    """Whether the indices of a gradient are unique by construction.
+    """Returns whether the indices of a gradient are unique by construction.
 
-    So for matrices of sparse inputs (`tf.nn.embedding_lookup_sparse`), and not for embeddings. Optimizers tell the two apart:
-    they square before they add up what is given for a row.
+    They are for matrices of sparse inputs (`tf.nn.embedding_lookup_sparse`), but not for embeddings. The difference matters:
+    optimizers square the values of a row before they add them up.
     """
     if not tf.is_symbolic_tensor(indices):
         return False
@@ -270,7 +270,7 @@ def _names_rows_once(indices: Tensor) -> bool:
 
 
 def _largest(values: Sequence[Gradient]) -> Gradient:
-    """Combines gradients that overwrite a variable: float8's largest magnitudes, and the scales computed from them."""
+    """Returns the largest of gradients that overwrite a variable: float8's magnitudes, and the scales computed from them."""
     present = [value for value in values if value is not None]
     return tf.reduce_max(tf.stack(present), axis=0) if present else None
 

@@ -1,4 +1,4 @@
-"""Compute the moving statistics of batch normalizations anew after training."""
+"""Recompute the moving statistics of batch normalizations after training."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ def recalibrate_batch_norm(
 ) -> None:
     """Sets the moving statistics of a model's batch normalizations to the exact moments of their inputs over data.
 
-    During training they are exponential averages over batches that older weights have seen. Here the weights stand still: the
-    model runs in training mode over the data, where each `BatchNormalization` normalizes with the moments of the batch (or of
-    the slice, where `batch_norm` says so) as it did in training, and the moments of all batches are pooled: the mean of means
-    and, by the law of total variance, the variance of the whole population, weighted with the entries that each is taken over
-    ("PreciseBN": Wu and Johnson 2021, "Rethinking 'Batch' in BatchNorm", section 3, arXiv 2105.07576).
+    During training, these statistics are exponential averages over batches that older weights have seen. This function keeps
+    the weights fixed, and runs the model in training mode over the data. Each `BatchNormalization` normalizes with the moments
+    of the batch, or of the slice if `batch_norm` says so, as in training. The moments of all batches are then pooled: the mean
+    of means and, by the law of total variance, the variance of the whole population. Each batch is weighted by the number of
+    its entries ("PreciseBN": Wu and Johnson 2021, "Rethinking 'Batch' in BatchNorm", section 3, arXiv 2105.07576).
 
-    Frozen layers, which take no moments, keep their statistics. Nothing else in the model changes but the state of random
-    generators; dropout is active, as in training. Masked entries do not count; sample weights do not matter.
+    Frozen layers take no moments, and keep their statistics. Apart from the statistics, only the state of random generators
+    changes. Dropout is active, as in training. Masked entries and sample weights are ignored.
 
     >>> import keras, keras_dp, numpy as np
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization()])
@@ -43,13 +43,13 @@ def recalibrate_batch_norm(
     [3.0, 4.667]
 
     Args:
-        model: a `DataParallelModel`, whose towers are used, or any other `keras.Model`, for which all devices are; compiled or
-            not, built or not.
-        data: what `predict` takes: arrays, or batches in a dataset, a generator or a `PyDataset`, of x, (x, y) or
-            (x, y, sample_weight); a tuple of arrays is read in the same way. Batches as large as in training, shuffled as
-            there, give what normalization was like in training.
-        steps: how many batches to take; None for all of them.
-        batch_size: rows of a batch, for arrays; 32 if None.
+        model: a `DataParallelModel`, which runs on its towers, or any other `keras.Model`, which runs on all devices. It need
+            not be compiled or built.
+        data: the data, as for `predict`: arrays, or a dataset, a generator or a `PyDataset` of batches. A batch, or a tuple of
+            arrays, is x, (x, y) or (x, y, sample_weight). Use the batch size and the shuffling of training, so that
+            normalization is the same as in training.
+        steps: the number of batches to take; None for all of them.
+        batch_size: the number of rows in a batch, for arrays; 32 if None.
         verbose: "auto", 0, 1 or 2: the progress bar, as in `predict`.
 
     Raises:
@@ -57,7 +57,7 @@ def recalibrate_batch_norm(
     """
     refuse_strategy()
     if isinstance(model, DataParallelModel):
-        # As for the first tower's statistics, normalization is local: only what becomes of its moments differs.
+        # "first" normalizes as "local" does: they differ only in the moments that update the statistics.
         mode = "sync" if model.tower_steps.batch_norm == "sync" else "local"
         model, devices = model.inner_model, model.devices
     elif isinstance(model, keras.Model):
@@ -73,7 +73,7 @@ def recalibrate_batch_norm(
     if not layers:
         raise ValueError(
             "No layer of the model took moments in training mode: it has no BatchNormalization, or all of them are frozen. Set "
-            "layer.trainable = True for those whose statistics are to be computed anew. "
+            "layer.trainable = True for the layers to recalibrate. "
             f"Received: {model.name!r} with {len(calls_by_layer)} BatchNormalization layers"
         )
     for layer, (mean, variance) in [(layer, _population(calls)) for layer, calls in layers.items()]:
@@ -87,13 +87,13 @@ def _refuse_stateful(model: keras.Model) -> None:
     for layer in keras_models.flatten_layers(model):
         if getattr(layer, "stateful", False):
             raise ValueError(
-                f"The layer {layer.name!r} is stateful: what it gives depends on the batches before, and recalibration leaves "
-                "its state as it is. Build it with stateful=False."
+                f"The layer {layer.name!r} is stateful: its outputs depend on earlier batches, and recalibration does not "
+                "update its state. Build it with stateful=False."
             )
 
 
 class _MomentsModel(keras.Model):
-    """Predicts, in place of outputs, the moments that the batch normalizations of a model take of each global batch."""
+    """Predicts, in place of outputs, the moments that a model's batch normalizations take of each global batch."""
 
     def __init__(self, model: keras.Model, devices: Sequence[str], batch_norm: str):
         super().__init__()
@@ -107,7 +107,7 @@ class _MomentsModel(keras.Model):
 
     @property
     def distribute_strategy(self) -> InputStrategy:
-        """Feeds the towers: Keras's trainer takes it for a `tf.distribute` strategy."""
+        """The input strategy that feeds the towers; Keras's trainer takes it for a `tf.distribute` strategy."""
         return self.feed
 
     def prepare(self, batch: Any) -> None:
@@ -117,14 +117,14 @@ class _MomentsModel(keras.Model):
         synchronize(current_workers(), [*self.model.variables, *keras_models.seed_states(self.model)])
 
     def predict_step(self, slices: Any) -> list[list[Moments]]:
-        """For each batch normalization, for each of its calls, the moments of one batch, with an axis for the batches."""
+        """Returns the moments of one batch for each call of each batch normalization, with an axis for the batches."""
         moments, _ = run_on_slices(
             self.moments_of, slices, WholeTensors(), None, self.devices, self.devices[0], self.collectives
         )
         return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
 
     def moments_of(self, data: Any) -> list[list[Moments]]:
-        """The moments of a batch. Of all variables, those of random generators alone are updated."""
+        """Returns the moments of a batch. Only the variables of random generators are updated."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         layers = batch_norms(self.model)
         synchronized = [layer for layer in layers if is_synchronized(layer)]
@@ -138,9 +138,9 @@ class _MomentsModel(keras.Model):
 
 
 def _population(calls: Sequence[Moments]) -> tuple[Any, Any]:
-    """Mean and variance, (C,) each, of all entries of n batches, from the moments of n rows of each call of a layer."""
+    """Pools the moments of a layer's calls, a row for each of n batches; returns mean and variance, of shape (C,) each."""
     divisor, mean, variance = (np.concatenate(moment).astype("float64") for moment in zip(*calls, strict=True))
-    # Keras's masked moments divide by n + epsilon; n is a whole number.
+    # Keras divides masked moments by n + epsilon, where n is a whole number.
     count = np.rint(divisor)
     total = np.sum(count, axis=0)
     if not np.all(total):
@@ -153,7 +153,7 @@ def _population(calls: Sequence[Moments]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _compiled_functions() -> Iterator[None]:
-    """Steps are partitioned as graphs, also where TensorFlow was told to run functions eagerly."""
+    """Makes TensorFlow compile functions, even if it was told to run them eagerly: steps are partitioned as graphs."""
     eager = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(False)
     try:

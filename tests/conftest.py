@@ -1,4 +1,4 @@
-"""Four logical CPU devices for all tests, set up once, before TensorFlow starts."""
+"""Set up four logical CPU devices once for all tests, and start each test from the same state."""
 
 import collections
 import gc
@@ -15,7 +15,7 @@ from tensorflow.python.framework import ops
 import keras_dp
 
 keras_dp.use_logical_cpus(4)
-# Whatever is imported stays: it need not be gone through after each test.
+# Imported modules stay alive: the garbage collector need not scan them after each test.
 gc.freeze()
 
 collect_ignore = ["worker_scripts"]
@@ -23,7 +23,7 @@ collect_ignore = ["worker_scripts"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks further cases of a test as thorough: all but the first, and then every twentieth one."""
+    """Marks the further cases of a test as thorough: all but the first, the 21st, the 41st and so on."""
     counts = collections.Counter()
     for item in items:
         function, has_cases, _ = item.nodeid.partition("[")
@@ -35,14 +35,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def fresh_session(request):
-    """Every test starts in float64, with fresh names and the same seeds.
+    """Starts every test in float64, with fresh names and the same seeds.
 
-    What it draws from its module's `rng` depends on its own name alone: it is the same in the suite and by itself.
+    The module's `rng` is seeded from the test's name alone, so that a test draws the same numbers in the suite and by itself.
     """
     module = getattr(request.node, "module", None)
     if isinstance(getattr(module, "rng", None), np.random.Generator):
         module.rng = np.random.default_rng(zlib.crc32(request.node.name.encode()))
-    # TensorFlow keeps these for good, and with each a graph: gigabytes, by the last test.
+    # TensorFlow never removes these, and each holds a graph: gigabytes by the last test.
     registered = ops.gradient_registry._registry
     for name in [name for name in registered if name.startswith("CustomGradient-")]:
         del registered[name]

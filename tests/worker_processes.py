@@ -1,4 +1,4 @@
-"""Starts real worker processes on this machine's loopback, and ends them within a time limit."""
+"""Start real worker processes on this machine's loopback interface, and end them within a time limit."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ SCRIPTS = TESTS / "worker_scripts"
 
 
 def free_ports(count):
-    """Ports that nobody listens on."""
+    """Returns ports on which no process listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -30,14 +30,14 @@ def tf_config(ports, index):
 
 
 class Workers:
-    """W processes that run one of the scripts; killed at the end of the `with` block.
+    """Runs one of the scripts in W processes, and kills them at the end of the `with` block.
 
     Args:
         script: a file in tests/worker_scripts.
-        count: W.
-        directory: where each writes its output, worker_<i>.log.
-        arguments: of the script; or a list of them for each worker.
-        environment: further variables.
+        count: the number of workers, W.
+        directory: the directory for the outputs, worker_<i>.log.
+        arguments: the arguments of the script.
+        environment: further environment variables.
     """
 
     def __init__(self, script, count, directory, *arguments, **environment):
@@ -64,7 +64,7 @@ class Workers:
             process.wait()
 
     def start(self, *indices, **environment):
-        """Starts all workers, or some of them."""
+        """Starts the workers at the given indices, or all of them."""
         for i in indices or range(len(self.ports)):
             with self.logs[i].open("wb") as log:
                 self.processes[i] = subprocess.Popen(
@@ -79,7 +79,7 @@ class Workers:
         return self.logs[i].read_text(encoding="utf-8", errors="replace")
 
     def wait_for_output(self, text, *indices, seconds=120):
-        """Until workers have printed a text."""
+        """Waits until workers have printed a text."""
         end = time.monotonic() + seconds
         for i in indices or self.processes:
             while text not in self.output(i):
@@ -88,7 +88,7 @@ class Workers:
                 time.sleep(0.05)
 
     def wait(self, *indices, seconds=120):
-        """Exit codes of the workers, which must end in time."""
+        """Waits until the workers have ended, and returns their exit codes."""
         end = time.monotonic() + seconds
         for i in indices or self.processes:
             try:

@@ -1,4 +1,4 @@
-"""Workers that are threads of the test's process: TensorFlow's collective operations, run eagerly, meet in memory."""
+"""Run workers as threads of the test's process, which exchange the tensors of TensorFlow's collectives in memory."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +11,12 @@ from keras_dp.workers.collectives import Collectives
 
 
 def on_workers(count, function, order=None):
-    """What `function(collectives)` gives on each of W workers, which run it at the same time.
+    """Runs `function(collectives)` on W workers at the same time, and returns each worker's result.
 
     Args:
-        count: W.
-        function: runs eagerly what collectives it likes.
-        order: the order in which the runtime gathers: it need not be that of the workers.
+        count: the number of workers, W.
+        function: a function that runs any collectives eagerly.
+        order: the order in which the runtime gathers; it may differ from the order of the workers.
     """
     runtime = _Runtime(count, order or range(count))
 
@@ -35,14 +35,14 @@ def on_workers(count, function, order=None):
     ):
         results = [threads.submit(run, index) for index in range(count)]
         errors = [error for result in results if (error := result.exception()) is not None]
-        # What has broken the barrier comes before that it is broken.
+        # The error that broke the barrier comes before the errors of a broken barrier.
         for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
     return [result.result() for result in results]
 
 
 class _Runtime:
-    """Checks what TensorFlow's own requires: all workers come to the same operation, and a key is of one of them for good."""
+    """Checks what TensorFlow's runtime requires: all workers run the same operation, and a key always names the same one."""
 
     def __init__(self, count, order):
         self.count = count

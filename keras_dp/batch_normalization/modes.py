@@ -18,12 +18,12 @@ Tensor = Any
 
 
 class Moments(NamedTuple):
-    """Moments over all axes but that of the C channels.
+    """Moments over all axes but the axis of the C channels.
 
     Attributes:
-        count: what sums over the entries were divided by, a scalar.
-        mean: C means.
-        variance: C biased variances.
+        count: the divisor of the sums over the entries, a scalar.
+        mean: the C means.
+        variance: the C biased variances.
     """
 
     count: Tensor
@@ -35,16 +35,17 @@ class Moments(NamedTuple):
 def batch_norm_mode(
     mode: str, synchronized: Collection[BatchNormalization]
 ) -> Iterator[dict[BatchNormalization, list[Moments]]]:
-    """Has every `keras.layers.BatchNormalization` work in a mode.
+    """Makes every `keras.layers.BatchNormalization` work in a mode.
 
     Args:
-        mode: "sync" normalizes with the moments of the global batch. "local" normalizes each slice with its own moments, and
-            updates the moving statistics with those of the global batch; "first" updates them with those of the first tower
-            that has rows.
+        mode: "sync" normalizes with the moments of the global batch. "local" and "first" normalize each slice with its own
+            moments. "local" updates the moving statistics with the moments of the global batch, "first" with the moments of
+            the first tower that has rows.
         synchronized: the layers that normalize with the moments of the global batch in every mode.
 
     Yields:
-        For each layer, the moments that it took of the global batch, one for each of its calls; none in the mode "first".
+        For each layer, the moments of the global batch, one for each of its calls. In the mode "first", only synchronized
+        layers have any.
     """
     of_batch: dict[BatchNormalization, list[Moments]] = {}
     with contextlib.ExitStack() as stack:
@@ -71,10 +72,11 @@ def batch_norm_mode(
 
 
 def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, total: Callable[[Tensor], Tensor]) -> Moments:
-    """Moments of a layer's inputs; `total` makes the sums over the rows what they are of: a slice, or the global batch.
+    """Returns the moments of a layer's inputs; `total` turns sums over rows into sums over a slice, or the global batch.
 
-    In two passes, as `tf.nn.moments` on one device: accurate also where the mean is large beside the deviation, and never
-    negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", section 1).
+    Two passes compute them, as in `tf.nn.moments` on one device. The variance is accurate even if the mean is much larger than
+    the deviation, and it is never negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance",
+    section 1).
     """
     axes = keras_batch_norms.reduction_axes(layer)
     if mask is not None:
@@ -89,12 +91,12 @@ def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, tot
 
 
 def _masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
-    """Moments over the valid entries, divided by n + epsilon as Keras does.
+    """Returns the moments over the valid entries, divided by n + epsilon, as in Keras.
 
     Args:
-        inputs: rank R.
-        mask: rank R - 1, true where the entries along the last axis count.
-        axes: what to reduce: all axes but that of the channels.
+        inputs: the inputs, of rank R.
+        mask: the mask, of rank R - 1, true where the entries along the last axis are valid.
+        axes: the axes to reduce: all but the axis of the channels.
         total: as in `_moments`.
     """
     last = inputs.shape.rank - 1
@@ -111,14 +113,14 @@ def _masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callab
 
 
 def pooled(own: Moments, total: Callable[[Tensor], Tensor]) -> Moments:
-    """The moments of the global batch, from those of each tower's slice.
+    """Pools the moments of each tower's slice to the moments of the global batch.
 
-    By the law of total variance: the mean of the variances plus the variance of the means, both weighted with the counts
-    (Chan, Golub and LeVeque 1983, formulas 2.1a and 2.1b, for any number of parts).
+    By the law of total variance, the variance is the mean of the variances plus the variance of the means. Both are weighted
+    with the counts (Chan, Golub and LeVeque 1983, formulas 2.1a and 2.1b, for any number of parts).
 
     Args:
         own: the moments of the tower's slice.
-        total: the sum over the towers.
+        total: a function that sums over the towers.
     """
     count = total(own.count)
     mean = total(own.count * own.mean) / count

@@ -7,12 +7,12 @@ from keras_dp.keras_internals import keras_models
 
 @keras.saving.register_keras_serializable(package="keras_dp")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """A `keras.layers.BatchNormalization` that normalizes with the moments of the global batch in every mode.
+    """Normalizes as `keras.layers.BatchNormalization`, with the moments of the global batch in every mode.
 
-    With `DataParallelModel(..., batch_norm="local")` or `"first"`, these layers alone stay synchronized. On one device, and
-    with `batch_norm="sync"`, it is the layer of Keras, with the same arguments, weights and results.
+    With `DataParallelModel(..., batch_norm="local")` or `"first"`, only these layers stay synchronized. On one device, and with
+    `batch_norm="sync"`, the layer equals Keras's own, with the same arguments, weights and results.
 
-    A saved model that has such layers loads where keras_dp is imported.
+    A saved model with such layers loads where keras_dp is imported.
 
     >>> import keras, keras_dp
     >>> model = keras.Sequential([keras.Input((4,)), keras_dp.SyncBatchNormalization(momentum=0.9)])
@@ -21,20 +21,20 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """Every batch normalization in a model, however deeply nested."""
+    """Lists every batch normalization in a model, however deeply nested."""
     return [layer for layer in keras_models.flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 def is_synchronized(layer: keras.layers.BatchNormalization) -> bool:
-    """Whether a layer itself asks for the moments of the global batch."""
+    """Returns whether a layer itself asks for the moments of the global batch."""
     return layer.synchronized or isinstance(layer, SyncBatchNormalization)
 
 
 def convert_batch_norm(model: keras.Model) -> keras.Model:
     """Turns every `BatchNormalization` of a model, however deeply nested, into a `SyncBatchNormalization`, in place.
 
-    The layers are the same objects with the same weights, so that any model can be converted: subclassed, compiled, half
-    trained or wrapped.
+    The layers stay the same objects with the same weights. So any model can be converted: subclassed, compiled, half trained
+    or wrapped.
 
     >>> import keras, keras_dp
     >>> model = keras.applications.MobileNetV2((32, 32, 3), weights=None)
@@ -47,8 +47,8 @@ def convert_batch_norm(model: keras.Model) -> keras.Model:
         The model itself.
 
     Raises:
-        ValueError: if it is no model, or a layer is of a subclass of `BatchNormalization`, which nobody but its author can
-            convert; nothing is converted then.
+        ValueError: if `model` is not a `keras.Model`, or a layer is of a subclass of `BatchNormalization`, which only its
+            author can convert. No layer is converted then.
     """
     if not isinstance(model, keras.Model):
         raise ValueError(f"convert_batch_norm() takes a keras.Model. Received: {model!r} of type {type(model)}")

@@ -1,6 +1,6 @@
-"""Run the command `keras-dp`, of which each command is a module here.
+"""Run `keras-dp`, with a module for each of its commands.
 
-These modules do not import TensorFlow, which takes seconds: whatever needs it runs in a process of its own.
+The command itself does not import TensorFlow, because that takes seconds. Work that needs TensorFlow runs in other processes.
 """
 
 import argparse
@@ -20,17 +20,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one of the commands.
 
     Args:
-        arguments: the command line without the program's name; None for the one of this process.
+        arguments: the command line without the program's name; None for this process's command line.
 
     Returns:
-        The exit code: 0, or another if something that the command ran has failed.
+        The exit code: 0 if the command has succeeded, another number otherwise.
 
     Raises:
         SystemExit: with code 2, if the arguments are wrong; the message is on stderr.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="keras-dp", description="Tools for data-parallel training with Keras.")
-    parser.add_argument("--version", action="version", version=versions(), help="say the versions, and end")
+    parser.add_argument("--version", action="version", version=versions(), help="print the versions and exit")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     for name, command in COMMANDS.items():
         description = command.__doc__ or name
@@ -51,6 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def versions() -> str:
-    """The versions of keras_dp and of what it runs with, in a line."""
+    """Returns the versions of keras_dp, Keras, TensorFlow and Python in one line."""
     beside = [f"{title} {metadata.version(package)}" for title, package in (("Keras", "keras"), ("TensorFlow", "tensorflow"))]
     return f"keras_dp {__version__} with {', '.join(beside)}, Python {platform.python_version()}"

@@ -1,16 +1,16 @@
-"""Run `keras-dp bench`: time steps beside plain Keras and MirroredStrategy.
+"""Run `keras-dp bench`: time the training steps of keras_dp, plain Keras and MirroredStrategy.
 
-The engines take turns, each run in a process of its own, so that whatever else the machine does meets all of them. All train
-the same model from the same weights on the same batches, which are ready in memory. Without GPUs, the CPU is split into one
-logical device per tower. The engines:
+The engines take turns, each run in a process of its own, so that other load on the machine affects all of them. All engines
+train the same model from the same weights on the same batches, which are ready in memory. Without GPUs, the CPU is split into
+one logical device per tower. The engines:
 
   keras_dp   keras_dp.DataParallelModel
-  ceiling    its towers, each training by itself: all that the others take longer is what data parallelism costs
+  ceiling    the same towers without exchange; the extra time of other engines is the cost of data parallelism
   single     plain Keras on one device, with all cores
   mirrored   tf.distribute.MirroredStrategy
 
-With --out, results are written after each round. Ctrl-C ends a benchmark with what is measured by then, and --redraw makes
-table and figure anew from a bench.json.
+With --out, results are written after each round. Ctrl-C ends a benchmark and shows the results so far. --redraw makes the
+table and the figure again from a bench.json.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from keras_dp.cli.summary import Cell
 MODELS = ("mlp", "resnet20", "resnet50", "transformer", "lstm", "unet")
 ALWAYS = ("keras_dp", "ceiling")
 OTHERS = ("single", "mirrored")
-INTERRUPTED = 130  # the exit code of what SIGINT ends
-NO_FIGURE = "bench.png is not drawn, for want of matplotlib: pip install keras_dp[bench], and draw it with --redraw."
+INTERRUPTED = 130  # the exit code of a process that SIGINT ends
+NO_FIGURE = "bench.png is not drawn, because matplotlib is missing. Run pip install keras_dp[bench], and draw it with --redraw."
 
 _DEVICE = re.compile(r"(/?device:)?(CPU|GPU):\d+", re.IGNORECASE)
 
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=_argument(_model),
         default="mlp",
-        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; if that is compiled, it is "
-        "trained as it is, and else with SGD and the mean squared error (default: %(default)s)",
+        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; a model that is "
+        "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
     )
     parser.add_argument(
         "--towers",
@@ -61,35 +61,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scaling",
         choices=("strong", "weak"),
         default="strong",
-        help="what --batch is for: all towers together, or each of them (default: %(default)s)",
+        help="strong: --batch rows for all towers together; weak: --batch rows for each tower (default: %(default)s)",
     )
     parser.add_argument(
         "--against",
         type=_argument(_engines),
         default=list(OTHERS),
         metavar="ENGINE,...",
-        help="what to compare with: single, mirrored or none (default: single,mirrored)",
+        help="engines to compare with: single, mirrored or none (default: single,mirrored)",
     )
     parser.add_argument(
         "--parameter-device",
         type=_argument(_parameter_device),
         metavar="DEVICE",
-        help='where the variables live, as CPU:0, or "sharded" over the towers',
+        help='device where the variables live, such as CPU:0, or "sharded" over the towers',
     )
     parser.add_argument(
         "--batch-norm",
         choices=choices.values_of(choices.BatchNorm),
         default="sync",
-        help="whose moments normalize (default: %(default)s)",
+        help="mode of batch normalization (default: %(default)s)",
     )
-    parser.add_argument("--gradient-dtype", choices=("bfloat16", "float16"), help="of gradients sent from the towers")
+    parser.add_argument("--gradient-dtype", choices=("bfloat16", "float16"), help="dtype of the gradients that towers send")
     parser.add_argument(
-        "--jit-compile", action="store_true", help="let XLA compile what it can reach, in a model that is not compiled already"
+        "--jit-compile", action="store_true", help="let XLA compile as much as it can; ignored for a compiled model"
     )
     for name, default, purpose in (
-        ("rounds", 3, "how often each engine runs"),
+        ("rounds", 3, "number of runs of each engine"),
         ("steps", 50, "timed steps in each run"),
-        ("warm-up", 10, "steps before those"),
+        ("warm-up", 10, "untimed steps at the start of each run"),
     ):
         parser.add_argument(f"--{name}", type=_argument(_positive), default=default, help=f"{purpose} (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write bench.json, bench.csv and bench.png")
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--redraw",
         type=_argument(_results),
         metavar="bench.json",
-        help="measure nothing: make table and figure anew, beside the file or in --out",
+        help="measure nothing; make the table and the figure again from this file, in --out or else beside the file",
     )
 
 
@@ -108,13 +108,13 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints the table and writes the files.
 
     Args:
-        options: what `add_arguments` declares, and `command`, the command line.
+        options: the arguments that `add_arguments` declares, and `command`, the command line.
 
     Returns:
-        The exit code: 1 if one of the runs has failed, 130 if the benchmark was interrupted, and else 0.
+        The exit code: 130 if the benchmark was interrupted, otherwise 1 if a run has failed, otherwise 0.
 
     Raises:
-        argparse.ArgumentError: if the options do not go together, the model cannot be measured, or there are too few GPUs.
+        argparse.ArgumentError: if options contradict each other, the model cannot be measured, or there are too few GPUs.
     """
     if options.redraw is not None:
         path, results = options.redraw
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         _say("\ninterrupted: nothing was measured")
         return INTERRUPTED
     if interrupted:
-        _say("\ninterrupted: what follows is what was measured by then")
+        _say("\ninterrupted: these are the results so far")
         if options.out is not None:
             _write(results(), options.out)
     _show(results())
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _survey(options: argparse.Namespace) -> Survey:
-    """Looks for whatever would stop the benchmark later."""
+    """Surveys the model and the machine, and refuses options that would stop the benchmark later."""
     if options.profile and options.out is None:
         raise argparse.ArgumentError(None, "--profile needs a directory to write to. Add --out DIRECTORY.")
     if options.out is not None:
@@ -156,7 +156,7 @@ def _survey(options: argparse.Namespace) -> Survey:
             raise argparse.ArgumentError(None, f"--out: nothing can be written there: {error}") from error
         if importlib.util.find_spec("matplotlib") is None:
             _say(NO_FIGURE)
-    _say(f"looking at the model {options.model} and at this machine")
+    _say(f"inspecting the model {options.model} and this machine")
     try:
         survey = runs.survey_in_new_process(options.model)
     except RunFailedError as error:
@@ -188,9 +188,9 @@ def _measure(
     rounds: list[dict[Cell, Measurement]],
     failures: dict[Cell, str],
 ) -> Any:
-    """Fills in the measurements of each round, and why runs have failed, and gives way after each round.
+    """Fills in the measurements and the failures of each round, and yields after each round.
 
-    What failed once is not run again.
+    A cell that has failed is not run again.
     """
     measured = list(dict.fromkeys(cell.measured for cell in cells))
     begin, done = time.monotonic(), 0
@@ -211,7 +211,7 @@ def _measure(
 
 
 def _say(text: str) -> None:
-    """Prints how the benchmark gets on."""
+    """Prints a line about the progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -221,7 +221,7 @@ def _duration(seconds: float) -> str:
 
 
 def _run(options: argparse.Namespace, cell: Cell, number: int) -> Run:
-    """The run of a cell in a round; what does not vary from round to round is looked at in the first."""
+    """Returns the run of a cell in a round. Only the first round counts bytes and records a profile."""
     once = cell.engine == "keras_dp" and number == 1
     return Run(
         *cell,
@@ -250,7 +250,7 @@ def _results_of(
     rounds: Sequence[Mapping[Cell, Measurement]],
     failures: Mapping[Cell, str],
 ) -> dict[str, Any]:
-    """All that was measured, as it is written."""
+    """Returns all results, as bench.json holds them."""
     known = {*failures, *(cell for measurements in rounds for cell in measurements)}
     return {
         "command": options.command,
@@ -267,7 +267,7 @@ def _results_of(
 
 
 def _show(results: Mapping[str, Any]) -> None:
-    """Prints the table."""
+    """Prints the table and the failures."""
     rows = [summary.Row(**row) for row in results["rows"]]
     rounds = max((run["round"] for run in results["runs"]), default=0)
     print(f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(rows)}\n\n{summary.LEGEND}")
@@ -278,7 +278,7 @@ def _show(results: Mapping[str, Any]) -> None:
 
 
 def _write(results: Mapping[str, Any], directory: Path) -> None:
-    """Writes bench.json, bench.csv and, if there is matplotlib, bench.png."""
+    """Writes bench.json, bench.csv and, if matplotlib is installed, bench.png."""
     directory.mkdir(parents=True, exist_ok=True)
     rows = [summary.Row(**row) for row in results["rows"]]
     (directory / "bench.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
@@ -290,7 +290,7 @@ def _write(results: Mapping[str, Any], directory: Path) -> None:
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type for argparse that shows what `parse` has to say of a wrong value."""
+    """Returns a type for argparse that shows the message of a ValueError from `parse`."""
 
     def checked(value: str) -> Any:
         try:
@@ -303,7 +303,7 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _positive(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"This is an integer of at least 1. Received: {value!r}")
+        raise ValueError(f"must be an integer of at least 1. Received: {value!r}")
     return int(value)
 
 
@@ -330,7 +330,7 @@ def _model(value: str) -> str:
 def _parameter_device(value: str) -> str:
     if value != "sharded" and not _DEVICE.fullmatch(value):
         question = choices.question(value, ["sharded"])
-        raise ValueError(f'This is a device, as CPU:0 or GPU:1, or "sharded".{question} Received: {value!r}')
+        raise ValueError(f'must be a device, such as CPU:0 or GPU:1, or "sharded".{question} Received: {value!r}')
     return value
 
 
@@ -340,4 +340,4 @@ def _results(value: str) -> tuple[Path, dict[str, Any]]:
         results = json.loads(path.read_text(encoding="utf-8"))
         return path, {"title": results["command"], **{name: results[name] for name in results}, "rows": results["rows"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"This is a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error
+        raise ValueError(f"must be a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error

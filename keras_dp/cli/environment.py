@@ -12,7 +12,7 @@ import tensorflow as tf
 
 
 def environment() -> dict[str, Any]:
-    """The processor, its cores, the GPUs and the versions, by name."""
+    """Returns the processor, its cores, the GPUs and the versions, by name."""
     gpus = tf.config.list_physical_devices("GPU")
     return {
         "processor": _processor(),
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    # The standard library only knows the architecture on Linux.
+    # On Linux, the standard library only knows the architecture.
     information = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.+)", information.read_text()) if information.exists() else None
     return model[1] if model else platform.processor() or platform.machine()

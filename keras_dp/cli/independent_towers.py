@@ -21,15 +21,15 @@ Tensor = Any
 
 
 def independent_towers(inner_model: keras.Model, **arguments: Any) -> DataParallelModel:
-    """A `DataParallelModel` whose towers exchange nothing, so that none waits for another one.
+    """Returns a `DataParallelModel` whose towers exchange nothing, so that no tower waits for another.
 
-    Each trains on its slice alone, on its device, as one device would: the first one the inner model, each other one variables
-    of its own. What a step of `DataParallelModel` takes longer is all that data parallelism costs. It trains nothing of use:
-    for `fit` in benchmarks.
+    Each tower trains on its slice alone, on its device, as one device would. The first tower trains the inner model, and each
+    other tower trains variables of its own. The extra time of a step of `DataParallelModel` is the whole cost of data
+    parallelism. The trained model is useless: call `fit` in benchmarks only.
 
     Args:
         inner_model: as for `DataParallelModel`.
-        **arguments: the same.
+        **arguments: the other arguments of `DataParallelModel`.
     """
     parallel = DataParallelModel(inner_model, **arguments)
     steps = parallel.tower_steps
@@ -38,14 +38,14 @@ def independent_towers(inner_model: keras.Model, **arguments: Any) -> DataParall
 
 
 class _IndependentSteps(TowerSteps):
-    """Steps on N slices, each on its device without the others."""
+    """Runs steps on N slices, each on its device without the others."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._copies: dict[tuple[str, int], tf.Variable] = {}
 
     def run(self, name: choices.Step, slices: Sequence[Slice]) -> tuple[Any, Partition]:
-        """Runs a step on each slice; the result is that of the first."""
+        """Runs a step on each slice, and returns the result of the first."""
         batches = [_as_batch(part) for part in slices]
         steps = [arguments_of(self.plain(name), [batch], self.inputs.whole, None) for batch in batches]
         of_batch, arguments = steps[0]
@@ -73,7 +73,7 @@ class _IndependentSteps(TowerSteps):
         return trace.packed(results), partition
 
     def _copy_on(self, device: str, variable: tf.Variable) -> tf.Variable:
-        """The variable of a tower that stands for one of the inner model."""
+        """Returns a tower's own copy of a variable of the inner model."""
         key = (device, id(variable.handle))
         if key not in self._copies:
             with tf.init_scope(), tf.device(device):
@@ -82,6 +82,6 @@ class _IndependentSteps(TowerSteps):
 
 
 def _as_batch(part: Slice) -> Slice:
-    """A slice as a batch of its own."""
+    """Turns a slice into a batch of its own."""
     rows = tf.maximum(part.rows, 1)
     return Slice(part.data, tf.zeros_like(rows), rows, rows)

@@ -3,11 +3,14 @@
   keras-dp launch --workers 2 train.py --epochs 3
   keras-dp launch --hosts alpha,beta --towers-per-worker 4 train.py --epochs 3
 
-All workers run the same script, and read in TF_CONFIG who and where they are. Each line of their output is printed after the
-worker's number; the first worker's progress bar stays one on a terminal, and others are thinned out. When one fails, the
-others are ended too, and its last lines are shown; with --max-restarts, all start again then, and the script resumes where
-keras.callbacks.BackupAndRestore has saved it. SIGINT (ctrl-C) and SIGTERM go to all workers; the second one kills them. The
-exit code is that of the worker that failed first, or 128 + the number of the signal.
+All workers run the same script. TF_CONFIG tells each worker its number and the addresses of all workers. Each line of output
+is printed after the worker's number. On a terminal, the first worker's progress bar is drawn in place. Other bars are thinned
+out.
+
+When a worker fails, the other workers are ended too, and the last lines of the failed worker are shown. With --max-restarts,
+all workers then start again, and the script resumes from its last backup by keras.callbacks.BackupAndRestore. SIGINT (Ctrl-C)
+and SIGTERM are sent to all workers; a second signal kills them. The exit code is the code of the worker that failed first, or
+128 + the number of the signal.
 """
 
 import argparse
@@ -33,10 +36,10 @@ from typing import IO, TypeAlias
 from keras_dp.cli.output import TAIL_LINES, Screen, WorkerOutput
 from keras_dp.devices import nvidia
 
-GRACE_SECONDS = 5.0  # for the other workers, to find out by themselves that one is lost
-KILL_SECONDS = 10.0  # from a signal to SIGKILL, which ends also what is stopped
+GRACE_SECONDS = 5.0  # for the other workers to notice that one is lost
+KILL_SECONDS = 10.0  # from a signal to SIGKILL, which also ends stopped processes
 _PIECE_BYTES = 2**16
-DRAIN_SECONDS = 2.0  # for the output of a worker that has ended, if another process has its pipes
+DRAIN_SECONDS = 2.0  # to wait for an ended worker's output, if another process holds its pipes
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+)(?::(\d+))?")
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
@@ -44,16 +47,16 @@ _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    # What looks like the beginning of an option may be one of the script's.
+    # An abbreviated option may belong to the script.
     parser.allow_abbrev = False
     parser.add_argument("--workers", type=_integer(1), metavar="N", help="how many processes to start on this machine")
     parser.add_argument(
         "--hosts",
         type=_hosts,
         metavar="HOST[:PORT],...",
-        help="start nothing, and print the command for each of these hosts; IPv6 addresses stand in brackets",
+        help="start nothing, and print the command for each of these hosts; write IPv6 addresses in brackets",
     )
-    parser.add_argument("--port", type=_port, default=2222, help="of hosts without one (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=2222, help="port of hosts without one (default: %(default)s)")
     parser.add_argument(
         "--towers-per-worker",
         type=_integer(1),
@@ -61,25 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices of each worker (default: its share of the GPUs; without GPUs, one CPU device)",
     )
     parser.add_argument(
-        "--max-restarts", type=_integer(0), default=0, metavar="N", help="times to start again after a failure (default: 0)"
+        "--max-restarts", type=_integer(0), default=0, metavar="N", help="how often to restart after a failure (default: 0)"
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a module, as in python -m")
-    parser.add_argument("script", help="what every worker runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("script", help="the script that every worker runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the workers until all have ended, or prints the commands for the hosts.
 
     Args:
-        options: what `add_arguments` declares.
+        options: the arguments that `add_arguments` declares.
 
     Returns:
-        The exit code: 0; or that of the worker that failed first, 128 + its number for a signal; or 128 + the number of the
-        signal that the launcher received.
+        The exit code: 128 + the number of the signal that the launcher received, if any. Otherwise the code of the worker that
+        failed first, which is 128 + the number of a signal that ended it. Otherwise 0.
 
     Raises:
-        argparse.ArgumentError: if the options do not go together, the script is missing, or the GPUs cannot be divided.
+        argparse.ArgumentError: if options contradict each other, the script is missing, or the GPUs cannot be divided.
     """
     _check(options)
     script = [*(["-m"] if options.is_module else []), options.script, *options.arguments]
@@ -110,9 +113,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Worker:
-    """A process of the script in a group of its own, whose output is printed line by line.
+    """Runs the script in a process group of its own, and prints its output line by line.
 
-    It puts itself into `events` when it has ended.
+    The worker puts itself into `events` when its process has ended.
     """
 
     def __init__(
@@ -142,22 +145,22 @@ class _Worker:
 
     def signal(self, number: int) -> None:
         """Sends a signal to the worker and to the processes that it has started."""
-        # On macOS, a group of processes that have all ended is not missing: it is not permitted.
+        # For a group whose processes have all ended, macOS raises PermissionError instead of ProcessLookupError.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     def drain(self) -> None:
-        """Waits until what the worker had to say is printed."""
+        """Waits until the worker's output is printed, at most `DRAIN_SECONDS` for each stream."""
         for reader in self.readers:
             reader.join(DRAIN_SECONDS)
 
     def exit_code(self) -> int:
-        """As a shell has it."""
+        """Returns the exit code as a shell reports it: 128 + the number of a signal."""
         code = self.process.returncode
         return 128 - code if code < 0 else code
 
     def failure(self) -> str:
-        """Says what happened, with the last lines of the output."""
+        """Describes the failure, with the last lines of the output."""
         code = self.process.returncode
         reason = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
         last = [*self.tail, *(output.unfinished for output in self.outputs if output.unfinished)][-TAIL_LINES:]
@@ -166,14 +169,14 @@ class _Worker:
 
     def _wait(self, events: "_Events") -> None:
         self.process.wait()
-        self.signal(signal.SIGKILL)  # to what it leaves behind
+        self.signal(signal.SIGKILL)  # to the processes that it leaves behind
         events.put(self)
 
 
 def _read(pipe: IO[bytes], output: WorkerOutput) -> None:
-    """Hands on what comes from a worker, until it closes its end."""
+    """Passes on the output of a worker until the worker closes its end of the pipe."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    # If nobody reads the launcher's output any more, the worker finds its pipe closed, as it would without a launcher.
+    # If the launcher's own output is closed, printing fails. The worker's pipe is then closed too, as without a launcher.
     with pipe, contextlib.suppress(OSError):
         while piece := os.read(pipe.fileno(), _PIECE_BYTES):
             output.feed(decoder.decode(piece))
@@ -190,17 +193,17 @@ def _run_workers(
     """Runs a worker in each of the environments until all have ended.
 
     Args:
-        command: of all workers.
-        environments: the environment variables of each.
-        events: brings the workers that have ended, and the numbers of the signals to the launcher.
-        screen: where their output goes.
+        command: the command of all workers.
+        environments: the environment variables of each worker.
+        events: the queue of ended workers, and of the numbers of signals to the launcher.
+        screen: the screen for the workers' output.
 
     Returns:
-        The first worker that has failed by itself, and the first signal to the launcher, or None.
+        The first worker that has failed before any signal, and the first signal to the launcher. Each may be None.
     """
     failed: _Worker | None = None
     received: int | None = None
-    signals: list[tuple[float, int]] = []  # when to send which
+    signals: list[tuple[float, int]] = []  # the time and the number of each signal to send
     workers: list[_Worker] = []
     running: set[_Worker] = set()
     try:
@@ -239,9 +242,9 @@ def _send(workers: Iterable[_Worker], number: int) -> None:
 
 @contextlib.contextmanager
 def _signals_into(events: _Events) -> Iterator[None]:
-    """Puts the numbers of signals that would end the launcher into `events` instead."""
+    """Makes signals that would end the launcher put their numbers into `events` instead."""
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, lambda number, frame: events.put(number)) for number in numbers}
     try:
@@ -252,7 +255,7 @@ def _signals_into(events: _Events) -> Iterator[None]:
 
 
 def _place(addresses: Sequence[str], index: int, towers: int | None) -> dict[str, str]:
-    """The environment variables that tell a worker who it is, where the others are, and how many towers it has."""
+    """Returns the environment variables with a worker's number, all addresses, and the number of towers of a worker."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
     return {"TF_CONFIG": json.dumps(config)} | ({} if towers is None else {"KERAS_DP_TOWERS": str(towers)})
 
@@ -266,7 +269,7 @@ def _free_addresses(count: int) -> list[str]:
 
 
 def _print_commands(options: argparse.Namespace, script: Sequence[str]) -> None:
-    """Prints, for each host, what to paste into a shell there."""
+    """Prints, for each host, the command to paste into a shell there."""
     addresses: list[str] = []
     for host, port in options.hosts:
         candidates = (f"{host}:{number}" for number in itertools.count(port or options.port))
@@ -278,7 +281,7 @@ def _print_commands(options: argparse.Namespace, script: Sequence[str]) -> None:
 
 
 def _visible_gpus() -> list[str]:
-    """Lists this machine's GPUs for CUDA_VISIBLE_DEVICES; as in CUDA, the first that is no GPU ends the list."""
+    """Lists this machine's GPUs for CUDA_VISIBLE_DEVICES. As in CUDA, the first entry that is no GPU ends the list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(index) for index in range(nvidia.count_gpus())]
@@ -286,7 +289,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _gpus_of_workers(workers: int, towers: int | None) -> list[dict[str, str]]:
-    """The environment variable that gives each worker its GPUs; none, if there are no GPUs."""
+    """Returns the environment variable with the GPUs of each worker; no variable if there are no GPUs."""
     gpus = _visible_gpus()
     if not gpus:
         return [{}] * workers
@@ -294,14 +297,14 @@ def _gpus_of_workers(workers: int, towers: int | None) -> list[dict[str, str]]:
         raise argparse.ArgumentError(
             None,
             f"Each of {workers} workers needs {towers or 'the same number of'} GPUs. Received: {len(gpus)} GPUs. Change "
-            "--workers or --towers-per-worker, or set CUDA_VISIBLE_DEVICES to the GPUs to use, -1 for the CPU.",
+            "--workers or --towers-per-worker, or set CUDA_VISIBLE_DEVICES to the GPUs to use, or to -1 for the CPU.",
         )
     count = towers or len(gpus) // workers
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * count : (index + 1) * count])} for index in range(workers)]
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses options that do not go together, and a script that is not there."""
+    """Refuses options that contradict each other, and a script that does not exist."""
     problem = None
     if options.hosts:
         if options.workers not in (None, len(options.hosts)):
@@ -311,18 +314,18 @@ def _check(options: argparse.Namespace) -> None:
     elif options.workers is None:
         problem = "Either --workers or --hosts is needed. Received: neither. Add --workers 2."
     elif not options.is_module and not Path(options.script).exists():
-        problem = f"There is no such script. Received: {options.script!r}. Say its path, or -m before a module's name."
+        problem = f"There is no such script. Received: {options.script!r}. Give its path, or put -m before a module's name."
     if problem is not None:
         raise argparse.ArgumentError(None, problem)
 
 
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A type for argparse."""
+    """Returns a type for argparse: an integer in a range."""
     span = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def parse(value: str) -> int:
         if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
-            raise argparse.ArgumentTypeError(f"This is an integer {span}. Received: {value!r}")
+            raise argparse.ArgumentTypeError(f"must be an integer {span}. Received: {value!r}")
         return int(value)
 
     return parse

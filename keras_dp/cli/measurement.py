@@ -27,7 +27,7 @@ WRAPPERS: dict[str, Callable[..., keras.Model]] = {
 
 
 class StepTimes(keras.callbacks.Callback):
-    """Collects the seconds on the clock at which training steps begin and end."""
+    """Records the clock times, in seconds, at which training steps begin and end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class StepTimes(keras.callbacks.Callback):
         self.begins.append(time.perf_counter())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Reads the clock; Keras has waited for the step's loss by now."""
+        """Reads the clock, after Keras has waited for the step's loss."""
         self.ends.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
@@ -48,12 +48,12 @@ class StepTimes(keras.callbacks.Callback):
 
 
 def main() -> None:
-    """Measures the run of this process's only argument, and prints the measurement; both are JSON."""
+    """Measures the run that this process's only argument describes, and prints the measurement. Both are JSON."""
     print(json.dumps(dataclasses.asdict(measure(Run(**json.loads(sys.argv[1]))))))
 
 
 def measure(run: Run) -> Measurement:
-    """Trains in this process, in which TensorFlow has not started yet.
+    """Measures a run in this process, in which TensorFlow must not have started yet.
 
     Raises:
         ValueError: if the model's steps cannot be timed one by one, or its inputs are not known.
@@ -92,7 +92,7 @@ def measure(run: Run) -> Measurement:
 
 
 def _devices(count: int) -> list[str]:
-    """The first GPUs; without GPUs, logical CPUs that share the cores."""
+    """Returns the first GPUs, or logical CPUs that share the cores if there are no GPUs."""
     if tf.config.list_physical_devices("GPU"):
         return [f"GPU:{index}" for index in range(count)]
     keras_dp.use_logical_cpus(count)
@@ -100,7 +100,7 @@ def _devices(count: int) -> list[str]:
 
 
 def _on_engine(run: Run, model: keras.Model, devices: list[str]) -> keras.Model:
-    """The model that an engine trains: `model` itself, or a wrapper."""
+    """Returns the model that an engine trains: `model` itself, or a wrapper."""
     if run.engine in WRAPPERS:
         return WRAPPERS[run.engine](
             model,
@@ -118,5 +118,5 @@ def _on_engine(run: Run, model: keras.Model, devices: list[str]) -> keras.Model:
 
 def _peak_memory_megabytes() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # It is in bytes on macOS, and in kilobytes elsewhere.
+    # The unit is bytes on macOS, and kilobytes elsewhere.
     return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

@@ -17,12 +17,12 @@ SEQUENCE_LENGTH = 64
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model, and how to train it unless it is compiled already.
+    """A model, and how to train it if it is not compiled yet.
 
     Attributes:
-        build: gives a built `keras.Model`.
-        batch_size: rows in a batch, unless told otherwise.
-        objective: gives the loss and the metrics, as arguments of `keras.Model.compile`.
+        build: a function that returns a built `keras.Model`.
+        batch_size: the default number of rows in a batch.
+        objective: a function that returns the loss and the metrics, as arguments of `keras.Model.compile`.
     """
 
     build: Callable[[], keras.Model]
@@ -31,11 +31,11 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """The model of a name.
+    """Finds the model with a name.
 
     Args:
-        name: a built-in model, or "module:function" for a function without arguments that returns a built `keras.Model`; the
-            module is looked for in the current directory, too.
+        name: a built-in model, or "module:function" for a function without arguments that returns a built `keras.Model`. The
+            module may be in the current directory.
 
     Raises:
         ValueError: if there is no such model.
@@ -62,22 +62,22 @@ def refuse_what_is_not_timed(model: keras.Model) -> None:
     if model.steps_per_execution != 1:
         raise ValueError(
             "Steps are timed one by one. Received: a model that is compiled with "
-            f"steps_per_execution={model.steps_per_execution}. Compile it without."
+            f"steps_per_execution={model.steps_per_execution}. Compile it without this argument."
         )
 
 
 def classification() -> dict[str, Any]:
-    """Cross-entropy of class numbers from logits, and accuracy."""
+    """Returns the cross-entropy of class numbers from logits, and accuracy."""
     return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
 
 
 def regression() -> dict[str, Any]:
-    """Mean squared error."""
+    """Returns the mean squared error."""
     return {"loss": "mse"}
 
 
 def mlp() -> keras.Model:
-    """784-512-512-10, for images of digits as rows of pixels; logits of shape (batch, 10)."""
+    """Builds an MLP 784-512-512-10 for images of digits as rows of pixels; it returns logits of shape (batch, 10)."""
     return keras.Sequential(
         [
             keras.Input((784,)),
@@ -89,7 +89,10 @@ def mlp() -> keras.Model:
 
 
 def resnet20() -> keras.Model:
-    """ResNet-20 for CIFAR, with parameter-free shortcuts (He et al. 2016, option A); logits of shape (batch, 10)."""
+    """Builds ResNet-20 for CIFAR, with parameter-free shortcuts (He et al. 2016, option A).
+
+    The model returns logits of shape (batch, 10).
+    """
 
     def convolution(x: Tensor, filters: int, strides: int = 1) -> Tensor:
         x = keras.layers.Conv2D(filters, 3, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
@@ -108,12 +111,12 @@ def resnet20() -> keras.Model:
 
 
 def resnet50() -> keras.Model:
-    """ResNet-50 for ImageNet, as in `keras.applications`; logits of shape (batch, 1000)."""
+    """Builds ResNet-50 for ImageNet, as in `keras.applications`; it returns logits of shape (batch, 1000)."""
     return keras.applications.ResNet50(weights=None, input_shape=(224, 224, 3), classes=1_000, classifier_activation=None)
 
 
 def transformer(blocks: int = 4) -> keras.Model:
-    """A language model with pre-norm blocks; logits of the next token, of shape (batch, 64, 5000)."""
+    """Builds a language model with pre-norm blocks; it returns logits of the next token, of shape (batch, 64, 5000)."""
     width = 128
     tokens = keras.Input((SEQUENCE_LENGTH,), dtype="int32")
     x = PositionEmbedding()(keras.layers.Embedding(VOCABULARY, width)(tokens))
@@ -130,16 +133,16 @@ class PositionEmbedding(keras.layers.Layer):
     """Adds a learned vector to each position of a sequence of shape (batch, positions, width)."""
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        """Makes the vectors, of shape (positions, width)."""
+        """Creates the vectors, of shape (positions, width)."""
         self.vectors = self.add_weight(shape=input_shape[1:], initializer="uniform", name="vectors")
 
     def call(self, x: Tensor) -> Tensor:
-        """The sum, in the shape of `x`."""
+        """Returns the sum, in the shape of `x`."""
         return x + self.vectors
 
 
 def lstm() -> keras.Model:
-    """A language model with two LSTMs of 128 units; logits of the next token, of shape (batch, 64, 5000)."""
+    """Builds a language model with two LSTMs of 128 units; it returns logits of the next token, (batch, 64, 5000)."""
     tokens = keras.Input((SEQUENCE_LENGTH,), dtype="int32")
     x = keras.layers.Embedding(VOCABULARY, 128)(tokens)
     for _ in range(2):
@@ -148,7 +151,7 @@ def lstm() -> keras.Model:
 
 
 def unet() -> keras.Model:
-    """A U-Net on images of 64 x 64 pixels, with 16, 32 and 64 channels; logits of shape (batch, 64, 64, 4)."""
+    """Builds a U-Net on images of 64 x 64 pixels, with 16, 32 and 64 channels; it returns logits, (batch, 64, 64, 4)."""
 
     def convolutions(x: Tensor, filters: int) -> Tensor:
         for _ in range(2):

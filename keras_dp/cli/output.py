@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TextIO
 
-SECONDS_BETWEEN_STATES = 10.0  # of a bar that is printed as lines
+SECONDS_BETWEEN_STATES = 10.0  # for a bar whose states are printed as lines
 TAIL_LINES = 20
 
 _ERASE = "\r\x1b[K"
@@ -16,10 +16,10 @@ _TERMINAL_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\b]")
 
 
 class Screen:
-    """Lines after each other and, on a terminal, below them one bar that is drawn over and over.
+    """Prints lines and, on a terminal, keeps one progress bar below them.
 
     Args:
-        out: where bars are drawn, if it is a terminal.
+        out: the stream of the bar, if it is a terminal.
     """
 
     def __init__(self, out: TextIO):
@@ -36,7 +36,7 @@ class Screen:
             self._draw(self._bar)
 
     def bar(self, text: str) -> None:
-        """Draws another state of the bar; none, if it is empty."""
+        """Draws a new state of the bar, or removes the bar if the text is empty."""
         with self._printing:
             width = shutil.get_terminal_size().columns - 1
             self._bar = text[:width]
@@ -49,17 +49,17 @@ class Screen:
 
 
 class WorkerOutput:
-    """One stream of a worker's output, each line of which is printed after the worker's number.
+    """Prints one stream of a worker's output, with the worker's number before each line.
 
-    What goes back to the beginning of its line is a progress bar. That of the first worker is drawn in place, if there is a
-    terminal. Of any other, the last state is printed, and on the way one in so many seconds, if it has changed.
+    A line that is overwritten from its beginning is a progress bar. On a terminal, the first worker's bar is drawn in place.
+    Any other bar is printed in its last state. Until then, a changed state is printed at most every `SECONDS_BETWEEN_STATES`.
 
     Args:
         index: the worker's number.
-        stream: where its lines go.
-        screen: shared by all workers.
-        is_drawn: whether its bars are drawn in place.
-        tail: gets the lines that are finished.
+        stream: the stream to print to.
+        screen: the screen that all workers share.
+        is_drawn: whether bars are drawn in place, if there is a terminal.
+        tail: collects the finished lines.
     """
 
     def __init__(self, index: int, stream: TextIO, screen: Screen, is_drawn: bool, tail: deque[str]):
@@ -88,13 +88,13 @@ class WorkerOutput:
             self._show(self.unfinished)
 
     def close(self) -> None:
-        """Prints a last line that has no end."""
+        """Prints the last line if it lacks a line end."""
         if self.unfinished:
             self._finish()
 
     @property
     def unfinished(self) -> str:
-        """The line that has begun, or the last state of a bar."""
+        """The text of the unfinished line, or the last state of a bar."""
         return _TERMINAL_CONTROL.sub("", self._text)
 
     def _add(self, text: str) -> None:

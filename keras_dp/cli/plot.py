@@ -15,9 +15,9 @@ def write_figure(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draws the rows of a benchmark.
 
     Args:
-        rows: those that failed are left out.
-        title: stands above the panels.
-        path: of the PNG file.
+        rows: the rows to draw; failed ones are skipped.
+        title: the text above the panels.
+        path: the path of the PNG file.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -34,7 +34,7 @@ def write_figure(rows: Sequence[Row], title: str, path: Path) -> None:
     for index, engine in enumerate(dict.fromkeys(row.engine for row in drawn)):
         marker = MARKERS[engine]
         shown = [row for row in drawn if row.engine == engine]
-        # Beside each other, the spreads do not hide each other.
+        # Small offsets keep the error bars from hiding each other.
         positions = [towers.index(row.towers) + 0.06 * (index - 1.5) for row in shown]
         low, median, high = (
             np.array([getattr(row, f"{name}_milliseconds") for row in shown]) for name in ("low", "median", "high")

@@ -17,18 +17,18 @@ class Run:
     """Describes a training run.
 
     Attributes:
-        engine: one of ENGINES: keras_dp; its towers, each by itself; plain Keras on one device; or MirroredStrategy.
-        towers: devices that share each batch.
-        batch_size: rows in a global batch.
+        engine: one of `ENGINES`: keras_dp, its towers without exchange, plain Keras on one device, or MirroredStrategy.
+        towers: the number of devices that share each batch.
+        batch_size: the number of rows in a global batch.
         model: a name for `keras_dp.cli.models.workload`.
-        parameter_device: as in `keras_dp.DataParallelModel`, as the next two.
-        batch_norm: "sync" also makes MirroredStrategy synchronize.
-        gradient_dtype: None for what the gradients are.
-        jit_compile: for a model that is not compiled already.
-        steps: how many to time.
-        warm_up: steps before those.
-        count_bytes: whether to count what keras_dp sends between devices.
-        profile_directory: where keras_dp records steps after those that are timed; None for not at all.
+        parameter_device: as in `keras_dp.DataParallelModel`.
+        batch_norm: as in `keras_dp.DataParallelModel`; "sync" also makes MirroredStrategy synchronize.
+        gradient_dtype: as in `keras_dp.DataParallelModel`.
+        jit_compile: the argument of `compile`, for a model that is not compiled already.
+        steps: the number of timed steps.
+        warm_up: the number of untimed steps before them.
+        count_bytes: whether to count the bytes that keras_dp sends between devices.
+        profile_directory: the directory for a profile of keras_dp's steps after the timed ones; None for no profile.
     """
 
     engine: str
@@ -50,11 +50,11 @@ class Measurement:
     """Holds the measurements of a run.
 
     Attributes:
-        step_milliseconds: for each step after the warm-up.
-        first_step_seconds: from the call of `fit` to the end of the first step, with building and tracing.
-        peak_memory_megabytes: the most that the process had in the host's memory.
-        loss: the mean of all steps.
-        communication_bytes: between devices in a step, or None if they were not counted or are not known.
+        step_milliseconds: the time of each step after the warm-up.
+        first_step_seconds: the time from the call of `fit` to the end of the first step, with building and tracing.
+        peak_memory_megabytes: the peak size of the process in the host's memory.
+        loss: the mean loss of all steps.
+        communication_bytes: the bytes between devices in a step; None if they were not counted or are not known.
     """
 
     step_milliseconds: list[float]
@@ -70,9 +70,9 @@ class Survey:
 
     Attributes:
         environment: the processor, its cores, the GPUs and the versions, by name.
-        gpus: how many there are.
-        batch_size: rows in a batch of the model, unless told otherwise.
-        problem: why the model cannot be measured, and what to do; None if it can.
+        gpus: the number of GPUs.
+        batch_size: the model's default number of rows in a batch.
+        problem: the reason why the model cannot be measured, and what to do; None if it can.
     """
 
     environment: dict[str, Any]
@@ -82,23 +82,23 @@ class Survey:
 
 
 class RunFailedError(Exception):
-    """A process of the benchmark ended with an error; the message is the end of what it had to say."""
+    """Reports that a process of the benchmark ended with an error; the message is the end of its stderr."""
 
 
 def measure_in_new_process(run: Run) -> Measurement:
-    """Trains in a process of its own.
+    """Measures a run in a process of its own.
 
     Raises:
-        RunFailedError: if that fails.
+        RunFailedError: if the process fails.
     """
     return Measurement(**_answer_of("measurement", dataclasses.asdict(run)))
 
 
 def survey_in_new_process(model: str) -> Survey:
-    """Looks at a model and the machine, in a process of its own.
+    """Surveys a model and the machine in a process of its own.
 
     Raises:
-        RunFailedError: if that fails.
+        RunFailedError: if the process fails.
     """
     return Survey(**_answer_of("survey", model))
 

@@ -13,7 +13,7 @@ from keras_dp.cli.runs import Measurement
 
 
 class Cell(NamedTuple):
-    """Names one measurement of each round: an engine on some towers, with a global batch of some rows."""
+    """Names a measurement of each round by its engine, number of towers and rows of the global batch."""
 
     engine: str
     towers: int
@@ -21,29 +21,29 @@ class Cell(NamedTuple):
 
     @property
     def measured(self) -> "Cell":
-        """The cell whose measurement this one shows: plain Keras has one device, whatever the towers of the others."""
+        """The cell whose measurement this cell shows: plain Keras always has one device."""
         return self._replace(towers=1) if self.engine == "single" else self
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of a cell over all rounds; None for what was not measured.
+    """The figures of a cell over all rounds; None for a figure that was not measured.
 
     Attributes:
         engine: one of `keras_dp.cli.runs.ENGINES`.
-        towers: of the engines that this one is compared with; "single" itself has one device.
-        batch_size: rows in a global batch.
-        median_milliseconds: of all steps.
-        low_milliseconds: 10 % of all steps took less.
-        high_milliseconds: 90 % of all steps took less.
-        keras_dp_ratio: the milliseconds of keras_dp over those of this engine; the median over the rounds.
-        keras_dp_ratio_low: the ratio in the round where it was lowest.
-        keras_dp_ratio_high: the ratio in the round where it was highest.
-        ceiling_percent: the share of the ceiling, its milliseconds over those of this engine; the median over the rounds.
-        first_step_seconds: the median over the rounds.
-        peak_memory_megabytes: the highest of all rounds.
-        communication_megabytes: between devices in a step.
-        loss: the mean of all steps, which shows that the engines train the same; the ceiling does not.
+        towers: the number of towers of the compared engines; "single" itself has one device.
+        batch_size: the number of rows in a global batch.
+        median_milliseconds: the median time of all steps.
+        low_milliseconds: the time that 10 % of all steps stay below.
+        high_milliseconds: the time that 90 % of all steps stay below.
+        keras_dp_ratio: the time of keras_dp divided by the time of this engine; the median over the rounds.
+        keras_dp_ratio_low: the lowest of these ratios.
+        keras_dp_ratio_high: the highest of these ratios.
+        ceiling_percent: the time of the ceiling in percent of the time of this engine; the median over the rounds.
+        first_step_seconds: the time of the first step; the median over the rounds.
+        peak_memory_megabytes: the highest peak of all rounds.
+        communication_megabytes: the megabytes between devices in a step.
+        loss: the mean loss of all steps, which is the same if engines train the same; None for the ceiling, which does not.
     """
 
     engine: str
@@ -63,11 +63,11 @@ class Row:
 
 
 def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
-    """The row of a cell.
+    """Summarizes the measurements of a cell in a row.
 
     Args:
         cell: the cell.
-        rounds: the measurements of each round; those that failed are missing.
+        rounds: the measurements of each round, without failed ones.
     """
     measurements = [measurements[cell.measured] for measurements in rounds if cell.measured in measurements]
     if not measurements:
@@ -94,7 +94,7 @@ def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
 
 
 def _ratios(engine: str, cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> list[float]:
-    """The milliseconds of an engine over those of a cell, in each round: there, both met much the same load."""
+    """Divides an engine's median step time by a cell's, within each round, because the load is similar there."""
     compared = cell._replace(engine=engine)
     return [
         statistics.median(measurements[compared].step_milliseconds)
@@ -105,7 +105,7 @@ def _ratios(engine: str, cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]
 
 
 class Column(NamedTuple):
-    """A column of the table: two lines of heading, the width in characters, and what it shows of a row."""
+    """A column of the table: two lines of heading, the width in characters, and a function that shows a row's entry."""
 
     heading: str
     unit: str
@@ -146,9 +146,10 @@ COLUMNS = (
 
 
 LEGEND = """\
-keras_dp over it: the time of a step of keras_dp, over that of this engine in the same round; below 1, keras_dp is faster. The
-    median of the rounds, and the lowest and the highest of them.
-share of ceiling: the time of a step of towers that never wait for each other, over that of this engine; 100 % is as fast."""
+keras_dp over it: the step time of keras_dp, divided by the step time of this engine in the same round; below 1, keras_dp is
+    faster. The table shows the median, the lowest and the highest of the rounds.
+share of ceiling: the step time of towers that never wait for each other, divided by the step time of this engine; 100 % is
+    equally fast."""
 
 
 def machine(environment: Mapping[str, Any]) -> str:
@@ -159,7 +160,7 @@ def machine(environment: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, in at most 128 columns; an empty line where the towers change."""
+    """Formats the rows as text of at most 128 columns, with an empty line where the number of towers changes."""
     lines = [
         f"{'engine':<9}" + "".join(f"{column.heading:>{column.width}}" for column in COLUMNS),
         f"{'':<9}" + "".join(f"{column.unit:>{column.width}}" for column in COLUMNS),
@@ -173,7 +174,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes the rows with all their digits; what was not measured is empty."""
+    """Writes the rows with all their digits. Figures that were not measured are empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
         writer.writeheader()

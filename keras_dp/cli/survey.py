@@ -1,4 +1,4 @@
-"""Look at a model and the machine before anything is measured."""
+"""Survey a model and the machine before a benchmark measures anything."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from keras_dp.cli.runs import Survey
 
 
 def survey(name: str) -> Survey:
-    """Surveys the model of a name, and this machine."""
+    """Surveys the model with a name, and this machine."""
     gpus = len(tf.config.list_physical_devices("GPU"))
     try:
         workload = models.workload(name)
@@ -24,5 +24,5 @@ def survey(name: str) -> Survey:
 
 
 def main() -> None:
-    """Surveys the model of this process's only argument, and prints what it finds; both are JSON."""
+    """Surveys the model that this process's only argument names, and prints the survey. Both are JSON."""
     print(json.dumps(dataclasses.asdict(survey(json.loads(sys.argv[1])))))

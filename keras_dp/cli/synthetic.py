@@ -1,4 +1,4 @@
-"""Make batches of noise for any model."""
+"""Make batches of random data for any model."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ SEED = 0
 
 
 def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
-    """Endless batches (x, y), ready in memory and the same for every process.
+    """Returns endless batches (x, y), which are ready in memory and the same in every process.
 
-    Inputs are standard normal if they are floats; integers are uniform, below the size of the model's smallest embedding.
-    Targets are class numbers for a sparse categorical cross-entropy, and else uniform between 0 and 1.
+    Float inputs are standard normal. Integer inputs are uniform, below the size of the model's smallest embedding. Targets are
+    class numbers for a sparse categorical cross-entropy, and otherwise uniform between 0 and 1.
 
     Args:
-        model: built and compiled; Functional or Sequential.
-        batch_size: rows in each batch.
+        model: a built and compiled model, Functional or Sequential.
+        batch_size: the number of rows in each batch.
 
     Raises:
         ValueError: if the model's inputs are not numbers of known shapes.
@@ -35,7 +35,7 @@ def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
     pairs = zip(keras.tree.flatten(outputs), _losses(model, outputs), strict=True)
     y = keras.tree.pack_sequence_as(outputs, [_targets(random, output, loss, batch_size) for output, loss in pairs])
     options = tf.data.Options()
-    # Autotuning stalls a pipeline now and then, for far longer than a step takes.
+    # Autotuning sometimes stalls a pipeline for far longer than a step takes.
     options.autotune.enabled = False
     return tf.data.Dataset.from_tensor_slices((x, keras.tree.lists_to_tuples(y))).repeat().prefetch(2).with_options(options)
 
@@ -44,7 +44,7 @@ def refuse_unknown_inputs(model: keras.Model) -> None:
     """Raises a ValueError if a model's inputs are not numbers of known shapes."""
     if not getattr(model, "inputs", None):
         raise ValueError(
-            "A model whose inputs are known is Functional, or Sequential with a keras.Input. Received: "
+            "The model must have known inputs: it must be Functional, or Sequential with a keras.Input. Received: "
             f"{type(model).__name__}. Return keras.Model(inputs, outputs)."
         )
     for tensor in model.inputs:
@@ -55,7 +55,7 @@ def refuse_unknown_inputs(model: keras.Model) -> None:
 
 
 def _inputs(random: np.random.Generator, tensor: Any, batch_size: int, limit: int) -> Any:
-    """BATCHES batches for one input, of shape (BATCHES, batch size, ...)."""
+    """Makes BATCHES batches for one input, of shape (BATCHES, batch size, ...)."""
     shape, dtype = _shape(tensor, batch_size), tf.as_dtype(tensor.dtype)
     if dtype.is_floating:
         return tf.cast(random.standard_normal(shape, dtype="float32"), dtype)
@@ -63,7 +63,7 @@ def _inputs(random: np.random.Generator, tensor: Any, batch_size: int, limit: in
 
 
 def _targets(random: np.random.Generator, output: Any, loss: Any, batch_size: int) -> Any:
-    """BATCHES batches of targets for one output, of shape (BATCHES, batch size, ...)."""
+    """Makes BATCHES batches of targets for one output, of shape (BATCHES, batch size, ...)."""
     shape = _shape(output, batch_size)
     loss = keras.losses.get(loss)
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy) or loss is keras.losses.sparse_categorical_crossentropy:
@@ -72,7 +72,7 @@ def _targets(random: np.random.Generator, output: Any, loss: Any, batch_size: in
 
 
 def _losses(model: keras.Model, outputs: Any) -> list[Any]:
-    """The loss of each output."""
+    """Lists the loss of each output."""
     if isinstance(model.loss, dict):
         return [model.loss.get(name) for name in (sorted(outputs) if isinstance(outputs, dict) else model.output_names)]
     losses = keras.tree.flatten(model.loss)

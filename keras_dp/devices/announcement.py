@@ -12,7 +12,7 @@ BATCH_NORM = {
 
 
 def towers(devices: Sequence[str]) -> str:
-    """The towers and their devices.
+    """Describes the towers and their devices.
 
     >>> towers(["GPU:0", "GPU:1"])
     '2 towers on GPU:0 and GPU:1'
@@ -21,15 +21,15 @@ def towers(devices: Sequence[str]) -> str:
 
 
 def training(devices: Sequence[str], workers: int, batch_rows: int | None, batch_norm: str | None) -> str:
-    """Says what trains on what.
+    """Describes the workers, towers, devices and rows of a training, and its batch normalization.
 
     >>> training(["GPU:0", "GPU:1"], 1, 32, "sync")
     '2 towers on GPU:0 and GPU:1; global batch 32, 16 rows a tower; batch norm synchronized'
 
     Args:
-        devices: of a worker's N towers.
-        workers: W.
-        batch_rows: B, None if it is not known.
+        devices: the devices of a worker's N towers.
+        workers: the number of workers.
+        batch_rows: the number B of rows in a global batch; None if it is not known.
         batch_norm: a mode of `DataParallelModel`; None if the model has no batch normalization.
     """
     parts = [towers(devices) if workers == 1 else f"{workers} workers, each with {towers(devices)}"]

@@ -18,11 +18,11 @@ SHARDED = "sharded"
 def use_logical_cpus(count: int) -> None:
     """Splits the host's CPU into `count` logical devices, "CPU:0" to "CPU:<count - 1>".
 
-    For trying things out and for tests on machines without GPUs: the logical devices share the CPU's cores. Call it before
+    Use it for experiments and tests on machines without GPUs. The logical devices share the CPU's cores. Call it before
     TensorFlow does anything else.
 
     Args:
-        count: how many logical CPUs there will be, at least 1.
+        count: the number of logical CPUs, at least 1.
 
     Raises:
         ValueError: if `count` is not a positive integer.
@@ -43,18 +43,18 @@ def use_logical_cpus(count: int) -> None:
 
 
 def available_devices() -> list[str]:
-    """The logical devices that can run towers, as "GPU:0" or "CPU:0"."""
+    """Lists the logical devices that can run towers, such as "GPU:0" or "CPU:0"."""
     return [short_name(d.name) for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
 
 
 def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
-    """The devices that run the towers.
+    """Returns the devices that run the towers.
 
     Args:
-        devices: None for all GPUs, or all logical CPUs if there is no GPU; an integer n for the first n of those; or names.
+        devices: None for all GPUs, or all logical CPUs if there is no GPU; an integer n for the first n of them; or names.
 
     Raises:
-        ValueError: if there are no such devices, or one is named twice.
+        ValueError: if a device does not exist, or is named twice.
     """
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):
         return _first_devices(devices)
@@ -72,7 +72,7 @@ def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
 
 
 def _first_devices(count: int | None) -> list[str]:
-    """The first GPUs, or logical CPUs if there is no GPU; all if `count` is None."""
+    """Returns the first GPUs, or logical CPUs if there is no GPU; all if `count` is None."""
     if count is not None and count < 1:
         raise ValueError(f"A DataParallelModel needs at least one tower. Received: devices={count}")
     cpus = [name for name in available_devices() if name.startswith("CPU")]
@@ -84,8 +84,8 @@ def _first_devices(count: int | None) -> list[str]:
             seen = f"TensorFlow sees {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, {in_words(gpus)}."
             raise ValueError(f"{seen} Received: devices={count}. Give a smaller number, or None for all GPUs.")
         raise ValueError(
-            f"TensorFlow sees no GPU. On a machine that has some, {nvidia.INSTALL_CUDA} installs what it needs to see them. To "
-            f"try {count} towers without GPUs, split the CPU: keras_dp.use_logical_cpus({count}) at the top of the script. "
+            f"TensorFlow sees no GPU. On a machine with GPUs, install the CUDA libraries: {nvidia.INSTALL_CUDA}. To try "
+            f"{count} towers without GPUs, split the CPU: call keras_dp.use_logical_cpus({count}) at the top of the script. "
             f"Received: devices={count}, and the CPU as {in_words(cpus)}."
         )
     return (gpus or cpus)[:count]
@@ -103,7 +103,7 @@ def _warn_once(message: str) -> None:
 
 
 def in_words(devices: Sequence[str]) -> str:
-    """Names of devices as people say them.
+    """Joins the names of devices in words.
 
     >>> in_words(["GPU:0", "GPU:1"]), in_words(["GPU:0", "GPU:1", "GPU:2", "GPU:3"])
     ('GPU:0 and GPU:1', 'GPU:0 to GPU:3')
@@ -116,7 +116,7 @@ def in_words(devices: Sequence[str]) -> str:
 
 
 def parameter_device_name(name: str) -> str:
-    """A device's short name, or "sharded".
+    """Returns the short name of a device, or "sharded".
 
     Raises:
         ValueError: if it is neither.
@@ -126,24 +126,24 @@ def parameter_device_name(name: str) -> str:
     try:
         return existing_device(name)
     except ValueError as error:
-        raise ValueError(f"{error} Or it is {SHARDED!r}.{question(name, [SHARDED])}") from None
+        raise ValueError(f"{error} {SHARDED!r} is possible, too.{question(name, [SHARDED])}") from None
 
 
 def existing_device(name: str) -> str:
-    """The short form of a device's name, if there is such a device.
+    """Returns the short form of a device's name.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such device.
     """
     short = short_name(name)
     devices = available_devices()
     if short not in devices:
         no_gpu = short.startswith("GPU") and not any(device.startswith("GPU") for device in devices)
-        hint = f" TensorFlow sees no GPU; on a machine that has some, {nvidia.INSTALL_CUDA}." if no_gpu else ""
+        hint = f" TensorFlow sees no GPU; on a machine with GPUs, {nvidia.INSTALL_CUDA}." if no_gpu else ""
         raise ValueError(f"There is no device {name!r}. The devices are: {', '.join(devices)}.{hint}")
     return short
 
 
 def short_name(device: str) -> str:
-    """The form "GPU:0" of "/job:localhost/replica:0/task:0/device:GPU:0", "gpu:0" and the like."""
+    """Returns the form "GPU:0" of "/job:localhost/replica:0/task:0/device:GPU:0", "gpu:0" and the like."""
     return device.split("device:")[-1].lstrip("/").upper()

@@ -15,11 +15,11 @@ Tensor = Any
 
 
 def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> None:
-    """Moves a built model's floating-point variables; what was compiled for their old places is forgotten.
+    """Moves a built model's floating-point variables, and drops functions that were traced for their old devices.
 
     Args:
-        model: its variables stay the same objects, with the same values.
-        parameter_device: where to, or "sharded" for each variable on one of `devices`, so that the bytes are balanced.
+        model: the model, whose variables stay the same objects with the same values.
+        parameter_device: the device to move to, or "sharded" to spread the variables over `devices` with balanced bytes.
         devices: the towers' devices.
     """
     variables = [v for v in model.weights if tf.as_dtype(v.dtype).is_floating]
@@ -33,7 +33,7 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
 
 
 def place_state(optimizer: keras.optimizers.Optimizer) -> None:
-    """Moves what a built optimizer keeps for single weights to where these live."""
+    """Moves the state that a built optimizer keeps for each weight to the device of that weight."""
     for variable, weight in keras_optimizers.optimizer_state(optimizer):
         if home(variable) != home(weight):
             keras_models.move_variable(variable, home(weight))
@@ -41,10 +41,10 @@ def place_state(optimizer: keras.optimizers.Optimizer) -> None:
 
 @contextlib.contextmanager
 def beside_inputs() -> Iterator[None]:
-    """Places every operation that has no device yet where the largest of its inputs is, while a graph is made.
+    """Places each operation without a device where its variable or its largest input is, while a graph is built.
 
-    So whatever an optimizer computes for a variable (its update, its clipping, its moving average) is computed where the
-    variable and the state for it live. Keras leaves that to TensorFlow, which takes the first device.
+    So an optimizer's operations for a variable (its update, its clipping, its moving average) run where the variable and its
+    state live. Keras leaves the choice to TensorFlow, which takes the first device.
     """
     if tf.executing_eagerly():
         yield
@@ -69,7 +69,7 @@ def _known_size(tensor: Tensor) -> float:
 
 
 def _device_of(tensor: Tensor, of_inputs: dict[int, str]) -> str:
-    """Finds the device of a tensor, as far as it is said; "" otherwise. Tensors that a graph captured are looked up once."""
+    """Finds the device of a tensor, or "" if it is not known. Tensors that a graph has captured are looked up once."""
     if not tf.is_symbolic_tensor(tensor) or tensor.op.device:
         return tensor.device
     if tensor.op.type == "ReadVariableOp":
@@ -81,7 +81,7 @@ def _device_of(tensor: Tensor, of_inputs: dict[int, str]) -> str:
 
 
 def _balanced(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:
-    """A device for each variable: the largest first, each to the device that has the fewest bytes so far."""
+    """Chooses a device for each variable: the largest first, each on the device with the fewest bytes so far."""
     loads = dict.fromkeys(devices, 0)
     chosen = {}
     for i in sorted(range(len(variables)), key=lambda i: -_bytes(variables[i])):
@@ -95,10 +95,10 @@ def _bytes(variable: keras.Variable) -> int:
 
 
 def home(variable: Any) -> str:
-    """The device on which a `keras.Variable` or a `tf.Variable` lives."""
+    """Returns the device on which a `keras.Variable` or a `tf.Variable` lives."""
     return short_name(native(variable).device)
 
 
 def native(variable: Any) -> tf.Variable:
-    """The `tf.Variable` behind a `keras.Variable`; a `tf.Variable` itself."""
+    """Returns the `tf.Variable` behind a `keras.Variable`, or a `tf.Variable` itself."""
     return variable if isinstance(variable, tf.Variable) else variable.value

@@ -13,7 +13,7 @@ Tensor = Any
 
 
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
-    """The axes over which a BatchNormalization layer takes its moments."""
+    """Returns the axes over which a BatchNormalization layer takes its moments."""
     return list(layer._reduction_axes)
 
 
@@ -31,7 +31,7 @@ def update_moving_statistics(layer: keras.layers.BatchNormalization, mean: Tenso
 
 @contextlib.contextmanager
 def updated_by(layer: keras.layers.BatchNormalization, moments: Callable[[], tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Has a layer that updates its moving statistics in `call` do so with `moments()`, a mean and a variance, instead."""
+    """Makes a layer update its moving statistics in `call` with `moments()`, a mean and a variance."""
     statistics = layer.non_trainable_variables
     is_ours = False
 
@@ -40,7 +40,7 @@ def updated_by(layer: keras.layers.BatchNormalization, moments: Callable[[], tup
         if is_ours:
             keras.Variable.assign(variable, value)
         elif variable is statistics[0]:
-            # The layer assigns to each of them once: all at once, instead of the first.
+            # The layer assigns to each variable once. The first assignment updates all of them, and the others do nothing.
             is_ours = True
             try:
                 update_moving_statistics(layer, *moments())
@@ -55,6 +55,6 @@ def updated_by(layer: keras.layers.BatchNormalization, moments: Callable[[], tup
 
 @contextlib.contextmanager
 def replaced_moments(moments: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Has every BatchNormalization take its moments from `moments(layer, inputs, mask)`."""
+    """Makes every BatchNormalization take its moments from `moments(layer, inputs, mask)`."""
     with replaced(keras.layers.BatchNormalization, "_moments", on_this_thread(moments, own_moments)):
         yield

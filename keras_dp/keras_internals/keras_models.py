@@ -1,4 +1,4 @@
-"""Read, build and move what Keras's models keep in private names."""
+"""Read, build and move Keras's models through their private names."""
 
 import random
 from typing import Any
@@ -10,27 +10,27 @@ from keras.src.random import seed_generator
 
 
 def is_of_keras_2(value: Any) -> bool:
-    """Whether an object is of Keras 2, which has packages of its own beside Keras 3."""
+    """Returns whether an object is from Keras 2, which is in other packages than Keras 3."""
     return any(base.__module__.startswith(("tf_keras.", "tensorflow.python.keras.")) for base in type(value).__mro__)
 
 
 def flatten_layers(model: keras.Model) -> list[keras.Layer]:
-    """The model and every layer inside it, however deeply nested."""
+    """Lists the model and every layer inside it, at any depth."""
     return list(model._flatten_layers())
 
 
 def call_model(model: keras.Model, x: Any, training: bool) -> Any:
-    """A model's outputs, as Keras calls it: with `training` if its `call` takes that."""
+    """Calls a model as Keras does: with `training` if its `call` takes that argument."""
     return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether the model and all its layers have their variables."""
+    """Returns whether the model and all its layers have their variables."""
     return all(layer.built for layer in flatten_layers(model))
 
 
 def build(model: keras.Model, x: Any) -> None:
-    """Creates the variables of a model, unless it has them, from the type specs of its inputs."""
+    """Creates the variables of a model from the type specs of its inputs, unless it has them already."""
     if is_built(model):
         return
     keras_backend.compute_output_spec(lambda: call_model(model, keras.tree.map_structure(_placeholder, x), training=False))
@@ -39,7 +39,7 @@ def build(model: keras.Model, x: Any) -> None:
 def symbolic_build(model: keras.Model, batch: Any) -> None:
     """Creates the variables of a compiled model's metrics, losses and optimizer, from the type specs of a batch.
 
-    As `model._symbolic_build`, which knows dense tensors only.
+    Does the same as `model._symbolic_build`, which supports dense tensors only.
     """
     has_metrics = model._compile_metrics is not None and not model._compile_metrics.built
     has_loss = model._compile_loss is not None and not model._compile_loss.built
@@ -60,7 +60,7 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
 
 
 def _placeholder(spec: Any) -> Any:
-    """A tensor of a type spec, dense, ragged or sparse, in the current graph."""
+    """Creates a placeholder for a type spec, dense, ragged or sparse, in the current graph."""
     if spec is None:
         return None
     if isinstance(spec, tf.TensorSpec):
@@ -70,34 +70,34 @@ def _placeholder(spec: Any) -> Any:
 
 
 def forget_traces(model: keras.Model) -> None:
-    """Has Keras's trainer trace a model's steps anew when they are next called."""
+    """Makes Keras's trainer retrace a model's steps when they are next called."""
     model.train_function = model.test_function = model.predict_function = None
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
-    """The metric behind `loss` in the logs."""
+    """Returns the metric behind `loss` in the logs."""
     return model._loss_tracker
 
 
 def compile_metrics(model: keras.Model) -> keras.metrics.Metric | None:
-    """The container of the metrics given to `compile`; its `metrics` lists them once it is built."""
+    """Returns the container of the metrics given to `compile`; its `metrics` lists them once it is built."""
     return model._compile_metrics
 
 
 def initial_epoch(model: keras.Model) -> int | None:
-    """The epoch with which a callback wants `fit` to begin; None for what `fit` was told."""
+    """Returns the epoch with which a callback makes `fit` begin; None for the argument of `fit`."""
     return model._initial_epoch
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Has `fit` begin with an epoch, from a callback, when training begins."""
+    """Makes `fit` begin with an epoch, when a callback calls this as training begins."""
     model._initial_epoch = epoch
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """The states of the random generators that a model can draw from; the last is that of operations without a seed."""
+    """Lists the states of the random generators of a model; the last one serves operations without a seed."""
     states = [generator.state for layer in flatten_layers(model) for generator in layer._seed_generators]
-    # The first call makes that generator, with a seed from Python's random numbers: the user's own stay what they were.
+    # The first call creates that generator with a seed from Python's `random`. The user's random numbers stay the same.
     before = random.getstate()
     try:
         return [*states, seed_generator.global_seed_generator().state]
@@ -106,7 +106,7 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def move_variable(variable: keras.Variable, device: str) -> None:
-    """Puts the value of a variable on another device; the variable stays the same object, and the same for optimizers."""
+    """Moves the value of a variable to another device; the variable stays the same object, also for optimizers."""
     old = variable.value
     with tf.device(device):
         variable._value = tf.Variable(old, trainable=old.trainable, name=variable.name, dtype=old.dtype)

@@ -1,4 +1,4 @@
-"""Replace attributes of Keras for a while, on one thread at a time."""
+"""Replace attributes of Keras temporarily, on one thread at a time."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an attribute of an object or a module another value, on one thread at a time."""
+    """Replaces an attribute of an object or a module inside the `with` block, on one thread at a time."""
     with _replacing:
         own = name in vars(owner)
         original = getattr(owner, name)
@@ -24,7 +24,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement on the thread that traces a step; what other threads do with Keras in the meantime is not changed."""
+    """Returns a function that calls the replacement on this thread, and the original on other threads that use Keras."""
     tracing = threading.get_ident()
 
     @functools.wraps(original)
@@ -34,5 +34,5 @@ def on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
     return either
 
 
-# One thread at a time replaces names of Keras, so that each puts back what it found.
+# Only one thread at a time replaces names of Keras, so that each restores the original.
 _replacing = threading.RLock()

@@ -1,4 +1,4 @@
-"""Save and load an object as the one that it shows."""
+"""Save and load, in place of an object, the object that it shows."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from keras.src.saving import saving_lib
 
 
 class SavedAs:
-    """Has files of Keras and TensorFlow hold the object that `_shown` returns, in place of this one."""
+    """Makes files of Keras and TensorFlow hold the object that `_shown` returns, in place of this one."""
 
     def _shown(self) -> Any:
         raise NotImplementedError
@@ -29,14 +29,14 @@ class SavedAs:
     def _get_save_spec(self, dynamic_batch: bool = True) -> Any:
         if not dynamic_batch:
             raise ValueError(
-                "TensorFlow Lite's converter cannot tell all inputs of a wrapped model. Give it the inner model: "
+                "TensorFlow Lite's converter cannot find all inputs of a wrapped model. Give it the inner model: "
                 "tf.lite.TFLiteConverter.from_keras_model(parallel.inner_model)."
             )
         return self._shown()._get_save_spec(dynamic_batch)
 
     @property
     def _build_shapes_dict(self) -> dict[str, Any] | None:
-        """Tells TensorFlow Lite's converter the input's shape, if there is a single input, of the model's `input_dtype`."""
+        """The input's shape for TensorFlow Lite's converter, if there is a single input, of the model's `input_dtype`."""
         shown = self._shown()
         inputs = getattr(shown, "inputs", None)
         if inputs is None:
@@ -49,7 +49,7 @@ class SavedAs:
 
 
 def _of_shown(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of Keras's that saves its first argument, or loads it, for the object that a `SavedAs` shows."""
+    """Makes a function of Keras save or load the object that a `SavedAs` shows, as its first argument."""
 
     @functools.wraps(function)
     def of_shown(saved: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def _of_shown(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_shown
 
 
-# Whoever saves or loads models and weights, with whichever of Keras's functions, comes by here.
+# All functions of Keras that save or load models and weights call one of these.
 saving_lib._serialize_model_as_json = _of_shown(saving_lib._serialize_model_as_json)
 saving_lib._save_state = _of_shown(saving_lib._save_state)
 saving_lib._load_state = _of_shown(saving_lib._load_state)

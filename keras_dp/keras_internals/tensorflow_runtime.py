@@ -6,16 +6,16 @@ from tensorflow.python.eager import context
 
 
 def start_server(jobs: dict[str, list[str]], job: str, task: int, leader: str) -> None:
-    """Starts TensorFlow in this process as one of several that run collectives together, and its gRPC server.
+    """Starts TensorFlow and its gRPC server in this process, as one of several that run collectives together.
 
-    As `tf.distribute.MultiWorkerMirroredStrategy` does, but without TensorFlow's coordination service, which gives up a worker
-    that is silent for ten seconds.
+    Does the same as `tf.distribute.MultiWorkerMirroredStrategy`, but without TensorFlow's coordination service, which gives up
+    a worker that is silent for ten seconds.
 
     Args:
-        jobs: addresses by job.
+        jobs: the addresses of each job.
         job: the job of this process.
-        task: its number in that job.
-        leader: the name of the task in which the others look up who takes part.
+        task: the number of this process in its job.
+        leader: the name of the task in which the other tasks look up the participants.
 
     Raises:
         RuntimeError: if TensorFlow has started already.
@@ -35,5 +35,5 @@ def start_server(jobs: dict[str, list[str]], job: str, task: int, leader: str) -
 
 
 def abort_collectives(reason: str) -> None:
-    """Has all collectives of this process fail, those that are under way and those to come."""
+    """Makes all running and future collectives of this process fail."""
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)

@@ -16,11 +16,11 @@ class AccumulatedRows:
     """Weights gradients, so that Keras's mean over n accumulated batches becomes the mean over their rows.
 
     Keras applies (g_1 + ... + g_n) / n, where g_j is the mean of batch j over its B_j rows. The gradient of all rows as one
-    batch is (B_1 g_1 + ... + B_n g_n) / (B_1 + ... + B_n). So each g_j is multiplied by B_j before it is added up, and with
-    the last one, the sum is multiplied by n / (B_1 + ... + B_n).
+    batch is (B_1 g_1 + ... + B_n g_n) / (B_1 + ... + B_n). So each g_j is multiplied by B_j before it is added up. With the
+    last batch, the sum is multiplied by n / (B_1 + ... + B_n).
 
-    The rows of a sum that is not applied yet are not in a checkpoint; training that resumes from one takes its batches
-    before that for as large as the next one.
+    A checkpoint does not hold the number of rows in a sum that is not applied yet. Training that resumes from it assumes that
+    the earlier batches of the sum were as large as the next one.
 
     Args:
         optimizer: an optimizer with `gradient_accumulation_steps`.
@@ -35,13 +35,13 @@ class AccumulatedRows:
     def weight(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rows: Tensor | None, skips_infinite: bool
     ) -> list[Gradient]:
-        """K gradients of a batch, weighted, to be given to the built optimizer at once.
+        """Weights K gradients of a batch. The built optimizer must apply them next.
 
         Args:
-            gradients: K gradients of the mean loss of a batch.
-            variables: the K variables that they are for.
-            rows: B_j, the number of its rows.
-            skips_infinite: whether a batch with an infinite gradient is skipped, as loss scaling does: it counts for nothing.
+            gradients: the K gradients of the batch's mean loss.
+            variables: the K variables.
+            rows: B_j, the number of rows in the batch.
+            skips_infinite: whether a batch with an infinite gradient is skipped, as loss scaling does.
 
         Raises:
             ValueError: if the number of rows is not given.
@@ -49,7 +49,7 @@ class AccumulatedRows:
         if rows is None:
             raise ValueError('accumulate="rows" weights batches by their rows: give their number. Received: rows=None')
         rows = tf.cast(rows, tf.float64)
-        # What overwrites its variable is not added up.
+        # Keras does not add up gradients that overwrite their variables.
         added = [not getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         weighted = [scale(g, rows) if is_added else g for g, is_added in zip(gradients, added, strict=True)]
         counts = _all_finite(weighted) if skips_infinite else tf.constant(True)
@@ -82,7 +82,7 @@ def _values(gradient: Gradient) -> Tensor:
 
 
 def scale(gradient: Gradient, factor: Tensor) -> Gradient:
-    """A gradient times a scalar, in the gradient's dtype; sparse ones stay sparse, and None stays None."""
+    """Multiplies a gradient by a scalar, in the gradient's dtype; sparse gradients stay sparse, and None stays None."""
     if gradient is None:
         return None
     gradient = gradient if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)

@@ -14,7 +14,7 @@ Variable = Any
 
 @keras.saving.register_keras_serializable("keras_dp")
 class LARS(keras_optimizers.SGDWithCoupledWeightDecay):
-    """SGD with momentum and a rate of its own for each variable: layer-wise adaptive rate scaling.
+    """Applies SGD with momentum and a separate rate for each variable: layer-wise adaptive rate scaling.
 
     For a variable w with the gradient g, the learning rate γ, the momentum m, the trust coefficient η and the weight decay β
     (You, Gitman and Ginsburg 2017, https://arxiv.org/abs/1708.03888, section 4, equation 6, and algorithm 1):
@@ -23,8 +23,8 @@ class LARS(keras_optimizers.SGDWithCoupledWeightDecay):
         v <- m v + γ λ (g + β w)
         w <- w - v
 
-    So each update is in proportion to the size of its variable, whatever the size of the gradient, where one rate for all
-    variables diverges: for batches beyond the reach of linear scaling. Where |w| or |g| is 0, λ is 1.
+    So each update is proportional to the norm of its variable, whatever the norm of the gradient. LARS is for batches so large
+    that linear scaling, with one rate for all variables, diverges. If |w| or |g| is 0, λ is 1.
 
     >>> import keras, keras_dp
     >>> weight = keras.Variable([3.0, 4.0])
@@ -33,13 +33,13 @@ class LARS(keras_optimizers.SGDWithCoupledWeightDecay):
     >>> weight.numpy().tolist()
     [3.0, 3.5]
 
-    Variables that are excluded from weight decay, usually biases and normalization (`exclude_from_weight_decay`), are updated
-    as by SGD: λ = 1 and β = 0. The velocity holds the learning rate, so that `callbacks.MomentumCorrection` applies.
+    SGD updates the variables that are excluded from weight decay, usually biases and normalization: λ = 1 and β = 0 (see
+    `exclude_from_weight_decay`). The velocity holds the learning rate, so that `callbacks.MomentumCorrection` applies.
 
     Args:
-        learning_rate: γ, as a number or a `LearningRateSchedule`. It may be much larger than that of SGD.
+        learning_rate: γ, a number or a `LearningRateSchedule`. It may be much larger than for SGD.
         momentum: m, from 0 to 1.
-        weight_decay: β; unlike that of Keras's optimizers it is part of the gradient, as the paper has it.
+        weight_decay: β. Unlike in Keras's optimizers, it is part of the gradient, as in the paper.
         trust_coefficient: η.
         nesterov: whether to apply Nesterov momentum.
         name: the optimizer's name.
@@ -65,9 +65,9 @@ class LARS(keras_optimizers.SGDWithCoupledWeightDecay):
         self.trust_coefficient = trust_coefficient
 
     def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Tensor) -> None:
-        """One update of a variable, from its gradient."""
+        """Updates a variable, from its gradient."""
         if keras_optimizers.decays(self, variable):
-            # Of a sparse gradient, rows that occur twice must be added up before they are measured.
+            # The rows of a sparse gradient that occur twice must be added up before the norm is computed.
             gradient = keras.ops.cast(tf.convert_to_tensor(gradient), variable.dtype)
             decay = keras.ops.cast(self.weight_decay, variable.dtype)
             weight_norm, gradient_norm = _norm(variable), _norm(gradient)

@@ -15,12 +15,12 @@ from keras_dp.keras_internals.keras_optimizers import innermost_optimizers
 
 
 class Velocity:
-    """The velocity v of an optimizer that keeps the learning rate η inside: v <- m v - η g.
+    """Corrects the velocity v of an optimizer that keeps the learning rate η inside: v <- m v - η g.
 
-    The velocity sums up gradients times the rates of their own steps. Written with a velocity u that sums up gradients alone
-    (u <- m u + g, w <- w - η u), as most analyses have it, a new rate acts on all of u at once. To have that, v must be
-    multiplied by η_new / η_old when the rate changes (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 3,
-    remark 2, "Apply momentum correction after changing learning rate if using (10)").
+    The velocity v sums up gradients times the rates of their own steps. Most analyses use a velocity u that sums up gradients
+    alone (u <- m u + g, w <- w - η u), so that a new rate acts on all of u at once. For the same effect, v must be multiplied
+    by η_new / η_old when the rate changes (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 3, remark 2, "Apply
+    momentum correction after changing learning rate if using (10)").
 
     Args:
         optimizer: an innermost Keras optimizer.
@@ -35,16 +35,16 @@ class Velocity:
 
     @classmethod
     def of(cls, optimizer: keras.optimizers.Optimizer) -> "Velocity":
-        """The one velocity of an optimizer: who corrects it twice for one change, corrects it once."""
+        """Returns the only velocity of an optimizer, so that two callbacks correct it once for one change of the rate."""
         return _velocities.setdefault(optimizer, cls(optimizer))
 
     def begin(self) -> None:
-        """Training begins; if not where it ended, nothing is known of the rate of the last step."""
+        """Begins training; forgets the rate of the last step, unless training resumes at the step where it ended."""
         if self._end != self._steps():
             self._rate = None
 
     def end(self) -> None:
-        """Training ends."""
+        """Notes the step at which training ends."""
         self._end = self._steps()
 
     def follow(self, new_rate: float, last_rate: Callable[[], float]) -> None:
@@ -52,11 +52,11 @@ class Velocity:
 
         Args:
             new_rate: the rate of the next step.
-            last_rate: gives the rate of the last step; asked if it is not known.
+            last_rate: a function that returns the rate of the last step; called if that rate is not known.
         """
         rate = last_rate() if self._rate is None else self._rate
         self._rate = new_rate
-        # A velocity of rate 0 does not tell what it was before.
+        # A rate of 0 made the velocity 0, which no factor can undo.
         if new_rate == rate or rate == 0:
             return
         velocities = [velocity.value for velocity in keras_optimizers.velocities(self._optimizer()) or []]
@@ -72,23 +72,23 @@ _velocities: MutableMapping[keras.optimizers.Optimizer, Velocity] = WeakKeyDicti
 
 
 class Rate:
-    """The learning rates of an optimizer's last and next step.
+    """Finds the learning rates of an optimizer's last and next step.
 
     Attributes:
         optimizer: the optimizer.
-        schedule: the schedule that gives its rate; None if a variable does.
+        schedule: the schedule of its rate; None if a variable holds the rate.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self.optimizer = optimizer
         self.schedule = keras_optimizers.learning_rate_schedule(optimizer)
         self._steps = keras_optimizers.batches_seen(optimizer)
-        # Operation by operation, a schedule takes milliseconds.
+        # Run eagerly, a schedule takes milliseconds.
         self._at = tf.function(self.schedule or _nothing, reduce_retracing=True)
         self._note()
 
     def note_restored(self) -> None:
-        """Notes the rate again, if the optimizer is at another step than when it was noted."""
+        """Notes the rate again, if the optimizer is at another step than at the last note."""
         if int(self._steps) != self._noted_at:
             self._note()
 
@@ -97,20 +97,20 @@ class Rate:
         self._noted = float(self.optimizer.learning_rate) if self.schedule is None else 0.0
 
     def last(self) -> float:
-        """Of the last step; where a variable gives the rate, of the last one before it was noted."""
+        """Returns the rate of the last step; if a variable holds the rate, of the last step before the note."""
         return self._noted if self.schedule is None else float(self._at(tf.maximum(self._steps.value - 1, 0)))
 
     def next(self) -> float:
-        """Of the next step."""
+        """Returns the rate of the next step."""
         return float(self.optimizer.learning_rate if self.schedule is None else self._at(tf.identity(self._steps.value)))
 
 
 def without_velocity(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """Why the optimizer has no velocity that holds the learning rate; None if it has one."""
+    """Returns the reason why an optimizer has no velocity that holds the learning rate; None if it has one."""
     if keras_optimizers.velocities(optimizer) is None:
         return (
-            f"{type(optimizer).__name__} keeps no velocity that the learning rate is part of. In Adam and its kin, the rate "
-            "multiplies averages of gradients when they are applied: a new rate acts on them at once."
+            f"{type(optimizer).__name__} keeps no velocity that the learning rate is part of. In Adam and similar "
+            "optimizers, the rate multiplies averages of gradients when they are applied: a new rate acts on them at once."
         )
     if not optimizer.momentum:
         return f"{type(optimizer).__name__} was made without momentum."
@@ -122,7 +122,7 @@ def _multiplication(velocities: list[Any]) -> Callable[[Any], None]:
     def multiply(factor: Any) -> None:
         with variable_homes.beside_inputs():
             for velocity in velocities:
-                # In 16 bits, factors near 1 would be 1.
+                # In 16 bits, a factor near 1 would be rounded to 1.
                 wide = velocity.dtype if velocity.dtype.size > 2 else tf.float32
                 velocity.assign(tf.cast(tf.cast(velocity, wide) * tf.cast(factor, wide), velocity.dtype))
 
@@ -136,18 +136,18 @@ def _nothing(*_: Any) -> None:
 class MomentumCorrection(keras.callbacks.Callback):
     """Multiplies the velocity of SGD by η_new / η_old whenever the learning rate changes from η_old to η_new.
 
-    Keras's SGD, with and without Nesterov momentum, keeps the learning rate inside its velocity, v <- m v - η g, so that a new
-    rate takes about 1 / (1 - m) steps to act. Corrected, it acts at once, as in the reference u <- m u + g, w <- w - η u
+    Keras's SGD, with and without Nesterov momentum, keeps the learning rate inside its velocity, v <- m v - η g. So a new rate
+    takes about 1 / (1 - m) steps to act. With the correction it acts at once, as in the reference u <- m u + g, w <- w - η u
     (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 3, remark 2). The same holds for `LARS`, and for RMSprop with
-    momentum. `LearningRateWarmup` corrects by itself.
+    momentum. `LearningRateWarmup` makes the correction itself.
 
-    Give it as the last callback: it corrects for changes that callbacks before it and the optimizer's schedule make, and for
-    those between two calls of `fit`. A velocity is forgotten where the rate is 0. For an optimizer whose velocity does not
-    hold the rate, such as Adam, or that has none, it does nothing and warns why.
+    Give it as the last callback. It corrects for changes by earlier callbacks, by the optimizer's schedule, and between two
+    calls of `fit`. A rate of 0 erases the velocity. If the optimizer has no velocity, or its velocity does not hold the rate
+    (Adam), the callback does nothing and warns why.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes the rate of the last step, if training goes on.
+        """Notes the rate of the last step, if training resumes.
 
         Raises:
             ValueError: if a schedule changes the rate between steps that are executed together.
@@ -159,24 +159,24 @@ class MomentumCorrection(keras.callbacks.Callback):
             warnings.warn(f"MomentumCorrection does nothing: {' '.join(filter(None, reasons))}", stacklevel=2)
         if self.model.steps_per_execution > 1 and any(rate.schedule is not None for rate in self._rates):
             raise ValueError(
-                "MomentumCorrection cannot correct between steps that are executed together, in which the schedule changes the "
-                "learning rate. Compile with steps_per_execution=1, or set the rate with callbacks. "
+                "MomentumCorrection cannot correct between steps that are executed together, and the schedule changes the "
+                "learning rate between them. Compile with steps_per_execution=1, or set the rate with callbacks. "
                 f"Received: steps_per_execution={self.model.steps_per_execution}"
             )
         for rate in self._rates:
             Velocity.of(rate.optimizer).begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the rate again, if a callback has restored the optimizer since."""
+        """Notes the rate again, if a callback has restored the optimizer."""
         for rate in self._rates:
             rate.note_restored()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Corrects, if the next step has another rate than the last one."""
+        """Corrects the velocity, if the next step has another rate than the last one."""
         for rate in self._rates:
             Velocity.of(rate.optimizer).follow(rate.next(), rate.last)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Training may go on later."""
+        """Notes the step at which training ends, since it may resume later."""
         for rate in self._rates:
             Velocity.of(rate.optimizer).end()

@@ -1,4 +1,4 @@
-"""Refuse arguments that are no positive numbers."""
+"""Refuse arguments that are not positive numbers."""
 
 import math
 import numbers

@@ -1,4 +1,4 @@
-"""Warm the learning rate up, in a schedule or from a callback."""
+"""Warm up the learning rate, in a schedule or from a callback."""
 
 import logging
 from typing import Any
@@ -23,9 +23,9 @@ RATE_PRECISION = 0.01  # of a learning rate in a bfloat16 variable
 class LearningRateWarmup(keras.callbacks.Callback):
     """Ramps the learning rate up from η to k η over the first epochs, at every step.
 
-    At step t of the T = `warmup_epochs` times steps per epoch, the rate is η + (k η - η) t / T, and k η at step T (Goyal et
-    al. 2017, https://arxiv.org/abs/1706.02677, section 2.1, "Linear Scaling Rule", and section 2.2, "Gradual warmup").
-    After that the rate is left alone.
+    The warm-up takes T steps, `warmup_epochs` times the steps in an epoch. At step t the rate is η + (k η - η) t / T, and at
+    step T it is k η (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.1, "Linear Scaling Rule", and section 2.2,
+    "Gradual warmup"). After that, the callback leaves the rate alone.
 
     >>> import keras, keras_dp, numpy as np
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -35,22 +35,22 @@ class LearningRateWarmup(keras.callbacks.Callback):
     >>> [round(rate, 4) for rate in history["learning_rate"]]
     [0.0231, 0.0381, 0.04]
 
-    The rate of each epoch's last step is logged as `learning_rate`. A rate that another callback lowers, as
-    ReduceLROnPlateau does, stays lower by the same factor through the rest of the warm-up; one that it raises is the
-    warm-up's, until that ends: so a LearningRateScheduler takes over after it. For an optimizer with a
-    `LearningRateSchedule`, use `schedules.WarmupThen`, which is the same inside the optimizer.
+    The rate of each epoch's last step is logged as `learning_rate`. If another callback lowers the rate, as ReduceLROnPlateau
+    does, it stays lower by the same factor through the rest of the warm-up. If another callback raises the rate, the warm-up
+    overrides it until it ends, so that a LearningRateScheduler takes over afterwards. For an optimizer with a
+    `LearningRateSchedule`, use `schedules.WarmupThen`, which is the same warm-up as a schedule.
 
-    Steps are those of the optimizer, or those of `fit`'s epochs where these are further (`initial_epoch`): training that
-    goes on from a checkpoint, in this process or another one, goes on with the warm-up where it was, and an optimizer that
-    has seen that many steps is warm. With `steps_per_execution` of n, the rate changes every n steps.
+    The step t is the optimizer's, or the step of `fit`'s epochs if that is larger (`initial_epoch`). So training that resumes
+    from a checkpoint, in this process or another one, resumes the warm-up. For an optimizer that has seen T steps, the warm-up
+    is over. With `steps_per_execution` of n, the rate changes every n steps.
 
     Args:
         base_learning_rate: η, the rate for the small batch.
-        scale: k, by how much the global batch is larger than the small batch. The same global batch on more devices is no
-            larger: it wants the same rate.
-        warmup_epochs: in epochs, also in parts of one.
-        steps_per_epoch: in steps; None for what `fit` knows of its data.
-        momentum_correction: whether the velocity follows each change of the rate that this callback makes or sees; see
+        scale: k, the size of the global batch relative to the small batch. The same global batch on more devices is not
+            larger, and needs the same rate.
+        warmup_epochs: the length of the warm-up in epochs, which need not be whole.
+        steps_per_epoch: the number of steps in an epoch; None to take it from `fit`.
+        momentum_correction: whether to correct the velocity for each change of the rate that this callback makes or sees; see
             `MomentumCorrection`. It does nothing for optimizers like Adam.
 
     Raises:
@@ -78,7 +78,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Finds out how long the warm-up is.
+        """Computes the length of the warm-up.
 
         Raises:
             ValueError: if the optimizer's rate cannot be set, or the number of steps in an epoch is not known.
@@ -92,19 +92,19 @@ class LearningRateWarmup(keras.callbacks.Callback):
             )
         if hasattr(optimizer, "optimizers") or not keras_optimizers.has_learning_rate_variable(optimizer):
             raise ValueError(
-                "LearningRateWarmup sets the learning rate, and this optimizer has several, a schedule or a function. Wrap "
+                "LearningRateWarmup sets the learning rate, but this optimizer has several, a schedule or a function. Wrap "
                 "each schedule: keras_dp.schedules.WarmupThen(schedule, scale, warmup_steps). "
                 f"Received: optimizer={optimizer!r}"
             )
         self._steps_per_epoch = steps
         self._warmup_steps = self.warmup_epochs * steps
-        self._factor = 1.0  # by which others have lowered the rate
+        self._factor = 1.0  # by which other callbacks have lowered the rate
         self._rate: float | None = None  # of the last step
         self._is_over = False
         Velocity.of(optimizer).begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes which epoch it is."""
+        """Notes the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -114,13 +114,13 @@ class LearningRateWarmup(keras.callbacks.Callback):
         step = self._step(batch)
         last_rate = self._resume(step, batch, current) if self._rate is None else current
         self._set_rate(step)
-        # As the variable's dtype rounds it.
+        # The variable's dtype rounds the rate.
         self._rate = float(optimizer.learning_rate)
         if self.momentum_correction:
             Velocity.of(optimizer).follow(self._rate, lambda: last_rate)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs the rate of the last step. If the next one is past the warm-up, its rate is left to others from here on."""
+        """Logs the rate of the last step. If the warm-up ends here, sets the full rate and leaves it to other callbacks."""
         if self._rate is None:
             return
         if logs is not None:
@@ -130,7 +130,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
             self._set_rate(next_step)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Training may go on later."""
+        """Notes the step at which training ends, since it may resume later."""
         Velocity.of(self._optimizer).end()
 
     @property
@@ -154,14 +154,14 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self._is_over = step >= self._warmup_steps
 
     def _resume(self, step: int, batch: int, current: float) -> float:
-        """Finds out where training goes on, from what a checkpoint holds: the optimizer's iterations and its rate.
+        """Finds where training resumes, from the optimizer's iterations and rate, which a checkpoint holds.
 
         Returns:
             The rate of the last step.
         """
         seen = int(keras_optimizers.batches_seen(self._optimizer))
         if seen == 0:
-            # The rate of a new optimizer says nothing.
+            # No step has used the rate of a new optimizer.
             return current
         together = self.model.steps_per_execution
         last = step - (together if batch else (self._steps_per_epoch - 1) % together + 1)
@@ -169,7 +169,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         if self._is_over and self._epoch == 0:
             logger.warning(
                 "LearningRateWarmup: the optimizer has seen %d batches already, so that the warm-up of %d steps is over. "
-                "Compile the model with a new optimizer to warm up anew.",
+                "Compile the model with a new optimizer to warm up again.",
                 seen,
                 self._warmup_steps,
             )
@@ -179,17 +179,17 @@ class LearningRateWarmup(keras.callbacks.Callback):
         expected = self._ramp(last)
         if current < expected * (1 - RATE_PRECISION):
             logger.warning(
-                "LearningRateWarmup goes on at step %d with the rate %g, which is lower than the %g that it had come to: it "
-                "takes it for lowered by another callback, and keeps it lower by the same factor.",
+                "LearningRateWarmup resumes at step %d with the rate %g, which is lower than the expected %g. It assumes that "
+                "another callback lowered the rate, and keeps it lower by the same factor.",
                 step,
                 current,
                 expected,
             )
             self._factor = current / expected
-            # At the end of an epoch that ends the warm-up, the rate may have been lowered from its full value.
+            # At the end of the epoch that ended the warm-up, another callback may have lowered the full rate.
             self._is_over = step >= self._warmup_steps
             return current
-        # There, the checkpoint may hold the rate of the next step.
+        # At the end of that epoch, the checkpoint may hold the rate of the next step.
         return expected if step >= self._warmup_steps else current
 
     def _ramp(self, step: int) -> float:
@@ -201,29 +201,29 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
 @keras.saving.register_keras_serializable("keras_dp")
 class WarmupThen(LearningRateSchedule):
-    """A learning rate that warms up gradually to k times a schedule, and then follows k times that schedule.
+    """Warms up gradually to k times a schedule, and then follows k times that schedule.
 
     With the schedule η(t) of the small batch, the scale k and T warm-up steps, the rate at step t is
 
         η(0) + (k η(T) - η(0)) t / T   for t < T
         k η(t)                         from then on
 
-    so that it starts at the small batch's rate and grows by the same amount at every step (Goyal et al. 2017,
-    https://arxiv.org/abs/1706.02677, section 2.1, "Linear Scaling Rule", and section 2.2, "Gradual warmup"). Steps count
-    from the beginning of training: a schedule that decays after 30 epochs decays then, with and without warm-up.
+    It starts at the small batch's rate, and grows by the same amount at every step (Goyal et al. 2017,
+    https://arxiv.org/abs/1706.02677, section 2.1, "Linear Scaling Rule", and section 2.2, "Gradual warmup"). Steps count from
+    the beginning of training: a schedule that decays after 30 epochs does so with and without warm-up.
 
     >>> import keras, keras_dp
     >>> schedule = keras_dp.schedules.WarmupThen(0.1, scale=8, warmup_steps=4)
     >>> [round(float(schedule(step)), 3) for step in range(6)]
     [0.1, 0.275, 0.45, 0.625, 0.8, 0.8]
 
-    It is part of the optimizer, and counts its iterations: what is saved during warm-up goes on where it was. A saved model
-    that was compiled with it needs keras_dp to be imported before it is loaded (or `compile=False`); one that was trained
-    with `callbacks.LearningRateWarmup` does not.
+    The schedule is part of the optimizer and counts its iterations, so that a saved model resumes the warm-up. A saved model
+    that was compiled with it needs keras_dp to be imported before it is loaded, or `compile=False`. A model that was trained
+    with `callbacks.LearningRateWarmup` needs neither.
 
     Args:
-        schedule: η, as a `LearningRateSchedule` or a number: what the small batch is trained with.
-        scale: k, by how much the global batch is larger than the one that the schedule was made for.
+        schedule: η, the rate for the small batch, as a `LearningRateSchedule` or a number.
+        scale: k, the size of the global batch relative to the batch that the schedule was made for.
         warmup_steps: T, in steps of the optimizer; with n images and a global batch of B, an epoch has ceil(n / B).
         name: the name of the operations.
 
@@ -247,7 +247,7 @@ class WarmupThen(LearningRateSchedule):
         self.name = name
 
     def __call__(self, step: Any) -> Tensor:
-        """The rate at a step, as a scalar."""
+        """Returns the rate at a step, as a scalar."""
         with keras.name_scope(self.name):
             if not self.warmup_steps:
                 return self.scale * self._rate(step)
@@ -272,5 +272,5 @@ class WarmupThen(LearningRateSchedule):
 
 
 def gradual_warmup(step: Any, start: Any, end: Any, steps: float) -> Any:
-    """The rate at one of T warm-up steps: from `start` at step 0 in equal increments to `end` at step T."""
+    """Returns the rate at one of T warm-up steps: from `start` at step 0 in equal increments to `end` at step T."""
     return start + (end - start) * step / steps

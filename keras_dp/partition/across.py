@@ -1,4 +1,4 @@
-"""Declare what the partition asks of workers that each have towers."""
+"""Define the exchanges between workers that the partition needs."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,27 +7,30 @@ Tensor = Any
 
 
 class Across(Protocol):
-    """Exchanges between workers, which all make the same ones in the same order; each adds operations to the current graph."""
+    """Defines the exchanges between workers.
+
+    All workers make the same exchanges in the same order. Each exchange adds operations to the current graph.
+    """
 
     def reduced(self, own: Tensor, reduction: str) -> Tensor:
-        """The sum, or another reduction, of what each worker has.
+        """Returns the sum, or another reduction, over the workers.
 
         Args:
-            own: what this worker has: what changes nothing, such as zeros for a sum, if it has no rows.
+            own: this worker's part; without rows, a value that does not change the result, such as zeros for a sum.
             reduction: as in `placements.Partial`.
         """
 
     def sums(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of several tensors at once."""
+        """Returns the sums of several tensors, which are sent together."""
 
     def counts(self, own: Tensor) -> Tensor:
-        """The number of each worker, int32, from that of this one."""
+        """Returns the W numbers that the workers pass, int32, in the order of the workers."""
 
     def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
-        """The rows of all workers, in the order of the workers.
+        """Returns the rows of all workers, in the order of the workers.
 
         Args:
-            own: the rows of this worker, any number of them.
-            axis: along which the rows are.
-            counts: how many each worker has, if that is known.
+            own: any number of rows of this worker.
+            axis: the axis of the rows.
+            counts: the number of rows of each worker, if known.
         """

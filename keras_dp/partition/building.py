@@ -1,4 +1,4 @@
-"""Build the partitioned graph: each node at home or on towers, as often as needed."""
+"""Build the partitioned graph, with each node at home or on towers."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ _SHAPES = ("Shape", "ShapeN", "Size")
 
 
 class _Kind(enum.Enum):
-    """The instances that a traced node may have."""
+    """The kinds of instance that a traced node may have."""
 
     FED = "given"
     HOME = "one at home"
@@ -38,16 +38,16 @@ class Builder:
     """Makes the nodes of the partitioned graph.
 
     Args:
-        propagation: how each node is computed.
-        devices: of the N towers.
-        home: the device on which whatever happens once is computed.
-        feeds: names of the tensors that are given.
-        across: what the workers tell each other, of which each builds such a graph; None for one worker alone.
+        propagation: the plan of each node.
+        devices: the devices of the N towers.
+        home: the device of operations that are computed once.
+        feeds: the names of the tensors that the graph is given.
+        across: the exchanges between workers, each of which builds this graph; None for a single worker.
 
     Attributes:
         graph: the graph so far.
-        exchanges: between towers, so far.
-        forms: of tensors.
+        exchanges: the exchanges between towers so far.
+        forms: the converter of tensors to the form that a node needs.
     """
 
     def __init__(self, propagation: Propagation, devices: Sequence[str], home: str, feeds: Feeds, across: Across | None = None):
@@ -62,14 +62,14 @@ class Builder:
         self.forms = Forms(construction, self.exchanges)
 
     def build(self, outputs: Iterable[str], effects: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Makes all nodes that some outputs and effects of the traced graph need, and no others.
+        """Makes the nodes that some outputs and effects of the traced graph need, and no others.
 
         Args:
-            outputs: names of tensors.
-            effects: names of nodes.
+            outputs: the names of tensors.
+            effects: the names of nodes.
 
         Returns:
-            How the outputs, of the whole batch, and the effects are called in the partitioned graph.
+            The names, in the partitioned graph, of the outputs of the whole batch, and of the effects.
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
         needed = self._needed([(self._kind(output, REPLICATE), output[0]) for output in wanted] + self._kinds_after(effects))
@@ -89,10 +89,10 @@ class Builder:
         hold_back_writes(self.graph, variables, self.exchanges.meetings)
         return results, [name[1:] for effect in effects for name in self._controls(effect)]
 
-    # Which instances there have to be.
+    # Find the instances that are needed.
 
     def _needed(self, wanted: list[tuple[_Kind, str]]) -> set[tuple[_Kind, str]]:
-        """The instances that some instances depend on, and these."""
+        """Returns some instances and all instances that they depend on."""
         needed: set[tuple[_Kind, str]] = set()
         waiting = list(wanted)
         while waiting:
@@ -103,7 +103,7 @@ class Builder:
         return needed
 
     def _early(self, needed: Iterable[tuple[_Kind, str]]) -> set[Output]:
-        """The tensors whose whole something on a tower depends on."""
+        """Returns the tensors of which an instance on a tower needs the whole, directly or indirectly."""
         on_towers = [instance for instance in needed if instance[0] in (_Kind.TOWERS, _Kind.SHAPES)]
         facts = self.propagation.facts
         return {
@@ -114,7 +114,7 @@ class Builder:
         }
 
     def _inputs(self, kind: _Kind, name: str) -> list[tuple[Output, Need]]:
-        """The tensors that an instance takes, and in which form."""
+        """Returns the tensors that an instance takes, each with the form that the instance needs."""
         definition, plan = self.propagation.nodes[name], self.propagation.plans[name]
         outputs = self.propagation.sources[name]
         needs: Sequence[Need]
@@ -134,7 +134,7 @@ class Builder:
         return sources + self._kinds_after(self.propagation.awaited[name])
 
     def _kinds_after(self, names: Iterable[str]) -> list[tuple[_Kind, str]]:
-        """The instances after which a node runs that runs after some traced nodes."""
+        """Returns the instances that a node waits for, if it waits for some traced nodes."""
         kinds = []
         for name in names:
             if self._is_waited_for(name):
@@ -156,17 +156,17 @@ class Builder:
         return self.propagation.plans[name].is_at_home
 
     def _is_there(self, output: Output) -> bool:
-        """Whether the whole tensor is at home already."""
+        """Returns whether the whole tensor is already at home."""
         return output[0] not in self.feeds.whole and self._is_at_home(output[0])
 
     def _counts_all_rows(self, definition: Any) -> bool:
-        """Whether a node asks for the shape of tensors of which the towers have slices or parts."""
+        """Returns whether a node takes the shape of tensors that towers hold as slices or parts."""
         return definition.op in _SHAPES and any(
             self.propagation.facts[output].placement != REPLICATE for output in self.propagation.sources[definition.name]
         )
 
     def _kind(self, output: Output, need: Need) -> _Kind:
-        """The instance from which a form of a tensor is made."""
+        """Returns the kind of instance from which a form of a tensor is made."""
         name = output[0]
         facts, plan = self.propagation.facts[output], self.propagation.plans[name]
         if name in self.feeds.whole or axes_to_sum(facts) is not None:
@@ -179,14 +179,14 @@ class Builder:
         return _Kind.HOME if plan.also_at_home and (is_cut or need in (REPLICATE, ANY_SHAPE)) else _Kind.TOWERS
 
     def _is_own_constant(self, output: Output, need: Need) -> bool:
-        """Whether a tower has a constant of its own."""
+        """Returns whether each tower makes its own copy of a constant."""
         return self.propagation.nodes[output[0]].op == "Const" and need in (REPLICATE, ANY_SHAPE, LOCAL_SHAPE)
 
     def _local_need(self, output: Output) -> Need:
         placement = self.propagation.facts[output].placement
         return LOCAL_SHAPE if placement == REPLICATE else placement
 
-    # Instances.
+    # Make instances.
 
     def _make_at_home(self, definition: Any) -> None:
         if definition.op == "Const":
@@ -214,9 +214,9 @@ class Builder:
         self._instances.towers[definition.name] = made
 
     def _beside_loop(self, definition: Any, inputs: Sequence[str], device: str, prefix: str) -> list[str]:
-        """The inputs of a loop on its device, before it begins.
+        """Copies the inputs of a loop to its device before it begins.
 
-        TensorFlow keeps a loop's variables where its inputs come from, and would send them in each round.
+        TensorFlow keeps a loop's variables on the devices of its inputs, and would otherwise send them in each round.
         """
         placed = []
         for output, tensor in zip(self.propagation.sources[definition.name], inputs, strict=True):
@@ -238,7 +238,7 @@ class Builder:
         self._instances.shapes[definition.name] = made
 
     def _shape_of_whole(self, definition: Any) -> str:
-        """Shape, ShapeN or Size, of the whole of tensors of which the towers have slices or parts."""
+        """Writes the Shape, ShapeN or Size of whole tensors that towers hold as slices or parts."""
         dtype = tf.as_dtype(definition.attr["out_type"].type or tf.int32.as_datatype_enum)
         outputs = self.propagation.sources[definition.name]
         shapes = [self._whole_shape(output, dtype) for output in outputs]
@@ -263,7 +263,7 @@ class Builder:
         rank = static.rank
         if rank is None:
             raise CannotGatherError(output[0])
-        # Along the rows, a slice has so many entries for each of its rows.
+        # Along the axis of the rows, the number of entries is a multiple of the number of rows.
         along = np.eye(rank, dtype=int)[placement.axis]
         local = self.graph.cast(self.feeds.rows[last], tf.int32, dtype)
         total = self.graph.cast(self.feeds.batch_rows, tf.int32, dtype)
@@ -274,16 +274,16 @@ class Builder:
         rest = self.graph.binary("Mul", shape, self.graph.constant(1 - along, dtype), dtype)
         return self.graph.binary("AddV2", rows, rest, dtype)
 
-    # For rules that make instances of their own.
+    # Help rules that make their own instances.
 
     def count(self, sizes: Sequence[Any], node: Node, axes: Sequence[int], tower: int | None = None) -> str:
-        """The number of entries along axes of a node's first input, an int64 scalar at home.
+        """Counts the entries along some axes of a node's first input, as an int64 scalar at home.
 
         Args:
-            sizes: what is known of the axes.
+            sizes: the sizes of the axes, as far as they are known.
             node: the node.
-            axes: which.
-            tower: whose entries are counted; None for those of the whole batch.
+            axes: the axes.
+            tower: the tower whose entries are counted; None for the whole batch.
         """
         rows = self.feeds.batch_rows if tower is None else self.feeds.rows[tower]
         output = self.propagation.sources[node.name][0]
@@ -307,7 +307,7 @@ class Builder:
         return total
 
     def read(self, node: Node, resource: str) -> str:
-        """The value of a variable, read once for all towers."""
+        """Reads the value of a variable, once for all towers."""
         controls = [control for name in self.propagation.awaited[node.name] for control in self._controls(name)]
         dtype = node.result_dtype()
         return self.graph.once(
@@ -318,14 +318,14 @@ class Builder:
         )
 
     def copy(self, definition: Any, prefix: str, device: str, inputs: Sequence[str], operation: str | None = None) -> str:
-        """A copy of a traced node, with other inputs, on a device, after those that it waits for."""
+        """Copies a traced node to a device, with other inputs, after the nodes that it waits for."""
         controls = [control for source in self.propagation.awaited[definition.name] for control in self._controls(source)]
         return self.graph.copy(
             definition, f"{prefix}/{definition.name}", device, inputs, [] if definition.op == "Const" else controls, operation
         )
 
     def _controls(self, name: str) -> list[str]:
-        """The control inputs that stand for one on a traced node."""
+        """Returns the control inputs that replace a control input on a traced node."""
         if not self._is_waited_for(name):
             return []
         made = [self._instances.home[name]] if self._is_at_home(name) else self._instances.towers[name]

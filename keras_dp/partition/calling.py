@@ -24,16 +24,16 @@ def call(
 
     Args:
         written: the nodes.
-        tensors: makes the tensors that nodes may take, by the names that they have for them.
-        outputs: names of the tensors that are wanted.
-        effects: names of the nodes that are to run besides.
+        tensors: functions that make the tensors that nodes may take, by the names that the nodes use.
+        outputs: the names of the tensors to return.
+        effects: the names of further nodes that must run.
 
     Returns:
-        The wanted tensors.
+        The requested tensors.
     """
     graph = tf.compat.v1.get_default_graph()
     function = written.function
-    # A module that is imported once more begins to count again.
+    # A module that is imported again restarts its count: skip the names that are taken.
     function.signature.name = next(name for name in map("partitioned_{}".format, _NUMBERS) if not is_function(name))
     function.signature.is_stateful = True
     wanted = list(map(written.inside, outputs))
@@ -52,13 +52,13 @@ def call(
     for around in graphs_around(graph):
         add_function(function, around)
     called = tf.raw_ops.StatefulPartitionedCall(args=list(given.values()), Tout=dtypes, f=function.signature.name)
-    # Of a function without results, it is an operation.
+    # Without results, the call is an operation.
     return list(called) if dtypes else []
 
 
 @contextlib.contextmanager
 def node_by_node() -> Iterator[None]:
-    """Has nodes put into the current graph itself, where they can be looked at, and not called."""
+    """Makes `call` import the nodes into the current graph, where they can be inspected."""
     token = _NODE_BY_NODE.set(True)
     try:
         yield

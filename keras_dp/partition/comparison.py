@@ -17,20 +17,20 @@ from keras_dp.partition.user_lines import user_line
 
 Tensor = Any
 _NOT_COMPARED = (tf.resource, tf.variant, tf.string)
-# The axes to sum a broadcast gradient over: TensorFlow's kernel and its graph optimizer list axes of one entry differently.
+# The axes to sum a broadcast gradient over: TensorFlow's kernel and its graph optimizer disagree about axes of size 1.
 _NOT_UNIQUE = ("BroadcastGradientArgs",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """An operation that gives something else on towers, although its inputs are the same.
+    """An operation whose result differs on towers, although its inputs are the same.
 
     Attributes:
-        type: of the operation.
-        name: of the tensor.
-        placement: of its rows.
-        difference: the largest one, relative to the size of the numbers where these are large.
-        line: the user's line that made the operation, if it is known.
+        type: the type of the operation.
+        name: the name of the tensor.
+        placement: the placement of the tensor.
+        difference: the largest difference, relative for numbers above 1 and absolute for others.
+        line: the user's line that made the operation, if known.
     """
 
     type: str
@@ -50,9 +50,9 @@ class Comparison:
 
     Attributes:
         results: the differences of the tensors that the step returned.
-        variables: by name, the differences of the variables' values after it.
+        variables: the differences of the variables' values after the step, by name.
         first: the first operation that differs; None if there is none.
-        compared: how many tensors were compared.
+        compared: the number of tensors that were compared.
     """
 
     results: list[float]
@@ -69,17 +69,19 @@ def compare(
     home: str,
     tolerance: float,
 ) -> Comparison:
-    """Runs a step on one device and on towers, from the same state, and compares every tensor; the state stays as it was.
+    """Runs a step on one device and on towers, from the same state, and compares every tensor.
+
+    Restores the state.
 
     Args:
-        step: takes the tensors of a batch, and returns nested tensors.
-        arguments: the tensors, of an eager batch.
-        rows: of the batch and of each slice.
-        devices: of the N towers.
-        home: the device of whatever happens once.
-        tolerance: the largest difference that counts as none.
+        step: a function that takes the tensors of a batch and returns nested tensors.
+        arguments: the tensors of an eager batch.
+        rows: the rows of the batch and of each slice.
+        devices: the devices of the N towers.
+        home: the device of operations that are computed once.
+        tolerance: the largest difference that is ignored.
     """
-    # Both functions take the whole batch; what one of them makes of the slices, the other has not.
+    # Make the whole tensors eagerly: one function cannot use a tensor that is made inside the other one.
     arguments = [dataclasses.replace(argument, whole=partial(tf.identity, argument.whole())) for argument in arguments]
     trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
@@ -125,7 +127,7 @@ def _assign(variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> N
 def _with_tensors(
     traced: Traced, arguments: Sequence[Argument], devices: Sequence[str], home: str
 ) -> tuple[Builder, list[str], list[str], list[Output]]:
-    """The partitioned graph with all tensors that can be put together at home."""
+    """Builds the partitioned graph with all tensors that can be combined at home."""
     builder, _, _ = build(traced, arguments, devices, home)
     excluded: set[str] = set()
     while True:
@@ -141,7 +143,7 @@ def _with_tensors(
         )
         if is_same:
             return built, outputs, effects, wanted
-        # A tensor that is wanted here alone had its node computed at home: leave it, and compare the step as it is.
+        # Requesting some tensors moved their nodes to home. Exclude these, so that the original partition is compared.
         excluded |= {
             name
             for name, plan in builder.propagation.plans.items()
@@ -150,7 +152,7 @@ def _with_tensors(
 
 
 def _comparable(builder: Builder) -> list[Output]:
-    """The tensors of numbers that have a whole."""
+    """Returns the numeric tensors that have a whole."""
     propagation = builder.propagation
     found = []
     for node in propagation.traced.nodes:
@@ -183,7 +185,7 @@ def _import_plain(concrete: Any, traced: Traced, arguments: Sequence[Argument], 
 
 
 def difference(one: Any, other: Any) -> float:
-    """The largest difference of two arrays, relative to the size of the numbers where these are large."""
+    """Returns the largest difference of two arrays, relative for numbers above 1 and absolute for others."""
     one, other = np.asarray(one), np.asarray(other)
     if one.shape != other.shape:
         return float("inf")
@@ -201,7 +203,7 @@ def difference(one: Any, other: Any) -> float:
 def _first(
     graph: tf.Graph, traced: Traced, builder: Builder, differences: dict[Output, float], tolerance: float
 ) -> Difference | None:
-    """The first operation that differs although its inputs do not."""
+    """Finds the first operation that differs although its inputs do not."""
     for node in traced.nodes:
         own = {port: differences.get((node.name, port), 0.0) for port in range(len(traced.statics[node.name]))}
         inputs = [differences.get(output_of(source), 0.0) for source in data_inputs(node)]

@@ -1,4 +1,4 @@
-"""Have XLA compile the operations of towers."""
+"""Compile the operations of towers with XLA."""
 
 import re
 
@@ -6,9 +6,9 @@ from keras_dp.partition.writing import GraphWriter
 
 
 def compile_towers(written: GraphWriter) -> None:
-    """Marks the nodes on towers: XLA compiles those between two exchanges, of each tower for its own device.
+    """Marks the nodes on towers so that XLA compiles each tower's nodes between two exchanges for the tower's own device.
 
-    As `tf.xla.experimental.jit_scope` does while a graph is traced; operations that XLA does not know stay as they are.
+    `tf.xla.experimental.jit_scope` sets the same marks while a graph is traced. XLA skips operations that it does not support.
     """
     for node in written.function.node_def:
         tower = re.match(r"tower_\d+(?=/)", node.name)

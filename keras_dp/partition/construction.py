@@ -1,4 +1,4 @@
-"""Hold the partitioned graph under construction."""
+"""Hold the state of a partitioned graph while it is built."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from keras_dp.partition.writing import GraphWriter
 
 @dataclasses.dataclass(frozen=True)
 class Construction:
-    """A partitioned graph under construction.
+    """The state of a partitioned graph while it is built.
 
     Attributes:
-        graph: is written.
-        propagation: how each node is computed.
-        devices: of the N towers.
-        feeds: names of the tensors that are given.
-        instances: of the nodes so far.
-        homes: says where a whole tensor is put together.
-        across: what the workers tell each other, of which each has N towers; None for one worker alone.
+        graph: the graph so far.
+        propagation: the plan of each node.
+        devices: the devices of the N towers.
+        feeds: the names of the tensors that the graph is given.
+        instances: the instances of the nodes so far.
+        homes: the devices on which whole tensors are combined.
+        across: the exchanges between workers, each of which has N towers; None for a single worker.
     """
 
     graph: GraphWriter
@@ -33,5 +33,5 @@ class Construction:
     across: Across | None
 
     def surely_has_rows(self, tower: int) -> bool:
-        """Whether a tower always has rows: the last one of a worker alone has, since B(N-1)//N < B."""
+        """Returns whether a tower always has rows. The last tower of a single worker has, since B(N-1)//N < B."""
         return tower == len(self.devices) - 1 and self.across is None

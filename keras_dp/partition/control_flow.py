@@ -17,23 +17,23 @@ _MOST_ROUNDS = 10
 
 
 def is_control_flow(node: Node) -> bool:
-    """Whether a node runs functions."""
+    """Returns whether a node runs functions."""
     return node.type in TYPES
 
 
 def plan(node: Node, propagation: Any) -> Plan | None:
-    """The plan of a loop, branch or call that each tower runs by itself; None if towers would have to meet inside.
+    """Returns the plan of a loop, branch or call that each tower runs by itself; None if towers would have to meet inside.
 
     Args:
         node: the loop, branch or call.
-        propagation: the `Propagation` of the graph that it is in.
+        propagation: the `Propagation` of the graph that contains the node.
     """
     result = _plan(node, propagation)
     return result if isinstance(result, Plan) else None
 
 
 def why_gathered(node: Node, propagation: Any) -> str:
-    """The reason for which `plan` returned None."""
+    """Returns the reason why a loop, branch or call is computed once."""
     result = _plan(node, propagation)
     return "its result is needed at home" if isinstance(result, Plan) else result
 
@@ -45,10 +45,10 @@ def _plan(node: Node, propagation: Any) -> Plan | str:
         return _branches(node, propagation)
     if any(static.dtype == tf.resource for static in node.statics):
         return "XLA compiles it for the device of a variable"
-    # Of parts of sums, the whole is taken.
+    # The function takes the whole of a sum, not its parts.
     arguments = [_summed(facts) for facts in node.inputs]
     inside, results = propagation.body(_function(node, "f"), arguments, node.statics, known_shapes=True)
-    # The sizes that have names in the function have others in another call.
+    # A named size of the function may be another one in another call.
     results = [Facts(facts.placement, None, _plain(facts.shape)) for facts in results]
     return (inside.obstacle and f"in the function, {inside.obstacle}") or Plan(results, [need_of(facts) for facts in arguments])
 
@@ -73,7 +73,7 @@ def _branches(node: Node, propagation: Any) -> Plan | str:
 
 
 def _loop(node: Node, propagation: Any) -> Plan | str:
-    """Looks for placements that the variables of the loop keep from round to round."""
+    """Finds placements that the variables of the loop keep from round to round, and returns the plan with them."""
     variables = []
     for facts, static in zip(map(_summed, node.inputs), node.statics, strict=True):
         variables.append(Facts(facts.placement, facts.entries, facts.shape if facts.shape is not None else static.shape))
@@ -83,25 +83,25 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
         joined = [join(a, b, f"{node.name}:{k}") for k, (a, b) in enumerate(zip(variables, results, strict=True))]
         if None in joined:
             k = joined.index(None)
-            return f"in the loop, a variable is {variables[k].placement} and then {results[k].placement}"
+            return f"in the loop, a variable changes from {variables[k].placement} to {results[k].placement}"
         if all(map(_is_same, variables, joined)):
             if inside.obstacle:
                 return f"in the loop, {inside.obstacle}"
             for variable, result in zip(variables, results, strict=True):
                 if not _is_placed_as(result, variable):
-                    return f"in the loop, a variable is {variable.placement} and then {result.placement}"
+                    return f"in the loop, a variable changes from {variable.placement} to {result.placement}"
             decision, goes_on = propagation.body(condition, variables, node.statics, known_shapes=False)
             if decision.obstacle or goes_on[0].placement != REPLICATE:
-                return f"in the loop's condition, {decision.obstacle or 'rows decide'}"
-            # Whatever a size was called in the last round, it need not be one of those before it.
+                return f"in the loop's condition, {decision.obstacle or 'the result depends on the rows'}"
+            # A named size of the last round may differ from the sizes of earlier rounds.
             outputs = [Facts(facts.placement, facts.entries, _plain(facts.shape)) for facts in variables]
             return Plan(outputs, [need_of(facts) for facts in variables])
         variables = [facts for facts in joined if facts]
-    return "the loop's variables do not come to rest"
+    return "the placements of the loop's variables do not settle"
 
 
 def _is_placed_as(result: Facts, variable: Facts) -> bool:
-    """Whether a round leaves a variable where the next one takes it."""
+    """Returns whether a round leaves a variable in the placement in which the next round takes it."""
     a, b = result.placement, variable.placement
     if isinstance(a, ListOf) and isinstance(b, ListOf):
         return a.element is None or b.element is None or a.element.placement == b.element.placement

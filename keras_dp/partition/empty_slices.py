@@ -13,10 +13,10 @@ Otherwise = Callable[[str, int], str]
 
 
 class EmptySlices:
-    """Writes what towers give to an exchange: their parts or rows; if they have no rows of their own, nothing.
+    """Writes the parts or rows that towers give to an exchange. A tower with a borrowed row gives nothing.
 
     Args:
-        construction: of the partitioned graph.
+        construction: the state of the partitioned graph.
     """
 
     def __init__(self, construction: Construction):
@@ -24,7 +24,7 @@ class EmptySlices:
         self._graph, self._feeds = construction.graph, construction.feeds
 
     def parts(self, output: Output, reduction: str) -> list[str]:
-        """The N parts of a sum or another reduction; of a tower without rows, whatever changes nothing."""
+        """Returns the N parts of a reduction. The part of a tower without rows does not change the result."""
         static = self._construction.propagation.static(output)
         dtype, shape = static.dtype, static.shape
         if reduction not in ("sum", "prod"):
@@ -41,7 +41,7 @@ class EmptySlices:
     def _parts_of_extreme(self, output: Output, reduction: str, dtype: tf.DType) -> list[str]:
         def neutral(dead: str, tower: int) -> str:
             if self._construction.across is None:
-                # Whatever another tower has, too, changes nothing.
+                # It is another tower's part, and a second copy of a part does not change the result.
                 return dead
             device, shape_type = self._device(tower), {"out_type": tf.int32}
             shape = self._graph.add("Shape", [dead], device, f"tower_{tower}/shape", T=dtype, **shape_type)
@@ -53,7 +53,7 @@ class EmptySlices:
         return self._of_towers(output, dtype, neutral, self._construction.instances.part(output, last) if is_alone else None)
 
     def rows(self, output: Output, axis: int) -> list[str]:
-        """The N slices of rows along an axis, of a tensor whose rank is known."""
+        """Returns the N slices of rows along an axis. The rank of the tensor must be known."""
         static = self._construction.propagation.static(output)
         rank, dtype = static.rank, static.dtype
         assert rank is not None
@@ -70,14 +70,14 @@ class EmptySlices:
         return self._construction.devices[tower]
 
     def _zeros(self, shape: list[int], tower: int, dtype: tf.DType) -> str:
-        """Zeros on a tower that has no rows of its own."""
+        """Writes the zeros of a tower that has no rows of its own."""
         device = self._device(tower)
         dead = self._switch(self._graph.constant(0, dtype, device), tower, dtype)
         sizes = self._graph.constant(shape, tf.int32, device)
         return self._graph.add("Fill", [sizes, dead], device, f"tower_{tower}/nothing", T=dtype, index_type=tf.int32)
 
     def _of_towers(self, output: Output, dtype: tf.DType, otherwise: Otherwise, other: str | None = None) -> list[str]:
-        """Each tower's tensor; of one without rows, what is made otherwise: of its own tensor, or of another one.
+        """Returns each tower's tensor; for a tower without rows, `otherwise` makes it from `other` or the tower's tensor.
 
         Switch and Merge pass a tensor on without a copy.
         """

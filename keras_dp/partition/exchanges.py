@@ -31,16 +31,16 @@ class Exchange:
 
 
 class Exchanges:
-    """Writes the exchanges between towers, and between the workers that have them.
+    """Writes the exchanges between towers, and between workers.
 
     Args:
-        construction: of the partitioned graph.
+        construction: the state of the partitioned graph.
 
     Attributes:
         made: the exchanges so far.
-        meetings: the nodes of those that need something of all towers.
-        early: tensors of which towers need the whole, or something that is made of it. Sums of others over workers are taken
-            together.
+        meetings: the nodes of exchanges that need a tensor from every tower.
+        early: the tensors of which towers need the whole, directly or indirectly. The sums of all other tensors over the
+            workers are sent together.
     """
 
     def __init__(self, construction: Construction):
@@ -55,7 +55,7 @@ class Exchanges:
         self._workers = None if across is None else WorkerExchanges(construction, across)
 
     def whole(self, output: Output, placement: Any) -> str:
-        """The whole, at home, of a tensor of which towers have slices, or parts."""
+        """Returns the whole, at home, of a tensor that towers hold as slices or parts."""
         return str(self._graph.once(("whole", output), lambda: self._met(output, placement)))
 
     def _met(self, output: Output, placement: Any) -> str:
@@ -78,12 +78,12 @@ class Exchanges:
             self.made.append(Exchange("first", output))
             return self._of_first(output, dtype)
         if isinstance(placement, Replicate) and not self._propagation.facts[output].counts_rows():
-            # The same on all towers, as the results of loops are.
+            # It is the same on all towers, like the result of a loop.
             return self._instances.part(output, len(self._devices) - 1)
         raise CannotGatherError(output[0])
 
     def _of_first(self, output: Output, dtype: tf.DType) -> str:
-        """The own value of the first tower that has rows, which is the one whose rows begin the batch."""
+        """Returns the own value of the first tower that has rows: the tower with the first row of the batch."""
         kept = []
         for tower, device in enumerate(self._devices):
             part = self._instances.part(output, tower)
@@ -109,7 +109,7 @@ class Exchanges:
         return self._as(self._workers.sum(given, name, output in self.early), sent, dtype, home)
 
     def _variance(self, output: Output, mean: Output) -> str:
-        """The variance of all workers' rows, each of which has taken it around its own mean: see `moments`."""
+        """Returns the variance of all workers' rows from the variance of each worker around its own mean: see `moments`."""
         home, spec = self._homes.of_whole(output), self._spec(output)
         variance = self._of_towers(output, "sum")
         if self._workers is None:
@@ -119,7 +119,7 @@ class Exchanges:
         return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean, Partial()), name)
 
     def own_mean(self, mean: Output) -> str:
-        """The mean of this worker's rows, of a mean over those of all workers."""
+        """Returns the mean of this worker's rows, for a mean over the rows of all workers."""
         if self._workers is None:
             return self.whole(mean, Partial())
         given = Given(self._of_towers(mean, "sum"), self._spec(mean), self._homes.of_whole(mean))
@@ -129,11 +129,11 @@ class Exchanges:
         return self._propagation.static(output).spec()
 
     def _as(self, tensor: str, dtype: tf.DType, wanted: tf.DType, device: str) -> str:
-        """A tensor as another type."""
+        """Casts a tensor from a dtype to the wanted one, if they differ."""
         return tensor if dtype == wanted else self._graph.add("Cast", [tensor], device, "cast", SrcT=dtype, DstT=wanted)
 
     def _of_towers(self, output: Output, reduction: str) -> str:
-        """The sum, or another reduction, of what the towers of this worker have."""
+        """Returns the sum, or another reduction, over the towers of this worker."""
         return str(self._graph.once((reduction, output), lambda: self._reduced_by_towers(output, reduction)))
 
     def _reduced_by_towers(self, output: Output, reduction: str) -> str:
@@ -152,7 +152,7 @@ class Exchanges:
         return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
 
     def _narrowest(self, output: Output) -> Output:
-        """Returns the tensors to send for parts: those from which the parts were cast, if that takes fewer bytes."""
+        """Returns the tensor to send: the one from which the output was cast, if that has fewer bytes, else the output."""
         narrowest = output
         while True:
             name = output[0]
@@ -165,12 +165,12 @@ class Exchanges:
             if not dtype.is_floating or output[0] not in self._instances.towers:
                 return narrowest
             if dtype.size > least.size:
-                # It was rounded on the way.
+                # The cast rounded it, so the wider tensor has other values.
                 return narrowest
             narrowest = output if dtype.size < least.size else narrowest
 
     def finish(self) -> None:
-        """Writes what was put off."""
+        """Writes the sums that were postponed."""
         if self._workers:
             self._workers.finish()
 
@@ -183,7 +183,7 @@ class Exchanges:
             split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
             parts = [pieces[segment] for segment in range(segments) for pieces in split]
         if self._workers:
-            # Segment by segment: the workers' rows of each follow each other.
+            # Gather segment by segment, since the rows of all workers in a segment follow each other.
             count, home = len(self._devices), self._homes.of_whole(output)
             sizes = [None if i == axis else size for i, size in enumerate(self._spec(output).shape)]
             spec = tf.TensorSpec(sizes, dtype)
@@ -202,7 +202,7 @@ class Exchanges:
         return self._graph.add("ConcatV2", inputs, home, f"gather/{output[0]}", N=len(parts), T=dtype, Tidx=tf.int32)
 
     def _segments(self, output: Output, part: str, placement: Shard, tower: int, dtype: tf.DType) -> list[str]:
-        """The segments of a tower's rows."""
+        """Splits a tower's rows into segments."""
         device, count = self._devices[tower], len(placement.blocks)
         axis = self._graph.constant(placement.axis, device=device)
         if len(set(placement.blocks)) == 1:
@@ -220,7 +220,7 @@ class Exchanges:
         return [name_of(split, segment) for segment in range(count)]
 
     def share(self, output: Output, whole: str, tower: int) -> str:
-        """A tower's part of a sum that is whole already: one tower has all of it."""
+        """Returns a tower's part of a sum that is already whole: one tower takes all of it, the others take zeros."""
         if self._construction.surely_has_rows(tower):
             return whole
         dtype = self._propagation.static(output).dtype
@@ -240,7 +240,7 @@ class Exchanges:
         )
 
     def has_first(self, tower: int) -> str:
-        """Whether a tower has the first row of the batch: one of the towers of all workers has."""
+        """Returns whether a tower has the first row of the batch. Exactly one tower of all workers has it."""
         begins = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
         return str(
             self._graph.once(
@@ -250,7 +250,7 @@ class Exchanges:
         )
 
     def cut(self, output: Output, whole: str, need: Shard) -> list[str]:
-        """Each tower's rows of a tensor that is whole; of one entry for all rows, all towers have it."""
+        """Returns each tower's rows of a whole tensor. A single entry for all rows is given to every tower."""
         self.made.append(Exchange("cut", output))
         static = self._propagation.static(output)
         if static.shape is None:
@@ -289,13 +289,13 @@ class Exchanges:
         return slices
 
     def _one_or(self, rows: str, size: str, name: str) -> str:
-        """A size that is not known while tracing: it must be 1, or that of the tensors with rows that it meets."""
+        """Returns a size that is not known while tracing, and checks in the step that it is 1 or the size along the rows."""
         is_one = self._graph.binary("Equal", size, self._graph.constant(1))
         is_rows = self._graph.binary("Equal", size, rows)
         either = self._graph.add("LogicalOr", [is_one, is_rows], self._graph.home, "one_or_rows")
         message = tf.make_tensor_proto(
-            f"keras_dp: the tensor {name!r} meets rows of the batch, and must have as many, or one. How many is not known "
-            "while tracing; give it a fixed shape. Received, in this order, the entries that it has, and those of the rows:"
+            f"keras_dp: the tensor {name!r} meets rows of the batch, and must have one entry, or as many as the rows. Its size "
+            "is not known while tracing: give it a fixed shape. Received the number of its entries, then that of the rows:"
         )
         said = self._graph.add("Const", [], "CPU:0", "message", dtype=tf.string, value=message)
         types = [tf.string, tf.int32, tf.int32]

@@ -20,10 +20,11 @@ class Meeting:
     """A tensor that towers exchange.
 
     Attributes:
-        kind: "sum" or another reduction of parts, "gather" of rows, or "cut" of a whole tensor into slices.
-        name: of the tensor.
-        bytes: of the whole tensor; None if its size is not known before the step runs.
-        line: the user's line that made it, if it is known.
+        kind: "sum" or another reduction of parts, "gather" of rows, "cut" of a whole tensor into slices, or "first" for the
+            first tower's own value.
+        name: the name of the tensor.
+        bytes: the bytes of the whole tensor; None if its size is not known before the step runs.
+        line: the user's line that made the tensor, if known.
     """
 
     kind: str
@@ -34,14 +35,14 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True)
 class Once:
-    """An operation that is computed once, from rows that are gathered for it.
+    """An operation that is computed once, from gathered rows.
 
     Attributes:
-        type: of the operation.
-        name: of its node.
-        reason: why the towers do not compute it.
-        bytes: of the rows that are gathered for it; None if their size is not known before the step runs.
-        line: the user's line that made it, if it is known.
+        type: the type of the operation.
+        name: the name of its node.
+        reason: the reason why towers do not compute it.
+        bytes: the bytes of the gathered rows; None if their size is not known before the step runs.
+        line: the user's line that made the operation, if known.
     """
 
     type: str
@@ -56,13 +57,13 @@ class Explanation:
     """Explains how a step is partitioned.
 
     Attributes:
-        devices: of the N towers.
-        home: the device of whatever happens once.
-        batch_rows: B, for which the bytes are.
-        on_towers: how many operations of the step every tower computes.
-        at_home: how many are computed once.
-        jit_compile: whether XLA compiles those on towers, as many together as there are between two exchanges.
-        meetings: what towers exchange, in the order of the step.
+        devices: the devices of the N towers.
+        home: the device of operations that are computed once.
+        batch_rows: B, the number of rows for which bytes are computed.
+        on_towers: the number of operations of the step that every tower computes.
+        at_home: the number of operations that are computed once.
+        jit_compile: whether XLA compiles the operations on towers, all those between two exchanges together.
+        meetings: the tensors that towers exchange, in the order of the step.
         once: the operations for which rows are gathered.
     """
 
@@ -93,7 +94,7 @@ class Explanation:
         return "\n".join(lines)
 
     def svg(self) -> str:
-        """The same as a picture: towers as columns, a line for each meeting, as wide as its bytes."""
+        """Draws the explanation: towers as columns, and a line for each meeting, which is wider for more bytes."""
         lines = []
         for (kind, scope), following in itertools.groupby(self.meetings, lambda meeting: (meeting.kind, _scope(meeting.name))):
             group = list(following)
@@ -104,11 +105,11 @@ class Explanation:
         return draw(f"Batch of {self.batch_rows} rows{once}", self.devices, self.home, lines)
 
     def _repr_svg_(self) -> str:
-        """For notebooks."""
+        """Returns the picture for notebooks."""
         return self.svg()
 
     def notable(self) -> list[Once]:
-        """The operations computed once whose gathered rows are at least 1 MB, and a tenth of all bytes that are exchanged."""
+        """Returns the operations whose gathered rows are at least 1 MiB, and at least a tenth of all exchanged bytes."""
         total = sum(meeting.bytes or 0 for meeting in self.meetings)
         return [once for once in self.once if (once.bytes or 0) >= max(2**20, total / 10)]
 
@@ -117,10 +118,10 @@ def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows:
     """Explains how a step is partitioned.
 
     Args:
-        partition: of the step.
-        devices: of the N towers.
-        home: the device of whatever happens once.
-        batch_rows: B, for which bytes are computed.
+        partition: the partition of the step.
+        devices: the devices of the N towers.
+        home: the device of operations that are computed once.
+        batch_rows: B, the number of rows for which bytes are computed.
         jit_compile: whether XLA compiles the operations on towers.
     """
     propagation, graph = partition.propagation, partition.traced.graph
@@ -154,7 +155,7 @@ def _scope(name: str) -> str:
 
 
 def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | None:
-    """The bytes of the rows that an operation takes."""
+    """Counts the bytes of the rows that an operation takes."""
     propagation = partition.propagation
     inputs = propagation.sources[name]
     sizes = [
@@ -164,7 +165,7 @@ def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | N
 
 
 def _bytes(partition: Partition, output: Output, batch_rows: int) -> int | None:
-    """The bytes of a whole tensor for a batch of so many rows."""
+    """Counts the bytes of a whole tensor for a batch of `batch_rows` rows; None if the size is not known."""
     static, placement = partition.propagation.static(output), partition.propagation.facts[output].placement
     sizes: list[Any] = [None] if static.shape is None else list(static.shape)
     if isinstance(placement, Shard):

@@ -1,4 +1,4 @@
-"""Give towers and home a tensor in the form in which they take it."""
+"""Convert tensors to the forms that towers and home need."""
 
 from keras_dp.partition.construction import Construction
 from keras_dp.partition.exchanges import Exchanges
@@ -8,11 +8,11 @@ from keras_dp.partition.propagation import axes_to_sum
 
 
 class Forms:
-    """Makes the forms of tensors, of instances that there are.
+    """Converts the existing instances of tensors to the forms that nodes need.
 
     Args:
-        construction: of the partitioned graph.
-        exchanges: between towers.
+        construction: the state of the partitioned graph.
+        exchanges: the exchanges between towers.
     """
 
     def __init__(self, construction: Construction, exchanges: Exchanges):
@@ -21,7 +21,7 @@ class Forms:
         self._devices, self._instances = construction.devices, construction.instances
 
     def form(self, output: Output, need: Need, tower: int) -> str:
-        """A tensor in the form in which a tower needs it."""
+        """Returns a tensor in the form that a tower needs."""
         if need == LOCAL_SHAPE:
             return self._local(output, tower)
         if isinstance(need, Shard):
@@ -35,21 +35,21 @@ class Forms:
         return self.whole(output)
 
     def whole(self, output: Output) -> str:
-        """The tensor of the whole batch, at home."""
+        """Returns the tensor of the whole batch, at home."""
         name, port = output
         if name in self._feeds.whole:
             return self._feeds.whole[name]
         facts = self._propagation.facts[output]
         axes = axes_to_sum(facts)
         if axes is not None:
-            # Known beforehand; a tower with one row would take its axis for one that was broadcast.
+            # They are known while tracing. In the step, a tower with one row would treat the axis of the rows as broadcast.
             return self._graph.constant(axes, self._propagation.static(output).dtype)
         if name in self._instances.home:
             return name_of(self._instances.home[name], port)
         return self.exchanges.whole(output, facts.placement)
 
     def _part(self, output: Output, need: Partial, tower: int) -> str:
-        """A tower's part of a tensor; of a sum, also of one that is the same everywhere."""
+        """Returns a tower's part of a tensor. A tensor that is the same everywhere is split into parts of a sum."""
         if self._propagation.facts[output].placement == need:
             return self._instances.part(output, tower)
         return self.exchanges.share(output, self.whole(output), tower)
@@ -72,7 +72,7 @@ class Forms:
         return self._graph.once(("cut", output, need), lambda: self.exchanges.cut(output, self.whole(output), need))[tower]
 
     def _local(self, output: Output, tower: int) -> str:
-        """A shape as it is on a tower."""
+        """Returns a shape that counts the tower's own rows."""
         name, port = output
         facts = self._propagation.facts[output]
         if self._propagation.nodes[name].op == "Const":

@@ -15,47 +15,47 @@ from keras_dp.partition.simplification import in_order, simplify
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 
 Tensor = Any
-Output = tuple[str, int]  # a node's name, and which of its outputs
+Output = tuple[str, int]  # a node's name, and the index of one of its outputs
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def output_of(name: str) -> Output:
-    """The output that an input of a node names, as "node" or "node:1"."""
+    """Returns the output that an input of a node names, such as "node" or "node:1"."""
     node, _, port = name.partition(":")
     return node, int(port or 0)
 
 
 def name_of(node: str, port: int) -> str:
-    """Returns the name of an output in the inputs of nodes."""
+    """Returns the name of an output, as in the inputs of nodes."""
     return f"{node}:{port}" if port else node
 
 
 def data_inputs(node: Any) -> list[str]:
-    """The inputs of a node that are tensors."""
+    """Returns the inputs of a node that are tensors."""
     return [name for name in node.input if not name.startswith("^")]
 
 
 def control_inputs(node: Any) -> list[str]:
-    """The names of the nodes after which a node runs, besides those that it has tensors of."""
+    """Returns the names of the nodes that a node waits for by control dependencies."""
     return [name[1:] for name in node.input if name.startswith("^")]
 
 
 @dataclasses.dataclass
 class Traced:
-    """A graph as nodes.
+    """A traced graph as a list of nodes.
 
     Attributes:
-        nodes: NodeDefs, each behind those whose outputs it takes.
-        statics: for each output of each node, what TensorFlow knows of it.
+        nodes: NodeDefs, each after the nodes whose outputs it takes.
+        statics: the `Static` of each output, by node.
         library: the FunctionDefs, by name.
-        arguments: names of the placeholders, in the order of the function's inputs.
-        handles: the handle data of those that are variables, None of all others.
-        outputs: names of the tensors that are wanted.
-        effects: names of the nodes that are to run besides.
+        arguments: the names of the placeholders, in the order of the function's inputs.
+        handles: the handle data of each argument that is a variable; None for all others.
+        outputs: the names of the tensors to return.
+        effects: the names of further nodes that must run.
         graph: the graph that was traced, which knows the functions.
         inlined: the graph with all calls inlined; functions live as long as the graphs that call them.
-        placeholders: in that graph, for each argument.
+        placeholders: the placeholder of each argument in the inlined graph.
         places: the devices of variables, by argument, as far as they are known.
     """
 
@@ -73,7 +73,7 @@ class Traced:
 
 
 def traced_step(concrete: Any) -> Traced:
-    """The graph of a concrete function, calls inlined, and simplified."""
+    """Returns the graph of a concrete function, simplified, with calls inlined."""
     graph = concrete.graph
     graph_def = graph.as_graph_def()
     library = {function.signature.name: function for function in graph_def.library.function}
@@ -92,7 +92,7 @@ def traced_step(concrete: Any) -> Traced:
         specs = {tensor.op.name: (tensor.dtype, tensor.shape, handles[tensor.op.name]) for tensor in graph.inputs}
         traced = _analyzed(inlined, specs, arguments, library, "", graph, shapes_of=graph)
     else:
-        # TensorFlow has inferred all there is to infer.
+        # TensorFlow has already inferred all shapes.
         statics = _Statics("", graph, {}, {})
         traced = Traced(
             *(inlined.nodes, statics, library, arguments, handles, inlined.outputs, inlined.effects, graph, graph, graph.inputs)
@@ -103,9 +103,9 @@ def traced_step(concrete: Any) -> Traced:
 
 
 def _simplified(traced: Traced) -> Traced:
-    """The same graph without what is not needed, or computed twice."""
+    """Removes the nodes that are not needed, or that compute the same as another node."""
     types = {node.name: node.op for node in traced.nodes}
-    # To read a variable is no effect.
+    # Reading a variable is not an effect.
     effects = [f"^{name}" for name in traced.effects if types[name] != "ReadVariableOp"]
     arguments = [f"^{name}" for name in traced.arguments]
     nodes, names = simplify(traced.nodes, [*traced.outputs, *effects, *arguments])
@@ -116,13 +116,13 @@ def _simplified(traced: Traced) -> Traced:
 
 
 def traced_function(caller: Traced, name: str, shapes: Sequence[Any], handles: Sequence[Any]) -> Traced:
-    """The graph of a function whose arguments have certain shapes and handle data, calls inlined.
+    """Returns the graph of a function, with calls inlined, for the shapes and handle data of its arguments.
 
     Args:
-        caller: the graph that calls it.
-        name: of the function.
-        shapes: for each argument a shape, None if it is not known.
-        handles: for each argument the handle data, None of what is no resource.
+        caller: the graph that calls the function.
+        name: the name of the function.
+        shapes: the shape of each argument; None if it is not known.
+        handles: the handle data of each argument; None if it is not a resource.
     """
     library, function = caller.library, caller.library[name]
     with caller.graph.as_default():
@@ -151,12 +151,12 @@ class _Inlined:
 
 
 def _is_inlined(node: Any) -> bool:
-    """XLA compiles some functions as they are: these stay calls."""
+    """Returns whether a node is a call to inline. A call that XLA must compile stays a call."""
     return node.op in CALLS and not node.attr["_XlaMustCompile"].b
 
 
 def _hoisted(nodes: Sequence[Any], library: dict[str, Any], graph: tf.Graph) -> list[Any]:
-    """The nodes, and before loops, and before calls that stay calls, the reads of their variables."""
+    """Moves the reads of variables before the loops and the remaining calls that read them."""
     made, functions = hoisted_loops(nodes, library)
     result: list[Any] = []
     for node in made:
@@ -216,7 +216,7 @@ def _inline(graph: _Inlined, library: Mapping[str, Any]) -> _Inlined:
 
 
 def _inlined_node(inner: Any, prefix: str, sources: Mapping[str, str], befores: list[str]) -> Any:
-    """A node of a function's body, among those of the graph that calls it."""
+    """Copies a node of a function's body into the graph that calls the function."""
     node = node_def_pb2.NodeDef()
     node.CopyFrom(inner)
     node.name = prefix + inner.name
@@ -240,10 +240,10 @@ def _analyzed(
     traced: tf.Graph,
     shapes_of: tf.Graph | None = None,
 ) -> Traced:
-    """The graph with what TensorFlow infers of each tensor once all is inlined, and what is said of it in another graph."""
+    """Returns the inlined graph, with the shapes that TensorFlow infers for it, and those that another graph knows."""
     graph_def = graph_pb2.GraphDef(versions=tf.compat.v1.Graph().graph_def_versions)
     for node in inlined.nodes:
-        # Colocation names an operation that may have been inlined.
+        # Colocation may name an operation that was inlined.
         node.attr.pop("_class", None)
         # Nothing needs to wait for an argument.
         inputs = [name for name in node.input if name[1:] not in specs or not name.startswith("^")]
@@ -251,7 +251,7 @@ def _analyzed(
         node.input.extend(inputs)
     graph_def.node.extend(node for node in inlined.nodes if node.name not in specs)
     graph_def.library.function.extend(library.values())
-    # Python code has said of some tensors what TensorFlow would not infer, with `set_shape`.
+    # With `set_shape`, Python code sets shapes that TensorFlow would not infer.
     operations = shapes_of.get_operations() if shapes_of else []
     said = {tensor.name: tensor.shape for operation in operations for tensor in operation.outputs}
     with tf.Graph().as_default() as graph:
@@ -277,12 +277,12 @@ def _analyzed(
 class _Inferred(Static):
     """The dtype and shape of a tensor of a graph.
 
-    Few shapes are asked for, and TensorFlow takes its time to tell them.
+    The shape is computed on first use: few shapes are used, and TensorFlow is slow to return them.
 
     Args:
-        name: of the tensor, for its sizes.
+        name: the name of the tensor, which begins the names of its sizes.
         tensor: the tensor.
-        said: what is known of its shape besides; None if nothing is.
+        said: the shape that the traced graph knows; None if it knows none.
     """
 
     def __init__(self, name: str, tensor: Tensor, said: tf.TensorShape | None):
@@ -290,7 +290,7 @@ class _Inferred(Static):
 
     @functools.cached_property
     def shape(self) -> list[Any] | None:
-        """A list of `int`s and of `Size`s by name; None if the rank is not known."""
+        """The shape, a list of `int`s and named `Size`s; None if the rank is not known."""
         name, tensor, said = self.__dict__["of"]
         shape = tensor.shape
         if said is not None and shape.is_compatible_with(said):
@@ -301,13 +301,13 @@ class _Inferred(Static):
 
 
 class _Statics(dict[str, list[Static]]):
-    """Collects TensorFlow's facts of the outputs of a graph's operations, by their names where they were traced.
+    """Collects the `Static`s of the outputs of a graph's operations, by the names of the traced operations.
 
     Args:
-        prefix: of the names of sizes.
+        prefix: the prefix of the names of sizes.
         graph: the graph.
-        names: of operations that have others in the graph.
-        said: what is known of shapes besides, by tensor.
+        names: the names in the graph of operations that are renamed there, by traced name.
+        said: the shapes that the traced graph knows, by tensor.
     """
 
     def __init__(self, prefix: str, graph: tf.Graph, names: Mapping[str, str], said: Mapping[str, tf.TensorShape]):
@@ -322,7 +322,7 @@ class _Statics(dict[str, list[Static]]):
 
 
 def _places(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The devices of those of some tensors that refer to variables, by name."""
+    """Returns the known devices of the tensors that refer to variables, by name."""
     places = {}
     for name, tensor in tensors.items():
         device = tf.DeviceSpec.from_string(tensor.device or "")

@@ -12,16 +12,16 @@ _RESOURCE = tf.resource.as_datatype_enum
 
 
 def hoisted(call: Any, library: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Reads the variables of a call before it.
+    """Moves the reads of variables out of a called function, before the call.
 
-    A variable that the function does anything with but read it stays an argument.
+    A variable stays an argument if the function does more than read it.
 
     Args:
         call: a node that calls a function.
         library: the functions, by name.
 
     Returns:
-        The reads and the call, and the function that it calls now, which takes the values.
+        The reads and the call, and the function to call now, which takes the values of the variables.
     """
     function = library[call.attr["f"].func.name]
     dtypes = _dtypes_of_reads(function)
@@ -45,16 +45,16 @@ def hoisted(call: Any, library: Mapping[str, Any]) -> tuple[list[Any], Any]:
 
 
 def hoisted_loops(nodes: Sequence[Any], library: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Reads the variables of loops before these, where the rounds do nothing with a variable but read it.
+    """Moves the reads of variables before the loops whose rounds only read these variables.
 
-    A loop that is left without effects becomes a stateless one.
+    A loop without remaining effects becomes a stateless one.
 
     Args:
-        nodes: of a graph, which are changed.
+        nodes: the nodes of a graph, which are changed in place.
         library: the functions, by name.
 
     Returns:
-        The nodes, the reads among them, and the functions that the loops run now, which take the values.
+        The nodes, including the reads, and the functions that the loops run now, which take the values of the variables.
     """
     made: list[Any] = []
     functions: list[Any] = []
@@ -105,7 +105,7 @@ def _hoisted_loop(loop: Any, library: Mapping[str, Any], invariant: dict[str, st
 
 
 def _dtypes_of_invariants(cond: Any, body: Any) -> dict[int, int]:
-    """The dtypes of the variables that a loop only reads, by the number of the argument."""
+    """Returns the dtypes of the variables that a loop only reads, by the index of the argument."""
     found = {}
     read = _dtypes_of_reads(body)
     for i, argument in enumerate(body.signature.input_arg):
@@ -118,7 +118,7 @@ def _dtypes_of_invariants(cond: Any, body: Any) -> dict[int, int]:
 
 
 def _dtypes_of_reads(function: Any) -> dict[str, int]:
-    """The dtypes of the variables that a function reads, by argument."""
+    """Returns the dtypes of the variables that a function only reads, by argument."""
     dtypes = {}
     for argument in function.signature.input_arg:
         users = [node for node in function.node_def if argument.name in node.input]
@@ -128,7 +128,7 @@ def _dtypes_of_reads(function: Any) -> dict[str, int]:
 
 
 def _taking_values(function: Any, dtypes: Mapping[str, int]) -> Any:
-    """A function that takes the values of variables that it has read."""
+    """Copies a function, with the values of variables as arguments in place of the variables."""
     made = function_pb2.FunctionDef()
     made.CopyFrom(function)
     made.signature.name = f"{function.signature.name}_of_values"

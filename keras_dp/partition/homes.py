@@ -10,14 +10,15 @@ from keras_dp.partition.propagation import Propagation
 
 
 class Homes:
-    """Says on which device whatever is computed once is computed.
+    """Chooses the device of each operation that is computed once.
 
-    An operation with a variable is where this lives, and any other one where the largest of its inputs is that has such a
-    place: so an update is computed, and what keeps it is read, where the variable is. All others are at one home.
+    An operation on a variable runs where the variable lives. Any other operation runs on the device of its largest input that
+    has such a device. So an update is computed, and its variable is read, where the variable lives. All other operations run at
+    one home.
 
     Args:
-        propagation: how each node is computed.
-        home: the device of those that are for no variable.
+        propagation: the plan of each node.
+        home: the device of operations that belong to no variable.
     """
 
     def __init__(self, propagation: Propagation, home: str):
@@ -29,18 +30,18 @@ class Homes:
             for definition in propagation.traced.nodes
             if propagation.plans[definition.name].is_at_home or propagation.plans[definition.name].also_at_home
         ]
-        # The norm of a gradient, say, is asked for before the update that says where the gradient is wanted.
+        # A second pass, since a gradient's norm, say, comes before the update that decides where the gradient is needed.
         for _ in range(2):
             for definition in once:
                 if definition.name not in self._places:
                     self._place(definition, propagation)
 
     def of_node(self, definition: Any) -> str:
-        """The device of a node that is computed once."""
+        """Returns the device of a node that is computed once."""
         return self._places.get(definition.name, self.home)
 
     def of_whole(self, output: Output) -> str:
-        """The device on which the whole of a tensor is put together: where it is first wanted."""
+        """Returns the device on which a whole tensor is combined: where it is first needed."""
         return self._wanted.get(output, self.home)
 
     def _place(self, definition: Any, propagation: Propagation) -> None:

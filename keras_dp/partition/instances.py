@@ -8,16 +8,16 @@ from keras_dp.partition.graph import Output, name_of
 
 @dataclasses.dataclass(frozen=True)
 class Feeds:
-    """Names of the tensors that the partitioned graph is given.
+    """The names of the tensors that the partitioned graph is given.
 
     Attributes:
         batch_rows: B, int32.
-        begins: for each tower the number of its first row, int32.
-        rows: for each tower how many rows it computes with, int32: at least one.
-        own_rows: for each tower how many of these are its own, int32: none if it has borrowed one.
-        is_alive: for each tower whether it has rows of its own, bool.
-        whole: for each argument of the step the tensor of the whole batch.
-        slices: for each argument that has rows the N slices.
+        begins: for each tower, the index of its first row, int32.
+        rows: for each tower, the number of rows that it computes with, int32; at least 1.
+        own_rows: for each tower, how many of these rows are its own, int32; 0 if it has borrowed a row.
+        is_alive: for each tower, whether it has rows of its own, bool.
+        whole: for each argument of the step, the tensor of the whole batch.
+        slices: for each argument that has rows, the N slices.
     """
 
     batch_rows: str
@@ -31,13 +31,13 @@ class Feeds:
 
 @dataclasses.dataclass
 class Instances:
-    """Names traced nodes in the partitioned graph.
+    """Maps each traced node to its instances, the nodes that compute it in the partitioned graph.
 
     Attributes:
-        slices: for each argument that has rows the N slices.
-        home: by traced node, the one at home.
-        towers: by traced node, the N on the towers.
-        shapes: by traced node, the N on the towers that count the tower's own rows.
+        slices: for each argument that has rows, the names of the N slices.
+        home: by traced node, the name of the instance at home.
+        towers: by traced node, the names of the N instances on the towers.
+        shapes: by traced node, the names of the N instances on the towers that count each tower's own rows.
     """
 
     slices: Mapping[str, Sequence[str]]
@@ -46,6 +46,6 @@ class Instances:
     shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def part(self, output: Output, tower: int) -> str:
-        """Returns the instance of a tensor on a tower."""
+        """Returns the name of a tensor's instance on a tower."""
         name, port = output
         return self.slices[name][tower] if name in self.slices else name_of(self.towers[name][tower], port)

@@ -1,4 +1,4 @@
-"""Write variables when all towers have met, so that a failed step leaves them."""
+"""Write variables after all towers have met, so that a failed step leaves them unchanged."""
 
 from collections.abc import Collection, Iterable, Set
 from typing import Any
@@ -11,20 +11,20 @@ _CHECKS = ("Assert", "EagerPyFunc", "PyFunc")
 
 
 def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Collection[str]) -> None:
-    """Has whatever writes variables wait for all meetings and checks of a step.
+    """Makes the operations that write variables wait for all meetings and checks of a step.
 
-    Only what depends on the batch waits. What leads to another meeting or check, as the update of one network before that of
-    another one in the same step, cannot wait for it, and is written when it is reached.
+    A write waits only if it depends on the batch. A write that leads to another meeting or check cannot wait for it, and
+    happens when it is reached. An example is the update of one network before the update of another network in the same step.
 
     Args:
-        graph: the partitioned graph, in the order in which its nodes depend on each other.
-        variables: names of the tensors that refer to variables.
-        meetings: names of the nodes where towers meet.
+        graph: the partitioned graph, with its nodes in topological order.
+        variables: the names of the tensors that refer to variables.
+        meetings: the names of the nodes where towers meet.
     """
     nodes = list(graph.function.node_def)
     handles = {graph.given[name] for name in variables if name in graph.given}
     awaited = {name.split(":")[0] for name in meetings} | {node.name for node in nodes if node.op in _CHECKS}
-    # What does not depend on the batch, as the count of the steps, happens on one device even when the data have ended.
+    # On one device, a write that does not depend on the batch, such as the step count, happens even when the data have ended.
     of_batch = awaited.union(graph.given.values()) - handles
     sources = {node.name: [name.partition(":")[0] for name in node.input] for node in nodes}
     for name, inputs in sources.items():

@@ -1,9 +1,9 @@
 """Combine the workers' variances with their means in one message.
 
-On one device the mean has to be there first, and workers would meet twice. Instead, each takes the variance of its rows around
-their mean, and both are put together: with s_i, the share that worker i has of the rows, the mean is the sum of s_i m_i, and
-the variance that of s_i (v_i + (m_i - mean)^2). That is the law of total variance (Chan, Golub and LeVeque 1983, "Algorithms
-for Computing the Sample Variance", formulas 2.1a and 2.1b, for any number of parts).
+One device computes the mean before the variance, so that workers would meet twice. Instead, each worker takes the variance v_i
+of its own rows around their own mean m_i, and sends both together. Let s_i be the share of the rows that worker i has. Then the
+mean is the sum of s_i m_i, and the variance is the sum of s_i (v_i + (m_i - mean)^2). This is the law of total variance (Chan,
+Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", formulas 2.1a and 2.1b, for any number of parts).
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from keras_dp.partition.placements import REPLICATE, Facts, Partial, Shard
 
 @dataclasses.dataclass(frozen=True)
 class Variance(Partial):
-    """A part on each tower of the variance around the mean of the worker's rows.
+    """A variance of which each tower has a part, around the mean of its worker's rows.
 
     Attributes:
-        mean: that of all workers' rows.
+        mean: the mean of all workers' rows.
     """
 
     reduction: str = "variance"
@@ -32,13 +32,13 @@ class Variance(Partial):
 def mean_of_variance(
     node: Node, sources: Mapping[str, list[Output]], nodes: Mapping[str, Any], facts: Mapping[Output, Facts]
 ) -> tuple[Output, Output] | None:
-    """The rows, and their mean, of a mean over rows that is their variance; None if it is none.
+    """Returns the rows and their mean if a node computes the variance of rows; else None.
 
     Args:
-        node: the mean.
+        node: a mean over rows.
         sources: by node, the outputs that it takes.
         nodes: the nodes before it, by name.
-        facts: of their outputs.
+        facts: the facts of their outputs.
     """
     distances, axes = sources[node.name]
     if nodes[distances[0]].op != "SquaredDifference" or node.dtype(0).size < tf.float32.size:
@@ -53,13 +53,13 @@ def mean_of_variance(
 
 
 def plan_of_variance(mean: Output, rows: Facts, shape: Any, part_of_mean: Callable[..., str]) -> Plan:
-    """The plan of a variance, which takes the rows, the parts of their mean, and axes.
+    """Plans a variance, whose inputs are the rows, the parts of their mean, and the axes.
 
     Args:
-        mean: that of all workers' rows.
-        rows: facts of the rows.
-        shape: of the variance; see `Facts`.
-        part_of_mean: makes a tower's part of the mean of distances; see `Plan.instance`.
+        mean: the mean of all workers' rows.
+        rows: the facts of the rows.
+        shape: the shape of the variance; see `Facts`.
+        part_of_mean: makes a tower's part of the mean of the distances; see `Plan.instance`.
     """
 
     def instance(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:

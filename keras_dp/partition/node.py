@@ -1,4 +1,4 @@
-"""Show rules a node of the graph, and hold the plan that they make for it."""
+"""Describe a node of the graph to rules, and hold the plan that a rule makes for it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from keras_dp.partition.rows import Number, Rows, Size
 
 @dataclasses.dataclass
 class Plan:
-    """Plans how a node is computed.
+    """The plan of how a node is computed.
 
     Attributes:
         outputs: the `Facts` of each output.
         needs: for each input, the form in which a tower takes it; None if the node is computed once, at home.
         instance: makes a tower's instance of the node, as `instance(builder, node, tower, inputs)`, and returns its name; None
-            if that is a copy of the node.
-        also_at_home: whether the whole result can be computed at home as well, without a gather.
+            if the instance is a copy of the node.
+        also_at_home: whether home can compute the whole result, too, without a gather.
         gathers: the inputs whose rows are gathered although the node is computed on towers.
     """
 
@@ -37,29 +37,34 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """The dtype of a tensor, and its shape: a list of `int`s and of `Size`s by name; None if its rank is not known."""
+    """The dtype and the shape of a tensor.
+
+    Attributes:
+        dtype: the dtype.
+        shape: a list of `int`s and of `Size`s by name; None if the rank is not known.
+    """
 
     dtype: tf.DType
     shape: list[Any] | None
 
     @property
     def rank(self) -> int | None:
-        """Returns the number of axes of the tensor, if that is known."""
+        """The number of axes; None if it is not known."""
         return None if self.shape is None else len(self.shape)
 
     def spec(self) -> tf.TensorSpec:
-        """As TensorFlow says it."""
+        """Returns the dtype and the shape as a `tf.TensorSpec`."""
         return tf.TensorSpec(self.shape and [size if isinstance(size, int) else None for size in self.shape], self.dtype)
 
 
 class Node:
-    """A node, with what is known of its inputs.
+    """A node, with the known facts of its inputs.
 
     Attributes:
-        name: of the node in the graph.
-        type: of its operation, such as "MatMul".
+        name: the node's name in the graph.
+        type: the type of its operation, such as "MatMul".
         inputs: the `Facts` of each input.
-        statics: of each input.
+        statics: the `Static` of each input.
         results: the `Static` of each output, as far as TensorFlow knows it.
         in_loop: whether the node is in the body of a loop or branch that each tower runs by itself.
     """
@@ -76,23 +81,23 @@ class Node:
         self.in_loop = in_loop
 
     def shape(self, i: int) -> list[Any] | None:
-        """The shape of an input; None if not even its rank is known."""
+        """Returns the shape of an input; None if its rank is not known."""
         return self.statics[i].shape
 
     def rank(self, i: int) -> int | None:
-        """Returns the number of axes of an input."""
+        """Returns the number of axes of an input; None if it is not known."""
         return self.statics[i].rank
 
     def dtype(self, i: int) -> tf.DType:
-        """The dtype of an input."""
+        """Returns the dtype of an input."""
         return self.statics[i].dtype
 
     def result_rank(self, k: int = 0) -> int | None:
-        """Returns the number of axes of an output."""
+        """Returns the number of axes of an output; None if it is not known."""
         return self.results[k].rank
 
     def sizes(self, i: int) -> list[Number] | None:
-        """The shape of an input, in which the rows are `Rows`."""
+        """Returns the shape of an input, with `Rows` as the size of the axis of its rows."""
         shape, placement = self.shape(i), self.inputs[i].placement
         if shape is None:
             return None
@@ -102,43 +107,43 @@ class Node:
         return sizes
 
     def flag(self, attribute: str) -> bool:
-        """An attribute that is true or false."""
+        """Returns a boolean attribute; False if the node does not have it."""
         return bool(self.definition.attr[attribute].b) if attribute in self.definition.attr else False
 
     def integer(self, attribute: str) -> int:
-        """An attribute that is an integer."""
+        """Returns an integer attribute; 0 if the node does not have it."""
         return int(self.definition.attr[attribute].i) if attribute in self.definition.attr else 0
 
     def integers(self, attribute: str) -> list[int]:
-        """An attribute that is a list of integers."""
+        """Returns an attribute that is a list of integers; an empty list if the node does not have it."""
         return list(self.definition.attr[attribute].list.i) if attribute in self.definition.attr else []
 
     def fixes_rows(self, attribute: str) -> bool:
-        """Whether an attribute that is a shape says how many rows the first input has, all together."""
+        """Returns whether an attribute that is a shape fixes how many rows the first input has on all towers together."""
         placement, shape = self.inputs[0].placement, self.definition.attr[attribute].shape
         return isinstance(placement, Shard) and not shape.unknown_rank and shape.dim[placement.axis].size != -1
 
     def text(self, attribute: str) -> str:
-        """An attribute that is text."""
+        """Returns a text attribute; an empty string if the node does not have it."""
         return self.definition.attr[attribute].s.decode() if attribute in self.definition.attr else ""
 
     def result_dtype(self, k: int = 0) -> tf.DType:
-        """The dtype of an output."""
+        """Returns the dtype of an output."""
         return self.results[k].dtype
 
     def is_sum(self, i: int) -> bool:
-        """Whether an input is a part of a sum on each tower."""
+        """Returns whether an input is a part of a sum on each tower."""
         return self.inputs[i].placement == Partial("sum")
 
     def is_shard(self, i: int) -> bool:
-        """Whether an input has rows."""
+        """Returns whether an input has rows."""
         return isinstance(self.inputs[i].placement, Shard)
 
     def is_list(self, i: int) -> bool:
-        """Whether an input is a TensorList on each tower."""
+        """Returns whether an input is a TensorList on each tower."""
         return isinstance(self.inputs[i].placement, ListOf)
 
 
 def is_named(size: Any) -> bool:
-    """Whether a size is known by name only."""
+    """Returns whether a size is known by name only."""
     return isinstance(size, Size)

@@ -15,22 +15,22 @@ _PART, _TOTAL = "keras_dp_own_part", "keras_dp_total_of_own"
 
 
 def own_part(x: Tensor) -> Tensor:
-    """A tower's part of a sum, taken by this tower for the sum. Its gradient, too, is what the tower alone gives."""
+    """Returns each tower's own part of a sum, to use in place of the sum. Its gradient, too, is the tower's own part."""
     return _marked(x, _PART)
 
 
 def total_of_own(x: Tensor) -> Tensor:
-    """The sum over the towers of what each has of its own. No gradient goes through it."""
+    """Returns the sum over the towers of their own values. No gradient flows through it."""
     return _marked(tf.stop_gradient(x), _TOTAL)
 
 
 def is_own_part(name: str) -> bool:
-    """Whether a node is that of `own_part`, or of its gradient."""
+    """Returns whether `own_part` or its gradient made a node."""
     return _is_in(name, _PART)
 
 
 def is_total_of_own(name: str) -> bool:
-    """Whether a node is that of `total_of_own`."""
+    """Returns whether `total_of_own` made a node."""
     return _is_in(name, _TOTAL)
 
 
@@ -43,8 +43,9 @@ def _marked(x: Tensor, scope: str) -> Tensor:
         return tf.raw_ops.Snapshot(input=x)
 
 
-# Nothing else in TensorFlow's Python makes this operation, and it has no gradient. A tf.custom_gradient would be registered for
-# good, and would keep the graph with it. A module that is imported once more finds its gradient registered.
+# Nothing else in TensorFlow's Python code makes this operation, and TensorFlow registers no gradient for it. TensorFlow would
+# register a tf.custom_gradient forever, which keeps its graph alive. A second import of this module finds the gradient
+# registered.
 with contextlib.suppress(KeyError):
 
     @tf.RegisterGradient("Snapshot")

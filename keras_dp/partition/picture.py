@@ -5,22 +5,22 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-# Kinds of exchanges with names of their own colours; every reduction is drawn as a sum.
+# The kinds of exchanges with colours of their own. All other kinds have the colour of a sum.
 _COLOURS = {"sum": "#2b6cb0", "gather": "#c05621", "cut": "#2f855a"}
 _GREY, _TEXT = "#cbd5e0", "#2d3748"
 _ROW, _COLUMN, _LEFT, _RIGHT, _TOP = 22, 84, 20, 640, 84
-_LABEL = 64  # letters of a name
+_LABEL = 64  # the most characters of a label
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One meeting in the picture, or several that follow each other.
+    """A line of the picture: one meeting, or several successive ones of the same kind.
 
     Attributes:
         kind: "sum" or another reduction, "gather" or "cut".
-        label: what meets.
-        tensors: how many.
-        bytes: of all of them; None if not all sizes are known.
+        label: the name of the tensor, or of the scope of several tensors.
+        tensors: the number of tensors.
+        bytes: the bytes of all tensors; None if not all sizes are known.
     """
 
     kind: str
@@ -30,12 +30,12 @@ class Line:
 
 
 def draw(title: str, devices: Sequence[str], home: str, lines: Sequence[Line]) -> str:
-    """An SVG picture of the meetings, from the first to the last.
+    """Draws the meetings, from the first to the last, and returns an SVG picture.
 
     Args:
-        title: stands above.
-        devices: of the N towers.
-        home: the device of whatever happens once.
+        title: the title above the picture.
+        devices: the devices of the N towers.
+        home: the device of the operations that are computed once.
         lines: the meetings.
     """
     columns = [_LEFT + _COLUMN // 2 + i * _COLUMN for i in range(len(devices) + 1)]
@@ -59,7 +59,7 @@ def _meeting(line: Line, columns: Sequence[int], right: int, y: int) -> list[str
     dashes = ' stroke-dasharray="4 3"' if line.bytes is None else ""
     ends = f'x1="{home}" y1="{y}" x2="{towers[-1]}" y2="{y}"'
     drawn = [f'<line {ends} stroke="{colour}" stroke-width="{_width(line.bytes):.1f}"{dashes}/>']
-    # Sums and gathered rows arrive at home; what is cut arrives at the towers.
+    # Sums and gathered rows arrive at home; slices arrive at the towers.
     arrivals = towers if line.kind == "cut" else [home]
     for x in columns:
         fill = colour if x in arrivals else "white"
@@ -79,7 +79,7 @@ def _legend(right: int) -> str:
 
 
 def _width(number: int | None) -> float:
-    """1 pixel up to 100 bytes, and 1.5 more for each power of ten."""
+    """Returns a width in pixels: 1 up to 100 bytes, and 1.5 more for each power of ten."""
     return 1 + 1.5 * max(0.0, math.log10((number or 1) / 100))
 
 
@@ -89,7 +89,7 @@ def _text(x: int, y: int, text: str, weight: str = "normal", anchor: str = "star
 
 
 def bytes_in_words(number: int) -> str:
-    """A number of bytes with its unit."""
+    """Returns a number of bytes with its unit."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -10,15 +10,15 @@ from keras_dp.partition.rows import GLOBAL, Number, Rows
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """The same for the whole batch: there is one, at home."""
+    """The placement of a tensor that is the same for the whole batch, and exists once, at home."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One entry for each row: a tower has those of its own rows.
+    """The placement of a tensor that has entries for each row; a tower has the entries of its own rows.
 
     Attributes:
-        axis: along which the rows are.
+        axis: the axis of the rows.
         blocks: the segments of this axis, as in `Rows`.
     """
 
@@ -28,7 +28,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """A part on each tower, of which all together make the tensor.
+    """The placement of a tensor of which each tower has a part; the reduction of all parts is the tensor.
 
     Attributes:
         reduction: "sum", "max", "min", "prod", "all" or "any"; or "variance" (see `moments`).
@@ -39,7 +39,7 @@ class Partial:
 
 @dataclasses.dataclass(frozen=True)
 class ListOf:
-    """A TensorList on each tower.
+    """The placement of a TensorList on each tower.
 
     Attributes:
         element: the `Facts` of its elements; None while it is empty.
@@ -50,7 +50,10 @@ class ListOf:
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """A value that each tower has for itself, as the moments of its slice are. One device has no such thing: see `own`."""
+    """The placement of a value that each tower has for itself, such as the moments of its slice.
+
+    One device has no such value: see `own`.
+    """
 
 
 Placement = Replicate | Shard | Partial | ListOf | Own
@@ -59,12 +62,12 @@ REPLICATE, OWN = Replicate(), Own()
 
 @dataclasses.dataclass(frozen=True)
 class LocalShape:
-    """The form in which a tower takes a shape: counting its own rows."""
+    """The form of a shape that counts the tower's own rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AnyShape:
-    """The form of integers of which the tower's own and those of the whole batch lead to the same."""
+    """The form of integers for which the tower's own version and the whole batch's version give the same result."""
 
 
 LOCAL_SHAPE, ANY_SHAPE = LocalShape(), AnyShape()
@@ -73,12 +76,12 @@ Need = Placement | LocalShape | AnyShape
 
 @dataclasses.dataclass(eq=False)
 class Facts:
-    """Collects the facts of a tensor.
+    """The facts of a tensor that are known before there is a batch.
 
     Attributes:
         placement: where its rows are.
-        entries: of a small tensor of integers, an object array of numbers (see `rows`); None if they are not known.
-        shape: numbers that TensorFlow does not know, None where they are not known either; for a resource, its handle data.
+        entries: for a small tensor of integers, an object array of numbers (see `rows`); None if they are not known.
+        shape: the sizes that rules know beyond TensorFlow, with None for each unknown size; for a resource, its handle data.
     """
 
     placement: Placement = REPLICATE
@@ -99,26 +102,26 @@ class Facts:
 
     @property
     def numbers(self) -> list[Number] | None:
-        """The entries as a list, or None if they are not known."""
+        """The entries as a list; None if they are not known."""
         return None if self.entries is None else list(self.entries.flat)
 
     @property
     def integers(self) -> list[int] | None:
-        """The entries, if all are plain integers."""
+        """The entries as a list, if all are plain integers; else None."""
         numbers = self.numbers
         return numbers if numbers is not None and all(isinstance(number, int) for number in numbers) else None
 
     def counts_rows(self) -> bool:
-        """Whether an entry is a multiple of the number of rows, which is another one on each tower."""
+        """Returns whether an entry is a multiple of the number of rows, which differs from tower to tower."""
         return self.entries is not None and any(isinstance(number, Rows) for number in self.entries.flat)
 
     def is_local_shape(self) -> bool:
-        """Whether the tower's own version of the entries is known to be a shape of the tower's own rows."""
+        """Returns whether the entries are known to have a version that counts the tower's own rows."""
         return self.entries is not None and GLOBAL not in self.entries.flat
 
 
 def array_of(numbers: Any) -> np.ndarray:
-    """An object array of numbers, of the shape of a nested list."""
+    """Returns an object array: with one axis for a list of numbers, without axes for one number."""
     if isinstance(numbers, list):
         result = np.empty(len(numbers), object)
         for i, number in enumerate(numbers):

@@ -41,8 +41,8 @@ class Gathered:
     """A node that is computed once, from gathered rows.
 
     Attributes:
-        type: of its operation.
-        name: of the node.
+        type: the type of its operation.
+        name: the node's name.
         reason: why no tower computes it.
     """
 
@@ -52,7 +52,7 @@ class Gathered:
 
 
 class CannotGatherError(Exception):
-    """A tensor exists on towers alone, and is needed at home: its node has to be computed there."""
+    """Reports that a tensor is needed at home but cannot be gathered, so that its node has to be computed at home."""
 
     def __init__(self, node: str):
         super().__init__(node)
@@ -64,19 +64,19 @@ class Propagation:
 
     Args:
         traced: the graph.
-        arguments: facts of its placeholders, by name.
-        at_home: names of nodes that are to be computed at home, whatever their rule says.
+        arguments: the facts of its placeholders, by name.
+        at_home: the names of nodes that are computed at home, regardless of their rules.
         in_loop: whether the graph is the body of a loop or branch, which each tower runs by itself.
 
     Attributes:
-        facts: by output.
-        plans: by node.
+        facts: the facts of each output.
+        plans: the plan of each node, by name.
         nodes: the NodeDefs, by name.
         sources: by node, the outputs that it takes.
-        awaited: by node, the nodes after which it runs besides.
-        gathered: the nodes that are computed once from rows that had to be gathered.
-        obstacle: of a body, why it cannot run on towers as it is; None if it can.
-        bodies: of the functions that nodes run.
+        awaited: by node, the nodes of its control inputs.
+        gathered: the nodes that are computed once, from gathered rows.
+        obstacle: for a body, why it cannot run unchanged on towers; None if it can.
+        bodies: the propagations through the functions that nodes run.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Propagation:
                 self.obstacle = self._obstacle(node)
 
     def static(self, output: Output) -> Static:
-        """The dtype and shape of an output, as far as TensorFlow or the rules know it."""
+        """Returns the dtype and the shape of an output, as far as TensorFlow or the rules know them."""
         static = self.traced.statics[output[0]][output[1]]
         facts = self.facts.get(output)
         if facts is not None and facts.entries is not None and not axes_of_a_gradient(facts):
@@ -123,7 +123,7 @@ class Propagation:
         return Static(static.dtype, [size if isinstance(size, int) or known is None else known for size, known in pairs])
 
     def view(self, definition: Any) -> Node:
-        """A node as rules see it."""
+        """Returns a node as rules see it."""
         sources = self.sources[definition.name]
         inputs = [self.facts[source] for source in sources]
         statics = [self.static(source) for source in sources]
@@ -132,13 +132,14 @@ class Propagation:
     def body(
         self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
     ) -> "tuple[Propagation, list[Facts]]":
-        """The propagation through a function that each tower would run by itself, and the facts of its outputs.
+        """Returns the propagation through a function that each tower would run by itself, and the facts of its outputs.
 
         Args:
-            name: of the function.
-            arguments: facts of its arguments.
-            statics: of the tensors that it is called with.
-            known_shapes: whether the arguments have the shapes of these; those of a loop may change from round to round.
+            name: the function's name.
+            arguments: the facts of its arguments.
+            statics: the statics of the tensors that it is called with.
+            known_shapes: whether the arguments keep the shapes of these tensors. The shapes of a loop's variables may change
+                from round to round.
         """
         shapes: list[Any] = []
         handles: list[Any] = []
@@ -175,7 +176,7 @@ class Propagation:
         counts_rows = any(facts.counts_rows() for facts in node.inputs)
         entries = evaluate(node) if _is_small(node) else None
         if not is_spread and not counts_rows and node.type not in _LISTS:
-            # A shape may be known beyond what TensorFlow knows of it, in loops.
+            # In loops, rules may know more of a shape than TensorFlow does.
             shape = node.shape(0) if len(node.inputs) == len(node.results) == 1 and node.type in ("Identity", "Cast") else None
             return Plan([Facts(REPLICATE, None if entries is None else entries[k], shape) for k in range(len(node.results))])
         if entries is not None and all(known is not None for known in entries) and (node.type in _SHAPES or not is_spread):
@@ -196,19 +197,19 @@ class Propagation:
         return plan
 
     def _as_variance(self, node: Node, plan: Plan) -> Plan:
-        """The plan of a mean over rows, which may be a variance: then it takes the rows in place of the distances."""
+        """Plans a mean over rows. If it computes a variance, it takes the rows in place of the distances."""
         found = mean_of_variance(node, self.sources, self.nodes, self.facts)
         if found is None or plan.instance is None:
             return plan
         rows, mean = found
         if not set(self.awaited[node.name]) <= set(self.awaited[mean[0]]):
-            # It waits for what may be made of the mean, which would come with it.
+            # The node waits for others that may depend on the mean, but the mean would come in the same message.
             return plan
         self.sources[node.name] = [rows, mean, self.sources[node.name][1]]
         return plan_of_variance(mean, self.facts[rows], plan.outputs[0].shape, plan.instance)
 
     def _with_own(self, node: Node) -> Plan:
-        """The plan of a node that takes values that towers have for themselves."""
+        """Plans a node that takes values that each tower has for itself."""
         rule = RULES.get(node.type)
         if node.type == "Snapshot":
             plan = rule(node) if rule else None
@@ -222,12 +223,12 @@ class Propagation:
             plan = None if has_rows and found is None else with_own(node, found)
         if plan is None or not self._is_sound(node, plan):
             raise ValueError(
-                f"{node.type} {node.name!r} takes a value that each tower has for itself, and meets rows of other towers."
+                f"{node.type} {node.name!r} combines a value that each tower has for itself with rows of other towers."
             )
         return plan
 
     def _is_sound(self, node: Node, plan: Plan) -> bool:
-        """Whether each shape of which a tower takes its own version is known to have one."""
+        """Returns whether each shape that a tower takes in its own version is known to have one."""
         needs = plan.needs or [REPLICATE] * len(node.inputs)
         return all(facts.is_local_shape() for facts, need in zip(node.inputs, needs, strict=True) if need == LOCAL_SHAPE)
 
@@ -239,7 +240,7 @@ class Propagation:
         return "rows meet rows" if node.type in RULES else "the operation has no rule"
 
     def _once(self, node: Node, reason: str) -> Plan:
-        """The plan of a node that is computed at home."""
+        """Plans a node that is computed at home."""
         if any(node.is_list(i) for i in range(len(node.inputs))) and not self.in_loop:
             for (source, _), facts in zip(self.sources[node.name], node.inputs, strict=True):
                 if isinstance(facts.placement, ListOf) and not self.plans[source].also_at_home:
@@ -249,12 +250,12 @@ class Propagation:
         return Plan([Facts() for _ in node.results])
 
     def _obstacle(self, definition: Any) -> str | None:
-        """Why a node of a body cannot run on each tower as it is."""
+        """Returns why a node of a body cannot run unchanged on each tower; None if it can."""
         plan, where = self.plans[definition.name], f"{definition.op} {definition.name!r}"
         if self.gathered:
             return f"{where}: {self.gathered[-1].reason}"
         stateless = (*_READS, *control_flow.TYPES, "Placeholder")
-        # A function that the rule has not looked into may have effects as well.
+        # A function that no rule has looked into may have effects, too.
         is_unseen = definition.op in control_flow.TYPES and plan.is_at_home
         if is_stateful(definition.op) and (is_unseen or definition.op not in stateless):
             return f"{where} has effects"
@@ -283,7 +284,7 @@ class Propagation:
 
 
 def _is_there(facts: Facts, need: Need, static: Static) -> bool:
-    """Whether a tower has a tensor in the form that it needs, in a body without exchanges."""
+    """Returns whether a tower has a tensor in the form that it needs, in a body without exchanges."""
     if isinstance(need, Shard):
         is_one = facts.placement == REPLICATE and static.shape is not None and static.shape[need.axis] == 1
         return facts.placement == need or is_one
@@ -297,7 +298,7 @@ def _is_there(facts: Facts, need: Need, static: Static) -> bool:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether all outputs are integers, few enough to be looked into."""
+    """Returns whether all outputs are integers, and few enough to evaluate."""
     for result in node.results:
         if result.dtype not in _INTEGERS:
             return False
@@ -312,7 +313,7 @@ def _is_small(node: Node) -> bool:
 
 
 def _constant(definition: Any) -> np.ndarray | None:
-    """The entries of a constant of few integers."""
+    """Returns the entries of a constant of few integers; None for other constants."""
     if tf.as_dtype(definition.attr["dtype"].type) not in _INTEGERS:
         return None
     value = tf.make_ndarray(definition.attr["value"].tensor)
@@ -320,12 +321,12 @@ def _constant(definition: Any) -> np.ndarray | None:
 
 
 def axes_of_a_gradient(facts: Facts) -> bool:
-    """Whether a tensor holds the axes to sum a gradient over, of which it is not known how many there are."""
+    """Returns whether a tensor holds the axes over which a gradient is summed, whose number may be unknown."""
     return bool(facts.numbers) and isinstance(facts.numbers[0], BroadcastAxes)  # type: ignore[index]
 
 
 def axes_to_sum(facts: Facts) -> list[int] | None:
-    """The axes over which a gradient is summed, if all are known."""
+    """Returns the axes over which a gradient is summed, if all are known; else None."""
     numbers = facts.numbers
     if numbers and isinstance(numbers[0], BroadcastAxes) and numbers[0].surely == numbers[0].perhaps:
         return sorted(numbers[0].surely)

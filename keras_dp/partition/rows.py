@@ -1,8 +1,8 @@
-"""Follow numbers that count rows, before there is a batch.
+"""Calculate with numbers that count rows, before there is a batch.
 
-A size is an `int`, a `Size` that does not depend on the batch, a `Rows` that is a multiple of the number of rows, or `GLOBAL`,
-which depends on the number of rows in some other way. As a shape, a `Rows` is the number of the tower's own rows; as a number,
-as the denominator of a mean, it is that of the global batch.
+A number is an `int`, a `Size`, a `Rows` or `GLOBAL`. A `Size` does not depend on the batch. A `Rows` is a multiple of the
+number of rows. `GLOBAL` depends on the number of rows in some other way. As a shape, a `Rows` counts the tower's own rows. As a
+number, such as the denominator of a mean, it counts the rows of the global batch.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ _LONGEST_NAME = 120
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A size that is known by name only: a coefficient times the product of sizes of tensors.
+    """A size that is known by name only: a coefficient times a product of sizes of tensors.
 
     Attributes:
-        coefficient: a number.
-        factors: names, sorted. The same name stands for the same size.
+        coefficient: an integer.
+        factors: the names of the sizes, sorted. Equal names stand for equal sizes.
     """
 
     coefficient: int
@@ -29,19 +29,19 @@ class Size:
 
     @classmethod
     def named(cls, name: str) -> "Size":
-        """The size with a name of its own."""
+        """Returns the size of this name."""
         return cls(1, (name,))
 
     def __str__(self) -> str:
         return "*".join([*([str(self.coefficient)] if self.coefficient != 1 else []), *self.factors])
 
 
-# The number of rows of the whole batch, along an axis of which every tower has all entries.
+# The number of rows of the whole batch, as the size of an axis of which every tower has all entries.
 ALL_ROWS = Size.named("all rows")
 
 
 class _Global:
-    """A number that depends on the number of rows, and is no multiple of it."""
+    """A number that depends on the number of rows, but is not a `Rows`."""
 
     def __repr__(self) -> str:
         return "GLOBAL"
@@ -55,15 +55,15 @@ class Rows:
     """A multiple of the number of rows, in segments.
 
     Attributes:
-        blocks: for each segment, how many entries it has for each row, an `int` or a `Size`. (1,) counts the rows of the batch;
-            (3,) counts three entries for each row, row by row; (1, 1) counts two batches, one behind the other.
+        blocks: for each segment, the number of its entries for each row, an `int` or a `Size`. (1,) counts the rows of the
+            batch. (3,) counts three entries for each row, row by row. (1, 1) counts two batches, one after the other.
     """
 
     blocks: tuple[Any, ...] = (1,)
 
     @property
     def total(self) -> Number:
-        """Entries for each row, in all segments together."""
+        """The number of entries for each row, in all segments together."""
         total = self.blocks[0]
         for block in self.blocks[1:]:
             total = add(total, block)
@@ -71,7 +71,7 @@ class Rows:
 
 
 def multiply(a: Number, b: Number) -> Number:
-    """A x b."""
+    """Returns a times b."""
     if isinstance(b, Rows) and not isinstance(a, Rows):
         a, b = b, a
     if 0 in (a, b):
@@ -84,7 +84,7 @@ def multiply(a: Number, b: Number) -> Number:
 
 
 def add(a: Number, b: Number) -> Number:
-    """A + b."""
+    """Returns a + b."""
     if 0 in (a, b):
         return b if a == 0 else a
     if isinstance(a, Rows) and isinstance(b, Rows):
@@ -99,7 +99,7 @@ def add(a: Number, b: Number) -> Number:
 
 
 def subtract(a: Number, b: Number) -> Number:
-    """A - b."""
+    """Returns a - b."""
     if isinstance(a, Rows) and isinstance(b, Rows):
         x, y = a.total, b.total
         if x == y:
@@ -111,7 +111,7 @@ def subtract(a: Number, b: Number) -> Number:
 
 
 def divide(a: Number, b: Number) -> Number:
-    """A // b, for sizes, which are not negative."""
+    """Returns a // b, for sizes, which are not negative."""
     if b == 1:
         return a
     if isinstance(a, Rows) and isinstance(b, Rows):
@@ -129,7 +129,7 @@ def divide(a: Number, b: Number) -> Number:
 
 
 def exactly(a: Number, b: Number) -> Number | None:
-    """A / b if b is known to divide a, of numbers that do not depend on rows; else None."""
+    """Returns a / b if b is known to divide a, for numbers that do not depend on rows; else None."""
     if GLOBAL in (a, b) or _coefficient(b) == 0 or _coefficient(a) % _coefficient(b):
         return None
     factors = list(_factors(a))
@@ -141,7 +141,7 @@ def exactly(a: Number, b: Number) -> Number | None:
 
 
 def product(numbers: Iterable[Number]) -> Number:
-    """The product of all numbers."""
+    """Returns the product of all numbers."""
     result: Number = 1
     for number in numbers:
         result = multiply(result, number)
@@ -149,7 +149,7 @@ def product(numbers: Iterable[Number]) -> Number:
 
 
 def larger(a: Number, b: Number) -> Number:
-    """The maximum of two numbers."""
+    """Returns the maximum of two numbers."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     if a == b:
@@ -162,7 +162,7 @@ def larger(a: Number, b: Number) -> Number:
 
 
 def derived(operation: str, *numbers: Number) -> Number:
-    """The result of an operation of which nothing else is known, on numbers of which none depends on rows."""
+    """Returns the result of any other operation: a `Size` with a name of its own, or GLOBAL if a number depends on rows."""
     if depends_on_rows(numbers):
         return GLOBAL
     name = f"{operation}({','.join(str(number) for number in numbers)})"
@@ -170,19 +170,19 @@ def derived(operation: str, *numbers: Number) -> Number:
 
 
 def depends_on_rows(numbers: Iterable[Number]) -> bool:
-    """Whether any number depends on the number of rows."""
+    """Returns whether any number depends on the number of rows."""
     return any(isinstance(number, Rows) or number is GLOBAL for number in numbers)
 
 
 def gathered(size: Number) -> Number | None:
-    """The size of an axis once its rows are gathered, None if it is not known."""
+    """Returns the size of an axis after its rows are gathered; None if it is not known."""
     if isinstance(size, Rows):
         return multiply(size.total, ALL_ROWS)
     return None if size is GLOBAL else size
 
 
 def segments_between(blocks: Sequence[Number], start: int, rows: Number) -> int | None:
-    """The end of the segments from `start` on that have so many rows together, or None."""
+    """Returns the end of the segments that begin at `start` and have `rows` entries together; None if there are none."""
     if not isinstance(rows, Rows):
         return None
     total: Number = 0

@@ -5,23 +5,23 @@ from typing import Any
 
 from keras_dp.partition.tensorflow_internals import is_stateful
 
-# What some of them say is about gradients, of which none are taken any more.
+# Some of them affect gradients only, and no more gradients are taken.
 _IDENTITIES = ("Identity", "IdentityN", "PreventGradient", "StopGradient")
 
 
 def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """The nodes that some tensors and operations need, without those that compute what another one does.
+    """Returns the nodes that some tensors and operations need, without nodes that compute the same as another one.
 
-    Whatever waits for an operation that goes, waits for what stands for it, so that effects happen in the order in which they
-    did. Two reads of a variable are one if they wait for the same: between these, nothing has to write.
+    A node that waited for a removed operation waits for its replacement, so that effects keep their order. Two reads of a
+    variable are merged if they wait for the same operations, since no write has to happen between them.
 
     Args:
-        nodes: NodeDefs, which are changed.
+        nodes: NodeDefs, which are changed in place.
         fetches: names of tensors, "operation:0", and of operations, "^operation".
 
     Returns:
-        The nodes, each behind those whose outputs it takes, and the names by which the fetches are found among them:
-        "operation" for the first result of one.
+        The nodes in topological order, and the names of the fetches among them. The first result of an operation has the name
+        "operation".
     """
     nodes = list(nodes)
     needed = needed_nodes(nodes, fetches)
@@ -41,7 +41,7 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
         inputs = [resolved(source) for source in given if source[0] != "^"]
         controls = {control for source in given if source[0] == "^" for control in awaited.get(source, (source,))}
         del node.input[:]
-        # Colocation names an operation that may be gone, and no gradients are taken any more.
+        # Colocation names an operation that may have been removed, and no more gradients are taken.
         node.attr.pop("_class", None)
         node.attr.pop("_gradient_op_type", None)
         if _is_identity(node, inputs, arguments) and not controls:
@@ -49,7 +49,7 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
             awaited[f"^{name}"] = [f"^{source.partition(':')[0]}" for source in inputs]
             continue
         if node.op != "Const":
-            # A constant is there.
+            # A constant has nothing to wait for.
             inputs += sorted(controls)
         if not _has_own_result(node):
             node.name = ""
@@ -66,12 +66,12 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
 
 
 def in_order(nodes: Sequence[Any]) -> Iterable[Any]:
-    """The nodes, each behind those whose outputs it takes."""
+    """Yields the nodes in topological order."""
     by_name = {node.name: node for node in nodes}
     places = {node.name: i for i, node in enumerate(nodes)}
 
     def sources(node: Any) -> Iterator[str]:
-        # Not in the order of names: the workers' may differ, where one has made layers that others have not.
+        # In the order of positions: names may differ between workers if one has made layers that others have not.
         return iter(sorted({name.lstrip("^").partition(":")[0] for name in node.input}, key=places.__getitem__))
 
     seen: set[str] = set()
@@ -93,7 +93,7 @@ def in_order(nodes: Sequence[Any]) -> Iterable[Any]:
 
 
 def needed_nodes(nodes: Iterable[Any], names: Iterable[str]) -> set[str]:
-    """The names of the nodes that tensors or operations depend on, and of those that yield them."""
+    """Returns the names of the nodes that make tensors or operations, and of all nodes that these depend on."""
     inputs_of = {node.name: node.input for node in nodes}
     needed: set[str] = set()
     waiting = list(names)
@@ -106,10 +106,10 @@ def needed_nodes(nodes: Iterable[Any], names: Iterable[str]) -> set[str]:
 
 
 def _is_identity(node: Any, inputs: Iterable[str], arguments: Container[str]) -> bool:
-    """Whether a node gives what it is given; one that stands for an argument stays, since it may be a result."""
+    """Returns whether a node can be replaced by its inputs. An identity of an argument stays, since it may be a result."""
     return node.op in _IDENTITIES and not node.device and all(name not in arguments for name in inputs)
 
 
 def _has_own_result(node: Any) -> bool:
-    """Whether another node of the same kind with the same inputs may give something else: state, randomness, an input."""
+    """Returns whether an equal node with equal inputs may give another result: by state, random numbers, or a feed."""
     return node.op == "Placeholder" or (is_stateful(node.op) and node.op != "ReadVariableOp")

@@ -14,16 +14,16 @@ from keras_dp.partition.rows import GLOBAL, Number, depends_on_rows
 
 Entries = np.ndarray
 
-LARGEST = 64  # entries of a tensor that is looked into
+LARGEST = 64  # the most entries of a tensor that is evaluated
 
 
 @dataclasses.dataclass(frozen=True)
 class BroadcastAxes:
-    """The axes over which the gradient of an operand that was broadcast is summed.
+    """The axes over which the gradient of a broadcast operand is summed.
 
     Attributes:
-        surely: the axes over which it is.
-        perhaps: these, and those of which it is not known.
+        surely: the axes over which it is known to be summed.
+        perhaps: these axes, and the axes for which this is unknown.
     """
 
     surely: frozenset[int]
@@ -31,7 +31,7 @@ class BroadcastAxes:
 
 
 def evaluate(node: Node) -> list[Entries | None] | None:
-    """The entries of each output of a node, from its inputs' sizes and entries; None if nothing is known."""
+    """Computes the entries of each output of a node from its inputs' sizes and entries; None if nothing is known."""
     if node.type in ("Shape", "ShapeN"):
         sizes = [node.sizes(i) for i in range(len(node.inputs))]
         return [None if size is None else array_of(size) for size in sizes]
@@ -56,7 +56,7 @@ def evaluate(node: Node) -> list[Entries | None] | None:
 
 
 class _NotPlainError(Exception):
-    """A number that had to be a plain integer depends on sizes that are not known."""
+    """Reports that a number has to be a plain integer, but depends on unknown sizes."""
 
 
 def _plain(entries: Entries) -> list[int]:
@@ -327,9 +327,9 @@ def _broadcast_shape(node: Node, a: Entries, b: Entries) -> Entries:
 
 @_evaluates("BroadcastGradientArgs")
 def _axes_of_gradients(node: Node, a: Entries, b: Entries) -> list[Entries]:
-    """The axes over which the gradients of both operands are summed: those that they lack, or have one entry of.
+    """Returns the axes over which each operand's gradient is summed: those that it lacks or has one entry along.
 
-    The rows of the batch are taken for more than one: with one row, a sum over them changes nothing.
+    The batch is assumed to have more than one row. With one row, a sum over the rows changes nothing.
     """
     full = max(len(a), len(b))
     shapes = [[1] * (full - len(shape)) + list(shape) for shape in (a, b)]

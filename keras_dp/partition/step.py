@@ -25,12 +25,12 @@ Tensor = Any
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
-    """Tells the towers' rows of the global batch.
+    """The towers' rows of the global batch.
 
     Attributes:
         batch_rows: B, an int32 scalar.
-        begins: N numbers of first rows, int32 scalars.
-        own_rows: N numbers of rows, int32 scalars. A tower whose number is 0 has borrowed one row.
+        begins: the index of each tower's first row, N int32 scalars.
+        own_rows: the number of each tower's rows, N int32 scalars. A tower with 0 rows has borrowed one row.
     """
 
     batch_rows: Tensor
@@ -40,12 +40,12 @@ class RowCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A tensor that a step is given.
+    """A tensor that a step takes.
 
     Attributes:
         spec: its type, with any number of rows.
-        whole: gives the tensor of the whole batch.
-        slices: the N towers' rows of it; None if it has no rows, or none that could be cut.
+        whole: returns the tensor of the whole batch.
+        slices: the N towers' slices; None if the tensor has no rows, or its rows cannot be cut.
     """
 
     spec: tf.TensorSpec
@@ -55,13 +55,13 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Describes a partitioned step.
+    """A partitioned step.
 
     Attributes:
         traced: the graph of the step.
         propagation: the placement of each tensor, and the plan for each node.
-        exchanges: where towers meet.
-        variables: those that the step uses.
+        exchanges: the exchanges between towers.
+        variables: the variables that the step uses.
     """
 
     traced: Traced
@@ -84,23 +84,24 @@ def run_partitioned(
     across: Across | None = None,
     jit_compile: bool = False,
 ) -> tuple[Any, Partition]:
-    """Runs a step on the towers' slices of a batch, with the result of one device and the whole batch.
+    """Runs a step on the towers' slices of a batch, with the result that one device gives for the whole batch.
 
-    The step is traced once, as one device would run it. Every tensor of the graph has a placement (see `placements`); a rule
-    for each operation says what becomes of its inputs' placements. Where rows meet rows, towers exchange what is needed; an
-    operation without a rule is computed once. Whatever has effects happens once, in the order of the traced graph.
+    The step is traced once, as one device would run it. Every tensor of the graph has a placement (see `placements`). A rule
+    for each operation derives the placements of its outputs from the placements of its inputs. Where rows meet rows, towers
+    exchange the tensors that they need. An operation without a rule is computed once. Operations with effects happen once, in
+    the order of the traced graph.
 
     Args:
         step: takes the tensors of a batch, and returns nested tensors.
         arguments: the tensors.
-        rows: of the batch and of each slice.
-        devices: of the N towers.
-        home: the device of whatever happens once, on each worker.
-        across: what the workers tell each other, of which each runs the step on its towers; None for one worker alone.
-        jit_compile: whether XLA compiles what towers compute between exchanges.
+        rows: the numbers of rows of the batch and of each slice.
+        devices: the devices of the N towers.
+        home: the device of the operations that are computed once, on each worker.
+        across: the exchanges between workers, each of which runs the step on its own towers; None for one worker alone.
+        jit_compile: whether XLA compiles the operations of towers between exchanges.
 
     Returns:
-        What the step returns, of the whole batch, and how it was partitioned.
+        The step's result for the whole batch, and the partition of the step.
     """
     # Trace the step as one device runs it.
     trace = Trace(step, [argument.spec for argument in arguments])
@@ -111,7 +112,7 @@ def run_partitioned(
     if jit_compile:
         compile_towers(builder.graph)
 
-    # Call it with the slices.
+    # Call the graph with the slices.
     results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
@@ -129,10 +130,10 @@ def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], device
 
 
 class Trace:
-    """A step traced as one device runs it, with any number of rows.
+    """Traces a step as one device runs it, with any number of rows.
 
     Attributes:
-        concrete: the concrete function, of the tensors of the batch.
+        concrete: the concrete function of the batch's tensors.
     """
 
     def __init__(self, step: Callable[..., Any], specs: Sequence[tf.TensorSpec]):
@@ -145,7 +146,7 @@ class Trace:
         forget_custom_gradients(self.concrete.graph)
 
     def variables(self) -> list[tf.Variable]:
-        """Lists the variables of the step, in the order in which it comes to them."""
+        """Lists the variables of the step, in the order of their first use."""
         by_handle = {id(variable.handle): variable for variable in self.concrete.variables}
         return [by_handle[id(tensor)] for tensor in self.concrete.captured_inputs if id(tensor) in by_handle]
 
@@ -153,7 +154,7 @@ class Trace:
         return tf.nest.flatten(self._result, expand_composites=True)
 
     def packed(self, tensors: Sequence[Tensor]) -> Any:
-        """Packs other tensors as the step's result."""
+        """Packs other tensors in the structure of the step's result."""
         following = iter(tensors)
         leaves = [next(following) if _is_tensor(leaf) else leaf for leaf in self._leaves()]
         return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
@@ -171,18 +172,20 @@ def build(
     more: Collection[str] = (),
     across: Across | None = None,
 ) -> tuple[Builder, list[str], list[str]]:
-    """Propagates placements and builds the graph, until whatever is needed at home can be had there.
+    """Propagates placements and builds the graph, until every tensor that is needed at home is available there.
+
+    If a tensor is not, the next attempt computes its node at home.
 
     Args:
         traced: the graph of the step.
         arguments: the tensors of the batch.
-        devices: of the N towers.
-        home: the device of whatever happens once.
-        more: names of tensors that are wanted besides the outputs.
-        across: what the workers tell each other, as in `run_partitioned`.
+        devices: the devices of the N towers.
+        home: the device of the operations that are computed once.
+        more: the names of tensors that are wanted in addition to the outputs.
+        across: the exchanges between workers, as in `run_partitioned`.
 
     Returns:
-        The builder, and how it calls the outputs, with those tensors behind them, and the effects.
+        The builder; the names in its graph of the outputs, followed by the additional tensors; the names of the effects.
     """
     facts = {name: Facts() for name in traced.arguments}
     facts |= {name: Facts(Shard(0)) for name, argument in zip(traced.arguments, arguments, strict=False) if argument.slices}
@@ -203,7 +206,7 @@ def build(
 
 @contextlib.contextmanager
 def _garbage_collection_put_off() -> Iterator[None]:
-    """Python would look for cycles among all there is again and again, a third of the time, while nothing but more is made."""
+    """Disables garbage collection while objects are only created. It would take a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -236,7 +239,7 @@ def _feeds(placeholders: Sequence[str], arguments: Sequence[Argument], count: in
 
 
 def given(concrete: Any, traced: Traced, arguments: Sequence[Argument], rows: RowCounts) -> dict[str, Callable[[], Tensor]]:
-    """The tensors that the partitioned graph is given, by name, each made when it is asked for."""
+    """Returns the tensors that the partitioned graph is given, by name, as functions that make them on demand."""
     graph, placeholders = tf.compat.v1.get_default_graph(), traced.arguments
     tensors: dict[str, Callable[[], Tensor]] = {"in/batch_rows": partial(_same, rows.batch_rows)}
     for tower, (begin, own) in enumerate(zip(rows.begins, rows.own_rows, strict=True)):
@@ -260,11 +263,11 @@ def _same(tensor: Tensor) -> Tensor:
 def import_partitioned(
     builder: Builder, tensors: dict[str, Callable[[], Tensor]], outputs: Sequence[str], effects: Sequence[str]
 ) -> list[Tensor]:
-    """Runs the partitioned graph in the current one, and gives its outputs."""
+    """Runs the partitioned graph in the current one, and returns its outputs."""
     return call(builder.graph, tensors, outputs, effects)
 
 
 def keep_alive(concrete: Any, partition: Partition) -> None:
-    """Functions of branches, loops and Python live as long as the graphs that call them."""
+    """Keeps the functions of branches, loops and Python alive as long as the graphs that call them."""
     for graph in graphs_around(tf.compat.v1.get_default_graph()):
         graph._keras_dp_traced = [*getattr(graph, "_keras_dp_traced", []), concrete, partition]

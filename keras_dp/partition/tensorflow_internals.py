@@ -14,20 +14,20 @@ Tensor = Any
 
 
 def body_of(function: Any) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
-    """The nodes of a FunctionDef, with its arguments as placeholders, and how its tensors are called among them."""
+    """Returns the nodes of a FunctionDef, with its arguments as placeholders, and the new names of its tensors, by name."""
     graph_def, names = function_def_to_graph.function_def_to_graph_def(function)
     return graph_def, names
 
 
 def body_with_functions(function: Any) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
-    """As `body_of`, with the functions that the nodes call, as TensorFlow knows them."""
+    """Returns the same as `body_of`, with the functions that the nodes call, as TensorFlow knows them."""
     with tf.init_scope():
         graph_def, names = function_def_to_graph.function_def_to_graph_def(function, include_library_functions=True)
     return graph_def, names
 
 
 def is_stateful(operation_type: str) -> bool:
-    """Whether an operation may give something else with the same inputs, or has effects; those that are not known, may."""
+    """Returns whether an operation has effects or may give another result for equal inputs; True if it is unknown."""
     definition = op_def_registry.get(operation_type)
     return definition is None or definition.is_stateful
 
@@ -46,19 +46,19 @@ def results_of(node: Any) -> list[tuple[str, tf.DType]]:
 
 
 def add_function(function: Any, graph: tf.Graph) -> None:
-    """Makes a FunctionDef known to TensorFlow, for as long as there is a graph; those that import its calls keep that alive."""
+    """Registers a FunctionDef with TensorFlow while a graph lives. Importers of the graph's calls keep the graph alive."""
     context.context().add_function_def(function)
     name = function.signature.name
     weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
 
 
 def is_function(name: str) -> bool:
-    """Whether TensorFlow knows a function by this name."""
+    """Returns whether TensorFlow knows a function of this name."""
     return bool(context.context().has_function(name))
 
 
 def graphs_around(graph: tf.Graph) -> list[tf.Graph]:
-    """A graph of a function, and those in which this is traced: while one is there, the function may be called."""
+    """Lists a function's graph and the function graphs around it. While one of them is alive, the function may be called."""
     around = []
     while isinstance(graph, func_graph.FuncGraph):
         around.append(graph)
@@ -67,9 +67,9 @@ def graphs_around(graph: tf.Graph) -> list[tf.Graph]:
 
 
 def forget_custom_gradients(graph: tf.Graph) -> None:
-    """Has TensorFlow let go of the custom gradients of a graph, which can then no longer be differentiated.
+    """Makes TensorFlow drop the custom gradients of a graph, which can then no longer be differentiated.
 
-    TensorFlow registers each `tf.custom_gradient` in a graph for good, and by that keeps the graph.
+    TensorFlow registers each `tf.custom_gradient` in a graph forever, which keeps the graph alive.
     """
     for operation in graph.get_operations():
         if operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr:
@@ -77,12 +77,12 @@ def forget_custom_gradients(graph: tf.Graph) -> None:
 
 
 def handle_data(tensor: Tensor) -> Any:
-    """The dtype and shape of the variable that a resource tensor refers to; None if it refers to another thing."""
+    """Returns the dtype and the shape of the variable that a resource tensor refers to; None for other tensors."""
     return handle_data_util.get_resource_handle_data(tensor) if tensor.dtype == tf.resource else None
 
 
 def placeholder(dtype: tf.DType, shape: Sequence[int | None] | tf.TensorShape | None, data: Any = None) -> Tensor:
-    """A placeholder in the current graph, for a resource with its handle data."""
+    """Returns a placeholder in the current graph; a resource gets its handle data."""
     made = tf.compat.v1.placeholder(dtype, [] if dtype in (tf.resource, tf.variant) else shape)
     if dtype == tf.resource and data is not None:
         handle_data_util.set_handle_data(made, data)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Where they are installed: a user's project may have a directory of the same name.
+# The directories of the installed libraries: names alone may also fit a directory of a user's project.
 _LIBRARIES = tuple(
     f"{Path(spec.origin).parent}{os.sep}"
     for spec in map(importlib.util.find_spec, ("tensorflow", "keras", "keras_dp"))
@@ -30,7 +30,7 @@ def user_line(graph: tf.Graph, name: str) -> str:
 
 
 def user_line_of_error(error: BaseException) -> str:
-    """Finds the user's line that raised an error, or called its origin: a file and a line; "" if unknown."""
+    """Finds the user's line that raised an error, or that led to it: a file and a line; "" if unknown."""
     return _last_of_the_user(traceback.extract_tb(error.__traceback__))
 
 

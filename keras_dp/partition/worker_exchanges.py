@@ -1,4 +1,4 @@
-"""Exchange between workers what the towers of each have put together."""
+"""Exchange sums and rows between workers, after the towers of each worker have combined theirs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,11 +12,11 @@ from keras_dp.partition.writing import Given
 
 
 class WorkerExchanges:
-    """Writes the exchanges between workers, all of which write the same ones in the same order.
+    """Writes the exchanges between workers. All workers write the same exchanges in the same order.
 
     Args:
-        construction: of the partitioned graph of each worker.
-        across: what the workers tell each other.
+        construction: this worker's partitioned graph under construction.
+        across: the exchanges between workers.
     """
 
     def __init__(self, construction: Construction, across: Across):
@@ -26,13 +26,13 @@ class WorkerExchanges:
         self._late: dict[str, Given] = {}
 
     def sum(self, own: Given, name: str, is_awaited: bool) -> str:
-        """The sum over the workers, in one message with others.
+        """Returns the name of the sum over the workers, which is sent in one message with other sums.
 
         Args:
-            own: what this worker has.
-            name: of the sum.
-            is_awaited: whether towers wait for it: then it is written with those that are ready together, and else with all
-                for which none waits.
+            own: this worker's part of the sum.
+            name: the name of the sum.
+            is_awaited: whether towers wait for the sum. If so, it is sent with the awaited sums that are ready at the same
+                time. Otherwise, it is sent with all sums that no tower waits for.
         """
         total = self._graph.reserve(f"workers/{name}", own.spec.dtype, [own.name])
         sums = self._ready_with(own) if is_awaited else self._late
@@ -40,9 +40,9 @@ class WorkerExchanges:
         return total
 
     def _ready_with(self, own: Given) -> dict[str, Given]:
-        """The sums that travel together with one: those before it that come after as many rounds.
+        """Returns the sums that share a message with a tensor: the latest ones, if they follow as many rounds; else none.
 
-        None of these is made of another one.
+        None of these sums depends on another one.
         """
         rounds = self._graph.rounds(own.name)
         if not self._together or self._together[-1][0] != rounds:
@@ -50,11 +50,11 @@ class WorkerExchanges:
         return self._together[-1][1]
 
     def reduced(self, own: Given, reduction: str, name: str) -> str:
-        """A reduction over the workers."""
+        """Writes a reduction over the workers, and returns its name."""
         return self._exchanged(lambda part: self._across.reduced(part, reduction), [own], name)
 
     def gathered(self, own: Given, axis: int, entries: Any, name: str) -> str:
-        """The rows of all workers, each with so many entries along an axis."""
+        """Gathers the rows of all workers along an axis, where each row has `entries` entries, and returns their name."""
         sizes = [size for i, size in enumerate(own.spec.shape) if i != axis]
         if not isinstance(entries, int) or None in sizes:
             return self._exchanged(lambda rows: self._across.gathered(rows, axis), [own], name)
@@ -62,7 +62,7 @@ class WorkerExchanges:
         return self._exchanged(lambda rows, counts: self._across.gathered(rows, axis, counts * entries), given, name)
 
     def own_mean(self, part: Given) -> str:
-        """The mean of this worker's rows, from its part of the mean of all workers' rows; 0 if it has no rows."""
+        """Computes the mean of this worker's rows from its part of the mean of all workers' rows; 0 if it has no rows."""
         dtype = part.spec.dtype
 
         def batch_over_own() -> str:
@@ -73,13 +73,13 @@ class WorkerExchanges:
         return self._graph.binary("Mul", part.name, scale, dtype, part.device)
 
     def variance(self, mean: Given, variance: Given, sum_of_means: str, name: str) -> str:
-        """The variance of all workers' rows; their mean comes in the same message, if its sum is not written yet.
+        """Writes the variance of all workers' rows. Their mean is sent in the same message if its sum is not written yet.
 
         Args:
             mean: this worker's part of the mean.
             variance: this worker's part of the variance, around its own mean.
-            sum_of_means: the mean of all, as `sum` gave it.
-            name: of the variance.
+            sum_of_means: the mean of all workers' rows, as `sum` returned it.
+            name: the name of the variance.
         """
         given = [mean, variance, self._counts()]
         names = [tensor.name for tensor in given]
@@ -90,17 +90,17 @@ class WorkerExchanges:
         return result
 
     def finish(self) -> None:
-        """Writes what was put off: the sums that no tower waits for all together, after all others."""
+        """Writes the deferred sums. The sums that no tower waits for come last, all together."""
         for sums in self._put_off():
             if sums:
                 self._graph.inline(lambda *parts: self._across.sums(parts), list(sums.values()), list(sums))
 
     def _put_off(self) -> list[dict[str, Given]]:
-        """The sums that are not written yet, those that travel together in one dictionary."""
+        """Returns the sums that are not written yet, one dictionary for each message."""
         return [*(sums for _, sums in self._together), self._late]
 
     def _withdraw(self, total: str) -> bool:
-        """Takes back a sum that is not written yet, so that it can be written otherwise; whether there was one."""
+        """Removes a sum that is not written yet, so that it can be written in another way. Returns whether there was one."""
         for sums in self._put_off():
             if total in sums:
                 del sums[total]
@@ -108,7 +108,7 @@ class WorkerExchanges:
         return False
 
     def _counts(self) -> Given:
-        """Returns the number of rows of each worker."""
+        """Returns the tensor of the workers' numbers of rows."""
         home = self._graph.home
         one = Given(self._rows(), tf.TensorSpec([], tf.int32), home)
         counts = self._graph.once("rows of workers", lambda: self._exchanged(self._across.counts, [one], "rows"))
@@ -126,13 +126,13 @@ class WorkerExchanges:
 
 
 def _pooled(across: Across, mean: tf.Tensor, variance: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
-    """The variance and the mean of all workers' rows: see `moments`.
+    """Returns the variance and the mean of all workers' rows: see `moments`.
 
     Args:
-        across: what the workers tell each other.
+        across: the exchanges between workers.
         mean: this worker's part of the mean.
         variance: this worker's part of the variance, around its own mean.
-        counts: how many rows each worker has.
+        counts: the number of rows of each worker.
     """
     own = tf.stack([mean, variance])[tf.newaxis]
     everywhere = across.gathered(own, 0, tf.ones_like(counts))

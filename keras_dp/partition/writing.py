@@ -1,6 +1,6 @@
 """Write nodes of a graph, new ones and copies.
 
-They are those of a function: that reaches TensorFlow as a whole, where a graph takes each node by itself, in Python.
+The nodes are the body of a function, which TensorFlow receives as a whole. A graph takes each node by itself, in Python.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from keras_dp.partition.tensorflow_internals import results_of
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A tensor of the graph that a function is given.
+    """A tensor of the graph that is passed to a function.
 
     Attributes:
-        name: of the tensor.
+        name: the tensor's name.
         spec: its type.
-        device: where it is.
+        device: its device.
     """
 
     name: str
@@ -35,11 +35,11 @@ class GraphWriter:
     """Writes a graph node by node.
 
     Args:
-        home: the device of nodes for which no other is said.
+        home: the default device of nodes.
 
     Attributes:
-        function: the nodes so far, as those of a function without arguments.
-        given: for each tensor that nodes take, and none gives, what the function's argument is to be called.
+        function: the nodes so far, as the body of a function without arguments.
+        given: for each tensor that nodes take but no node makes, the name of the function's argument.
     """
 
     def __init__(self, home: str):
@@ -112,7 +112,7 @@ class GraphWriter:
         return node
 
     def inside(self, name: str) -> tuple[str, tf.DType | None]:
-        """Returns the function's name for a tensor, and its dtype, None if the function is given it."""
+        """Returns the name of a tensor inside the function, and its dtype; the dtype of an argument is None."""
         if name not in self._inside:
             node, port = output_of(name)
             if node in self._results:
@@ -126,14 +126,14 @@ class GraphWriter:
         return name if name[0] == "^" else self.inside(name)[0]
 
     def binary(self, operation: str, a: str, b: str, dtype: tf.DType = tf.int32, device: str | None = None) -> str:
-        """A node of two operands of the same type, of which there is one."""
+        """Writes a node with two operands of the same dtype, unless it exists, and returns its name."""
         device = device or self.home
         return str(
             self.once((operation, a, b, device), lambda: self.add(operation, [a, b], device, operation.lower(), T=dtype))
         )
 
     def cast(self, tensor: str, source: tf.DType, target: tf.DType) -> str:
-        """A tensor at home as another type."""
+        """Casts a tensor at home to another dtype."""
         if source == target:
             return tensor
         return str(
@@ -141,7 +141,7 @@ class GraphWriter:
         )
 
     def constant(self, value: Any, dtype: tf.DType = tf.int32, device: str | None = None) -> str:
-        """A constant, of which there is one on a device."""
+        """Writes a constant, once on each device, and returns its name."""
         array = np.asarray(value, dtype.as_numpy_dtype)
         device = device or self.home
         return str(
@@ -152,11 +152,11 @@ class GraphWriter:
         )
 
     def select(self, condition: str, yes: str, no: str) -> str:
-        """One of two int32 scalars at home."""
+        """Selects one of two int32 scalars at home."""
         return self.add("SelectV2", [condition, yes, no], self.home, "select", T=tf.int32)
 
     def size(self, tensor: str, axis: int, dtype: tf.DType, device: str | None = None) -> str:
-        """The size of a tensor along an axis, int32."""
+        """Returns the size of a tensor along an axis, int32."""
         device = device or self.home
         shape = self.once(
             ("shape", tensor, device),
@@ -171,7 +171,7 @@ class GraphWriter:
         )
 
     def range_along(self, tensor: str, axis: int, rank: int, begin: str, length: str, dtype: tf.DType) -> str:
-        """A range of a tensor at home along an axis."""
+        """Takes a range of a tensor at home along an axis."""
         begins = [begin if i == axis else self.constant(0) for i in range(rank)]
         lengths = [length if i == axis else self.constant(-1) for i in range(rank)]
         inputs = [
@@ -182,14 +182,14 @@ class GraphWriter:
         return self.add("Slice", inputs, self.home, "cut", T=dtype, Index=tf.int32)
 
     def reserve(self, name: str, dtype: tf.DType, sources: Sequence[str]) -> str:
-        """A name for a tensor that will be written later, and made of some others; nodes may take it before."""
+        """Reserves a name for a tensor that is computed from `sources` and written later. Nodes may take it before."""
         made = self._unique(name)
         self._results[made] = [("output:0", dtype)]
         self._rounds[made] = 1 + max(map(self.rounds, sources))
         return made
 
     def rounds(self, name: str) -> int:
-        """Counts, at most, the reserved tensors of which a tensor is made, one after the other."""
+        """Returns the length of the longest chain of reserved tensors that a tensor depends on."""
         return self._rounds.get(output_of(name.removeprefix("^"))[0], 0)
 
     def _count_rounds(self, name: str, inputs: Iterable[str]) -> None:
@@ -197,12 +197,13 @@ class GraphWriter:
             self._rounds.setdefault(name, max(map(self.rounds, inputs), default=0))
 
     def inline(self, function: Callable[..., Any], given: Sequence[Given], results: Sequence[str]) -> None:
-        """Writes the operations of a function of some tensors.
+        """Writes the operations of a function.
 
         Args:
-            function: takes as many tensors, returns as many, and makes no other functions, such as branches.
-            given: the tensors.
-            results: for each the name of what becomes of it, as `reserve` gave it.
+            function: takes a tensor for each of `given`, returns a tensor for each of `results`, and makes no other functions,
+                such as branches.
+            given: the function's arguments.
+            results: the names of the function's results, as `reserve` returned them.
         """
         with tf.Graph().as_default() as graph, tf.device(given[0].device):
             own = []
@@ -222,7 +223,7 @@ class GraphWriter:
                 names[definition.name] = name
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
-        """Returns the result of the first call of `make`."""
+        """Calls `make` the first time that `what` is asked for, and returns that result every time."""
         if what not in self._made:
             self._made[what] = make()
         return self._made[what]
@@ -235,5 +236,5 @@ class GraphWriter:
 
 @functools.cache
 def _full_name(device: str) -> str:
-    """A device as TensorFlow's runtime reads it: "/device:CPU:0" for "CPU:0"."""
+    """Returns a device's name as TensorFlow's runtime reads it: "/device:CPU:0" for "CPU:0"."""
     return str(tf.DeviceSpec.from_string(device).to_string())

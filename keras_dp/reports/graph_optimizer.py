@@ -1,4 +1,4 @@
-"""Set options of TensorFlow's graph optimizer for a while."""
+"""Set options of TensorFlow's graph optimizer temporarily."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,11 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def graph_optimizer(**options: bool) -> Iterator[None]:
-    """Sets options of `tf.config.optimizer.set_experimental_options` inside, for functions that run there for the first time.
+    """Sets options of TensorFlow's graph optimizer for functions that run for the first time inside the `with` block.
 
     Args:
-        **options: each other than its default, to which it returns unless it had been set before.
+        **options: options of `tf.config.optimizer.set_experimental_options`, each with the opposite of its default. An option
+            that was not set before returns to its default.
     """
     before = tf.config.optimizer.get_experimental_options()
     tf.config.optimizer.set_experimental_options(options)

@@ -1,4 +1,4 @@
-"""Tell weights, gradients and moments among the tensors that are sent."""
+"""Tell weights, gradients and moments apart among the tensors that are sent."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ _PASSED_ON = ("Identity", "Cast", "Snapshot")
 
 
 class KindsOfCopies:
-    """The graph of a training step, whose towers' operations are named so.
+    """Finds the kinds of the tensors that are sent in the graph of a training step.
 
     Args:
-        graph: of the step, node by node.
-        inputs: names of the operations that give the towers' slices of the batch, and the numbers of their rows.
-        weights: the handles, in the graph, of the trainable weights.
-        state: those of whatever the optimizer keeps.
+        graph: the graph of the step, built node by node.
+        inputs: the names of the operations that give the slices of the batch.
+        weights: the handles of the trainable weights, in the graph.
+        state: the handles of the optimizer's variables, in the graph.
     """
 
     def __init__(self, graph: tf.Graph, inputs: Collection[str], weights: Iterable[Tensor], state: Iterable[Tensor]):
@@ -28,10 +28,10 @@ class KindsOfCopies:
         self._updated = self._weights | {handle.name for handle in state}
 
     def kind(self, name: str, receivers: Sequence[str]) -> str:
-        """One of `KINDS`, of the operation that gives a tensor and those that take it on another device."""
+        """Returns one of `KINDS` for a tensor, by the operation that gives it and the operations that receive it elsewhere."""
         source = self._operations.get(name)
         if source is None:
-            # TensorFlow put it in the place of a branch or a loop.
+            # TensorFlow has inlined it from a branch or a loop.
             return "gradients" if self._updates_weights(self._known(receivers)) else "other"
         if name in self._inputs or name.startswith("inputs/"):
             return "inputs"
@@ -50,7 +50,7 @@ class KindsOfCopies:
         return [self._operations[name] for name in names if name in self._operations]
 
     def _is_read(self, operation: tf.Operation) -> bool:
-        """Whether an operation gives the value of a trainable weight."""
+        """Returns whether an operation gives the value of a trainable weight."""
         while operation.type in _PASSED_ON:
             operation = operation.inputs[0].op
         return operation.type == "ReadVariableOp" and operation.inputs[0].name in self._weights
@@ -68,7 +68,7 @@ class KindsOfCopies:
         return False
 
     def _at_home_after(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
-        """Some operations, those that depend on them, and the first of each path that is on a tower."""
+        """Returns the operations and all that depend on them, on each path up to the first operation on a tower."""
         found = {operation.name: operation for operation in operations}
         waiting = list(found.values())
         while waiting:
@@ -81,7 +81,7 @@ class KindsOfCopies:
         return list(found.values())
 
     def _updates_weights(self, operations: Iterable[tf.Operation]) -> bool:
-        """Whether one of some operations updates a trainable weight, or what the optimizer keeps for it."""
+        """Returns whether one of some operations updates a trainable weight or its optimizer state."""
         return any(
             tensor.name in self._updated
             for operation in operations

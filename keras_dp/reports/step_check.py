@@ -15,12 +15,12 @@ _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
 @dataclasses.dataclass(frozen=True)
 class StepCheck:
-    """Tells whether a step on towers is the same step on one device.
+    """Tells whether a step on towers is the same as on one device.
 
     Attributes:
         step: "train", "test" or "predict".
-        comparison: of results, variables and tensors.
-        tolerance: the largest difference, relative to the size of the numbers where these are large, that counts as none.
+        comparison: the comparison of results, variables and tensors.
+        tolerance: the largest difference that counts as none, relative to the size of the numbers where these are large.
     """
 
     step: str
@@ -52,10 +52,10 @@ class StepCheck:
 def check_step(
     parallel: DataParallelModel, batch: Any, step: choices.Step = "train", tolerance: float | None = None
 ) -> StepCheck:
-    """Runs one step on one device and partitioned on towers, from the same state, and compares all that there is.
+    """Runs one step on one device and partitioned on towers, from the same state, and compares the two.
 
-    Results, variables, and every tensor of the step that has a whole are compared; the first operation that differs, although
-    its inputs do not, is named with the user's line. The model and its optimizers stay as they were.
+    Compares results, variables, and every tensor of the step that has a whole. Names the first operation that differs although
+    its inputs do not, with the user's line. The model and its optimizers stay unchanged.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
@@ -66,7 +66,7 @@ def check_step(
     Args:
         parallel: a compiled `DataParallelModel`.
         batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight).
-        step: "train", "test" or "predict": whose step.
+        step: "train", "test" or "predict".
         tolerance: the largest difference that counts as none; None for 1e-9 in float64, 1e-4 in float32.
 
     Raises:

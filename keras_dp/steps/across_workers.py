@@ -19,12 +19,12 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class AcrossWorkers:
-    """Exchanges between workers as a partitioned step needs them; see `keras_dp.partition.across.Across`.
+    """Runs the exchanges between workers that a partitioned step needs; see `keras_dp.partition.across.Across`.
 
-    The operations are made in graphs that become parts of the current one: they have their places among those of this.
+    The operations are made in graphs that become parts of the current one, and are numbered among its operations.
 
     Args:
-        collectives: of the workers.
+        collectives: the workers' collectives.
     """
 
     def __init__(self, collectives: OneWorker):
@@ -32,7 +32,7 @@ class AcrossWorkers:
         self._graph = tf.compat.v1.get_default_graph()
 
     def reduced(self, own: Tensor, reduction: str) -> Tensor:
-        """The sum, or another reduction, of what each worker has."""
+        """Sums the workers' tensors, or applies another reduction to them."""
         with counted_on(self._graph):
             if reduction == "sum":
                 return self._collectives.sum(own)
@@ -41,17 +41,17 @@ class AcrossWorkers:
             return tf.reshape(_REDUCTIONS[reduction](everywhere, axis=0), tf.shape(own))
 
     def sums(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of several tensors at once, in a few packets."""
+        """Sums several tensors over the workers, in a few messages."""
         with counted_on(self._graph):
             return self._collectives.sum_all(own)
 
     def counts(self, own: Tensor) -> Tensor:
-        """The number of each worker, from that of this one."""
+        """Returns the number that each worker passes."""
         with counted_on(self._graph):
             return self._collectives.counts(own)
 
     def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
-        """The rows of all workers, in the order of the workers."""
+        """Returns the rows of all workers, in the order of the workers."""
         refuse_strings(own)
         others = [i for i in range(own.shape.rank) if i != axis]
         with counted_on(self._graph):
@@ -60,11 +60,11 @@ class AcrossWorkers:
 
 
 def refuse_strings(rows: Any) -> None:
-    """Raises a TypeError for rows that no worker can have all of."""
+    """Raises a TypeError for strings, which workers cannot gather."""
     if rows.dtype == tf.string:
         raise TypeError(
-            "A partitioned step needs strings of all rows, and workers can send each other numbers only. Turn the strings into "
-            "numbers in the dataset: dataset.map(...)."
+            "A partitioned step needs strings of all rows, but workers can send each other only numbers. Convert the strings "
+            "to numbers in the dataset: dataset.map(...)."
         )
 
 

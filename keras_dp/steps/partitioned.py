@@ -26,20 +26,20 @@ def run_on_slices(
     collectives: OneWorker,
     jit_compile: bool = False,
 ) -> tuple[Any, Partition]:
-    """Runs a step, written for one device and a whole batch, on N slices of one.
+    """Runs a step, written for one device and a whole batch, on N slices of a batch.
 
     Args:
-        step: takes a batch and returns nested tensors, as `keras.Model.train_step`.
-        slices: of the batch.
-        whole: says which tensors were not cut.
+        step: a function that takes a batch and returns nested tensors, such as `keras.Model.train_step`.
+        slices: the N slices of the batch.
+        whole: the tensors that were not cut.
         known_rows: the number of rows of each batch, as in `arguments_of`.
-        devices: of the N towers.
-        home: the device of whatever happens once.
-        collectives: of the workers, each of which has N towers.
-        jit_compile: whether XLA compiles what towers compute between exchanges.
+        devices: the devices of the N towers.
+        home: the device of operations that run once.
+        collectives: the collectives of the workers, each of which has N towers.
+        jit_compile: whether XLA compiles the towers' operations between exchanges.
 
     Returns:
-        What the step returns for the whole batch, and how it was partitioned.
+        The step's result for the whole batch, and the step's partition.
     """
     of_batch, arguments = arguments_of(step, slices, whole, known_rows, collectives)
     across = AcrossWorkers(collectives) if collectives.count > 1 else None
@@ -47,7 +47,7 @@ def run_on_slices(
 
 
 def rows_of(slices: Sequence[Slice]) -> RowCounts:
-    """Returns the towers' rows."""
+    """Returns the numbers of the towers' rows."""
     return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
 
 
@@ -58,15 +58,15 @@ def arguments_of(
     known_rows: int | None,
     collectives: OneWorker | None = None,
 ) -> tuple[Callable[..., Any], list[Argument]]:
-    """A step on a nested batch as one on flat tensors, and these tensors.
+    """Turns a step on a nested batch into a step on flat tensors, and returns it with these tensors.
 
     Args:
-        step: takes a batch.
-        slices: of the batch.
-        whole: says which tensors were not cut.
-        known_rows: the number of rows of each batch, for a step that asks for it while it is traced: such a step takes whole
-            batches. None for a step that takes any number, and can be partitioned.
-        collectives: of the workers that have slices of the batch; None if these are all.
+        step: a function that takes a batch.
+        slices: the slices of the batch.
+        whole: the tensors that were not cut.
+        known_rows: the number of rows of each batch, for a step that asks for it while it is traced. Such a step takes whole
+            batches. None for a step that takes any number of rows, and can be partitioned.
+        collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
     """
     parts = [keras.tree.flatten(part.data) for part in slices]
     arguments: list[Argument] = []
@@ -87,7 +87,7 @@ def arguments_of(
 
 
 def _whole_arguments(leaf: Any) -> list[Argument]:
-    """The tensors of which a leaf consists that has other rows than the batch, or none."""
+    """Returns the tensors of a leaf that is not cut; none if it is not a tensor."""
     tensors = tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
     return [
         Argument(tf.TensorSpec(tensor.shape, tensor.dtype), functools.partial(tf.identity, tensor), None) for tensor in tensors
@@ -95,7 +95,7 @@ def _whole_arguments(leaf: Any) -> list[Argument]:
 
 
 def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: OneWorker) -> list[Argument]:
-    """The tensors of which a leaf of the batch consists: one, or those of a ragged or sparse tensor, which stays whole."""
+    """Returns the tensors of a leaf of the batch: one, or the components of a ragged or sparse tensor, which stays whole."""
     if not tf.is_tensor(leaves[0]):
         return []
 
@@ -117,7 +117,7 @@ def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: OneW
 
 
 def _of_known_rows(argument: Argument, rows: int) -> Argument:
-    """The whole of a tensor, which is traced, and checked, to have so many rows."""
+    """Turns an argument into the whole tensor, which is traced for `rows` rows and checked to have them."""
     spec = tf.TensorSpec([rows, *argument.spec.shape[1:]], argument.spec.dtype)
 
     def whole() -> Tensor:
@@ -125,8 +125,8 @@ def _of_known_rows(argument: Argument, rows: int) -> Argument:
         is_as_traced = tf.debugging.assert_equal(
             tf.shape(tensor)[0],
             rows,
-            f"The step asks for the number of rows while it is traced, and was traced for batches of {rows} rows. Let it ask "
-            "for keras.ops.shape(x)[0], or compile the model again before it takes batches of another size.",
+            f"The step asks for the number of rows while it is traced, and was traced for batches of {rows} rows. Use "
+            "keras.ops.shape(x)[0] in the step, or compile the model again before it takes batches of another size.",
         )
         with tf.control_dependencies([] if is_as_traced is None else [is_as_traced]):
             checked = tf.identity(tensor)

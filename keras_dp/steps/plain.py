@@ -24,15 +24,15 @@ def plain_step(
     gradient_dtype: choices.GradientType,
     whole: WholeTensors,
 ) -> Callable[[Any], Any]:
-    """A step of a model, of a whole batch.
+    """Returns a model's step for a whole batch.
 
     Args:
         model: the inner model.
-        name: of the step.
-        optimizer: applies the gradients; None if the step has none.
+        name: the step's name.
+        optimizer: the optimizer that applies the gradients; None if the step has none.
         batch_norm: see `DataParallelModel`.
         gradient_dtype: see `DataParallelModel`.
-        whole: says which tensors of the batch have other rows.
+        whole: the tensors of the batch that are not cut.
     """
     run = getattr(model, f"{name}_step")
     optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
@@ -43,7 +43,7 @@ def plain_step(
     def step(data: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for layer in synchronized:
-                # Keras would take E[x^2] - E[x]^2, which is wrong beside a large mean. Partitioned, all are synchronized.
+                # Keras would compute E[x^2] - E[x]^2, which is wrong if the mean is large. The partition synchronizes anyway.
                 stack.enter_context(replaced(layer, "synchronized", False))
             if batch_norm != "sync":
                 stack.enter_context(batch_norm_mode(batch_norm, synchronized))

@@ -21,26 +21,26 @@ Result = TypeVar("Result")
 
 
 class TowerSteps:
-    """The steps of a model, "train", "test" and "predict", on N towers.
+    """Runs the steps of a model, "train", "test" and "predict", on N towers.
 
-    A step comes about in five moves:
+    A step takes five moves:
 
     1. Cut: the input pipeline cuts the global batch of B rows into N slices (`batches`).
     2. Trace: the model's own step is traced once, as one device would run it (`steps.plain`).
     3. Propagate: each tensor gets a placement, from the batch to the results: rows, a part of a sum, or the whole
        (`partition.propagation`, with a rule for each operation).
     4. Exchange: where a rule asks for it, towers sum their parts or gather their rows (`partition.exchanges`).
-    5. Build: one graph runs each tower's operations on its device, and whatever has effects once (`partition.building`).
+    5. Build: one graph runs each tower's operations on its device, and operations with effects once (`partition.building`).
 
     Args:
         model: the inner model.
-        inputs: cuts its batches; knows the devices, the workers, and which tensors are not cut.
+        inputs: the strategy that cuts its batches. It holds the devices, the collectives, and the tensors that are not cut.
         batch_norm: see `DataParallelModel`.
         gradient_dtype: see `DataParallelModel`.
 
     Attributes:
-        optimizer: applies the gradients in "train"; None if there is none.
-        jit_compile: whether XLA compiles what towers compute between exchanges.
+        optimizer: the optimizer that applies the gradients in "train"; None if there is none.
+        jit_compile: whether XLA compiles the towers' operations between exchanges.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class TowerSteps:
 
     @property
     def home(self) -> str:
-        """The device of whatever a step does once: where the first variable lives."""
+        """The device of operations that run once in a step: the home of the first variable."""
         weights = self.model.weights
         return variable_homes.home(weights[0]) if weights else self.inputs.devices[0]
 
     def run(self, name: choices.Step, slices: Sequence[Slice]) -> tuple[Any, Partition]:
-        """Runs a step on N slices of a batch, in the function that is traced.
+        """Runs a step on N slices of a batch, in the function that is being traced.
 
         Returns:
-            What the step returns for the whole batch, and how it was partitioned.
+            The step's result for the whole batch, and the step's partition.
         """
         step, inputs = self.plain(name), self.inputs
         return self.trace(
@@ -79,7 +79,7 @@ class TowerSteps:
         )
 
     def partition(self, name: choices.Step, slices: Sequence[Slice]) -> Partition:
-        """Says how a step is partitioned, for N slices of an eager batch; nothing is run."""
+        """Partitions a step for N slices of an eager batch, without running it."""
         step, inputs = self.plain(name), self.inputs
         return self.trace(
             lambda rows: partition_of(*arguments_of(step, slices, inputs.whole, rows), inputs.devices, self.home),
@@ -87,7 +87,7 @@ class TowerSteps:
         )
 
     def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> Comparison:
-        """Runs a step on one device and on towers, for N slices of an eager batch, and compares all there is."""
+        """Runs a step on one device and on towers, for N slices of an eager batch, and compares all tensors."""
         step, inputs = self.plain(name), self.inputs
 
         def compared(rows: int | None) -> Comparison:
@@ -97,16 +97,16 @@ class TowerSteps:
         return self.trace(compared, int(slices[0].batch_rows))
 
     def plain(self, name: choices.Step) -> Callable[[Any], Any]:
-        """The model's own step, of a whole batch, with whatever the user has chosen to differ from one device's."""
+        """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`."""
         optimizer = self.optimizer if name == "train" else None
         return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, self.inputs.whole)
 
     def trace(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
-        """Traces for any number of rows, or, if that is asked for while tracing, for a known one; see `UnknownRows`."""
+        """Traces a step for any number of rows, or for a known number if the step asks for it; see `UnknownRows`."""
         return self._unknown_rows.trace(attempt, rows)
 
     def on_host(self, batch: Any) -> Any:
-        """An eager batch as tensors on the host, with all variables created."""
+        """Returns an eager batch as tensors on the host, and creates all variables."""
         with tf.device(HOST):
             batch = keras.tree.map_structure(as_tensor, batch)
         refuse_other_rows(batch, self.inputs.whole)
@@ -114,7 +114,7 @@ class TowerSteps:
         return batch
 
     def slices_of(self, batch: Any) -> Sequence[Slice]:
-        """The N slices of an eager batch, with all variables created."""
+        """Returns the N slices of an eager batch, and creates all variables."""
         batch = self.on_host(batch)
         with tf.device(HOST):
             return cut(batch, self.inputs.num_towers, whole=self.inputs.whole)

@@ -11,11 +11,13 @@ from keras_dp.batches.slicing import own_spec, row_spec
 
 
 class AnyRows:
-    """A function of batches with one trace for any number of rows, where `tf.function` takes several to learn that it varies.
+    """Calls a function of batches that has one trace for any number of rows.
+
+    `tf.function` by itself takes several traces to learn that the number varies.
 
     Args:
-        function: a `tf.function` of a batch, or of several, or of slices.
-        feed: cuts the batches.
+        function: a `tf.function` of a batch, of several batches, or of slices.
+        feed: the strategy that cuts the batches.
     """
 
     def __init__(self, function: Any, feed: InputStrategy):
@@ -24,8 +26,8 @@ class AnyRows:
         self._traced: set[str] = set()
 
     def __call__(self, batch: Any) -> Any:
-        """Calls the function."""
-        # Slices that were sent to their devices ahead are no tensors, but several in one.
+        """Calls the function, and traces it first if the types of the batch are new."""
+        # Slices that were prefetched to their devices are not tensors, but values that hold one tensor for each device.
         are_tensors = all(leaf is None or tf.is_tensor(leaf) for leaf in keras.tree.flatten(batch))
         if are_tensors and not self._feed.is_eager():
             types = self._types(batch)
@@ -35,32 +37,32 @@ class AnyRows:
         return self._function(batch)
 
     def _types(self, batch: Any) -> Any:
-        """The types of a batch with any number of rows; tensors that are not cut have their own shapes."""
+        """Returns the types of a batch with any number of rows; tensors that are not cut keep their shapes."""
         leaves = keras.tree.flatten(batch)
         stays = zip(leaves, self._feed.whole.of(batch), strict=True)
         types = [own_spec(leaf) if is_whole else row_spec(leaf) for leaf, is_whole in stays]
         return keras.tree.pack_sequence_as(batch, types)
 
     def _trace(self, types: Any) -> None:
-        """Traces the function, unless a layer asks for the number of rows: then each one has a trace of its own."""
+        """Traces the function for any number of rows. If a layer asks for the number, each number gets its own trace later."""
         known_rows, self._feed.known_rows = self._feed.known_rows, None
         try:
             self._function.get_concrete_function(types)
         except (TypeError, ValueError):
-            # Whatever is wrong is found again, in the trace for the very batch.
+            # The trace for the actual batch raises the error again, if it still applies.
             pass
         finally:
             self._feed.known_rows = known_rows
 
 
 class StepFunction:
-    """A function of Keras's trainer that takes an iterator of batches: that of a dataset, or any other.
+    """Runs the steps of Keras's trainer on the batches of an iterator, whether a dataset's or any other.
 
     Args:
-        function: Keras's, for the iterator of a dataset.
-        step: of the model, of the slices of a batch.
-        feed: cuts the batches.
-        steps_per_execution: how many batches a call takes.
+        function: Keras's function, for the iterator of a dataset.
+        step: the model's step, which takes the slices of a batch.
+        feed: the strategy that cuts the batches.
+        steps_per_execution: the number of batches that a call takes.
     """
 
     def __init__(

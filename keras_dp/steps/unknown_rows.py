@@ -11,21 +11,24 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger("keras_dp")
 
-# What TensorFlow says where a number is None. A shape like (None, 4) in an error, on the other hand, is a batch's.
+# TensorFlow's words for a number that is None. "None" alone is in other errors, too: batches have shapes like (None, 4).
 _WORDS_OF_UNKNOWN_ROWS = ("NoneType", "None values not supported", "partially known TensorShape", "Failed to convert elements")
 
 
 class UnknownRows:
-    """Has steps traced with any number of rows; those that ask for it, with the number of rows of the data, on one device."""
+    """Traces steps for any number of rows.
+
+    A step that asks for the number is traced for the number of rows of the data, and runs on one device.
+    """
 
     def __init__(self) -> None:
         self._told = False
 
     def trace(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
-        """Traces a step, and, if that asks for the number of rows, traces it again with this known, and warns once.
+        """Traces a step; if it asks for the number of rows, retraces it with the known number, and warns once.
 
         Args:
-            attempt: traces the step with a number of rows, or with any number if that is None.
+            attempt: a function that traces the step for a number of rows, or for any number if it is given None.
             rows: the number of rows of the data; None if batches may have different ones.
         """
         try:
@@ -40,7 +43,7 @@ class UnknownRows:
             self._told = True
             logger.warning(
                 "The model runs on one device: a step asks for the number of rows while it is traced%s, and towers have "
-                "different ones. keras.ops.shape(x)[0] in place of x.shape[0] leaves it on the towers.",
+                "different numbers. To run it on the towers, use keras.ops.shape(x)[0] in place of x.shape[0].",
                 f" ({line})" if line else "",
             )
         return result
@@ -48,18 +51,18 @@ class UnknownRows:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Says, in errors about a None, what may have been None: the number of rows, which models with fixed batches rely on."""
+    """Adds a note to errors about a None: it may be the number of rows, which models with fixed batches rely on."""
     try:
         yield
     except (TypeError, ValueError) as error:
         if _asks_for_rows(error):
             error.add_note(
-                "keras_dp: how many rows a tower has is not known while it is traced, also if all batches have the same size. "
-                "If the model or the loss asks for x.shape[0], which is None, let it ask for keras.ops.shape(x)[0]."
+                "keras_dp: a tower's number of rows is unknown while it is traced, even if all batches have the same size. If "
+                "the model or the loss uses x.shape[0], which is None, use keras.ops.shape(x)[0] instead."
             )
         raise
 
 
 def _asks_for_rows(error: Exception) -> bool:
-    """Whether an error is about a None, as the number of rows is while a step is traced."""
+    """Returns whether an error is about a None, such as the number of rows while a step is traced."""
     return any(words in str(error) for words in _WORDS_OF_UNKNOWN_ROWS)

@@ -1,1 +1,1 @@
-"""Show another object as one's own, and refuse those that cannot be wrapped."""
+"""Forward public names to an object inside, and refuse objects that cannot be wrapped."""

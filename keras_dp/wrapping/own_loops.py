@@ -17,27 +17,27 @@ logger = logging.getLogger("keras_dp")
 
 
 def is_own(model: keras.Model, name: str) -> bool:
-    """Whether a model has a method of its own where `keras.Model` has one."""
+    """Returns whether a model overrides a method of `keras.Model`."""
     method = getattr(model, name)
     return getattr(method, "__func__", method) is not getattr(keras.Model, name)
 
 
 def own_loops(model: keras.Model) -> list[str]:
-    """The names of a model's own `fit`, `evaluate`, `predict`, `*_on_batch` and `make_*_function`."""
+    """Lists which of `fit`, `evaluate`, `predict`, `*_on_batch` and `make_*_function` a model overrides."""
     return [name for name in (*CALLS, *FUNCTIONS) if is_own(model, name)]
 
 
 def view_for_loops(model: keras.Model, wrapper: Any, shared: Collection[str]) -> Any:
-    """A model as its own loops should see it: `super().fit()` and `self.train_step()` are those of a wrapper.
+    """Returns a view of a model for its own loops, in which `super().fit()` and `self.train_step()` call a wrapper.
 
-    The view has the attributes of the model: the two share one `__dict__`. Its class stands below the model's class and above
-    `keras.Model`: it derives from both the model's class and one that answers in place of `keras.Model`, which comes right
-    before it in the order in which `super()` goes through the classes.
+    The view has the model's attributes, since the two share one `__dict__`. Its class derives from the model's class and from
+    `OnTowers`, which answers in place of `keras.Model`: it comes right before `keras.Model` in the method resolution order, in
+    which `super()` goes through the classes.
 
     Args:
         model: the inner model.
-        wrapper: around it; trains, evaluates and predicts on towers.
-        shared: names of attributes that the loops of Keras keep on the wrapper.
+        wrapper: the wrapper around it, which trains, evaluates and predicts on towers.
+        shared: the names of attributes that Keras's loops keep on the wrapper.
     """
     own_class = type(model)
     loops = own_loops(model)
@@ -47,7 +47,7 @@ def view_for_loops(model: keras.Model, wrapper: Any, shared: Collection[str]) ->
     below |= {name: _step_on_towers(name, reference) for name in STEPS}
     below |= {name: _of_wrapper(name, reference) for name in ("compile", "save", "save_weights", "export")}
     below |= {name: _kept_on_wrapper(name, reference) for name in shared}
-    # Whoever asks the view for its class, to make another model, shall have the model's.
+    # Code that asks the view for its class, to make another model, gets the model's class.
     below |= {"__new__": _instance_of(own_class), "__class__": property(lambda view: own_class)}
     names = {name: getattr(own_class, name) for name in ("__doc__", "__module__", "__qualname__")}
     view: Any = object.__new__(type(own_class.__name__, (own_class, above), {**names, **below}))
@@ -56,7 +56,7 @@ def view_for_loops(model: keras.Model, wrapper: Any, shared: Collection[str]) ->
 
 
 def _of_wrapper(name: str, wrapper: Callable[[], Any]) -> Any:
-    """A method that is the one of the wrapper's class: by its instance it might be the model's own again."""
+    """Returns a method that calls the wrapper's class. On its instance, the name might lead to the model's own method again."""
 
     @functools.wraps(getattr(keras.Model, name))
     def method(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def _of_wrapper(name: str, wrapper: Callable[[], Any]) -> Any:
 
 
 def _step_on_towers(name: str, wrapper: Callable[[], Any]) -> Any:
-    """A step that a loop calls by itself, with a batch, eagerly or in a function that it compiles."""
+    """Returns a step that a loop can call directly with a batch, eagerly or in a function that it compiles."""
 
     @functools.wraps(getattr(keras.Model, name))
     def step(view: Any, data: Any) -> Any:
@@ -81,7 +81,7 @@ def _step_on_towers(name: str, wrapper: Callable[[], Any]) -> Any:
 
 
 def _told_if_alone(method: Callable[..., Any], wrapper: Callable[[], Any]) -> Any:
-    """One of the model's own loops, which says so if it has computed nothing on towers."""
+    """Wraps one of the model's own loops, so that it warns if it has computed nothing on towers."""
 
     @functools.wraps(method)
     def loop(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +90,8 @@ def _told_if_alone(method: Callable[..., Any], wrapper: Callable[[], Any]) -> An
         result = method(view, *args, **kwargs)
         if on_towers._calls_on_towers == before and method.__name__ in CALLS:
             logger.warning(
-                "The model's own %s() ran on one device: it called neither super().%s(), nor train_on_batch() or train_step() "
-                "or others of that kind, which run on the towers.",
+                "The model's own %s() ran on one device: it called neither super().%s(), nor train_on_batch(), "
+                "train_step() or similar methods, which run on the towers.",
                 *(method.__name__, method.__name__),
             )
         return result

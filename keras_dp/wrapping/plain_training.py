@@ -1,4 +1,4 @@
-"""Say so when a wrapped model is fitted by itself, on one device."""
+"""Warn when a wrapped model is fitted directly, on one device."""
 
 import logging
 from typing import Any
@@ -9,10 +9,10 @@ logger = logging.getLogger("keras_dp")
 
 
 class PlainTraining:
-    """Stands where the train function of an inner model will be: Keras makes none as long as there is one.
+    """Takes the place of an inner model's train function: Keras makes none while there is one.
 
     Args:
-        model: the inner model, which has no train function.
+        model: the inner model, which has no train function yet.
     """
 
     def __init__(self, model: keras.Model):
@@ -20,11 +20,11 @@ class PlainTraining:
         self._told = False
 
     def __call__(self, iterator: Any) -> Any:
-        """Says what happens, the first time, and gives way to Keras's own train function."""
+        """Warns, the first time, and replaces itself by Keras's own train function."""
         if not self._told:
             self._told = True
             logger.warning(
-                "The model %r was compiled through its DataParallelModel, and is fitted by itself: it trains on one device. To "
+                "The model %r was compiled through its DataParallelModel, but is fitted directly: it trains on one device. To "
                 "train on the towers, fit the DataParallelModel: parallel.fit(...).",
                 self._model.name,
             )

@@ -1,4 +1,4 @@
-"""Show the public names of an inner object as one's own."""
+"""Forward the public names of a proxy to the object inside."""
 
 import copy
 import functools
@@ -9,15 +9,16 @@ from keras_dp.keras_internals import saving
 
 
 class Proxy(saving.SavedAs):
-    """Every public name is that of the object inside, read, set and deleted, but for those that subclasses of Proxy define.
+    """Forwards the public names to the object inside, except names that subclasses of Proxy define.
 
-    So whatever Keras's classes have, or will have, and whatever a user's class adds, is where the user put it.
+    A forwarded name is read, set and deleted on the object inside. So the attributes of Keras's classes, in any version, and
+    those that a user's class adds, stay where the user put them.
 
-    What is written down, or pickled, is the object inside, and loads without keras_dp; copies and clones are proxies again.
+    Saving and pickling save the object inside, which loads without keras_dp. Copies and clones are proxies again.
 
     Attributes:
         _inside: the name of the attribute that holds the object inside.
-        _own: further public names that are this object's own.
+        _own: further public names that are not forwarded.
     """
 
     _inside: ClassVar[str]
@@ -64,21 +65,21 @@ class Proxy(saving.SavedAs):
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """Refused, but for the class that an object itself has: see `_remember`.
+        """Refuses to rebuild a proxy from its class; an object's own class can, see `_remember`.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            f"The configuration that a {cls.__name__} shows is that of the object inside. Rebuild that, with from_config() of "
-            f"its own class, and wrap it: keras_dp.{cls.__name__}({cls._inside}). Received: config={config}"
+            f"The configuration of a {cls.__name__} is the configuration of the object inside. Rebuild that object with "
+            f"from_config() of its own class, and wrap it: keras_dp.{cls.__name__}({cls._inside}). Received: config={config}"
         )
 
     def _remember(self, **arguments: Any) -> None:
-        """Remembers the arguments that this object was made with, beside the object inside, for copies and clones.
+        """Stores the arguments of this object, except the object inside, for copies and clones.
 
-        The object gets a class of its own, whose `from_config` makes another one around what it rebuilds: Keras clones models
-        from their class and their configuration alone, and the configuration is that of the object inside.
+        Keras clones models from their class and their configuration alone, and the configuration belongs to the object inside.
+        So this object gets its own class, whose `from_config` rebuilds the object inside and wraps it with these arguments.
         """
         own_class: Any = type(self)
         around = self._around = functools.partial(own_class, **arguments)
@@ -88,13 +89,13 @@ class Proxy(saving.SavedAs):
 
         names = {name: getattr(own_class, name) for name in ("__doc__", "__module__", "__qualname__")}
         class_of_its_own = type(own_class.__name__, (own_class,), {**names, "from_config": classmethod(from_config)})
-        # As `self.__class__ = ...`, also where `__class__` shows another one.
+        # Does `self.__class__ = ...`, even if a property `__class__` returns another class.
         vars(object)["__class__"].__set__(self, class_of_its_own)
 
     def _shown(self) -> Any:
-        """The object inside; None before there is one."""
+        """Returns the object inside; None before there is one."""
         return vars(self).get(type(self)._inside)
 
     def _shown_for(self, name: str) -> Any:
-        """The object inside, if the name is one of its; else None."""
+        """Returns the object inside if the name is forwarded to it; None otherwise."""
         return None if name.startswith("_") or name in type(self)._own_names else self._shown()

@@ -10,26 +10,26 @@ from keras_dp.keras_internals import keras_models
 from keras_dp.wrapping.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, view_for_loops
 from keras_dp.wrapping.proxy import Proxy
 
-# What Keras's trainer keeps on the model that it trains, and how it feeds it.
+# The attributes that Keras's trainer keeps on the model that it trains, or reads to feed it.
 _TRAINER_STATE = (
     *("train_function", "test_function", "predict_function", "distribute_strategy", "distribute_reduction_method"),
     *("compiled", "run_eagerly", "steps_per_execution", "unrolled_steps_per_execution", "history"),
     *("stop_training", "stop_evaluating", "stop_predicting"),
 )
 
-# These write down a model's graph or configuration, or exchange its weights with the optimizer's: they do not steer training.
+# These save a model's graph or configuration, or swap its weights with the optimizer's. They do not steer training.
 _OBSERVERS = (keras.callbacks.OrbaxCheckpoint, keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard)
 
 
 class ModelWrapper(Proxy, keras.Model):
-    """A `keras.Model` around an inner one, which remains the model that is saved, shown and inspected.
+    """Wraps a `keras.Model`, which remains the model that is saved, shown and inspected.
 
     Args:
-        inner_model: a `keras.Model`. A `fit`, `evaluate` or `predict` of its own is this wrapper's as well, and runs as it is;
-            its `super().fit()` is the one on towers.
+        inner_model: a `keras.Model`. If it overrides `fit`, `evaluate` or `predict`, the wrapper calls its method, in which
+            `super().fit()` runs on towers.
 
     Raises:
-        ValueError: if it is none, or cannot be trained on towers.
+        ValueError: if it is not a `keras.Model`, or cannot be trained on towers.
     """
 
     _inside = "inner_model"
@@ -46,7 +46,7 @@ class ModelWrapper(Proxy, keras.Model):
                 f"{'. Call it, and wrap what it returns' if is_function else ''}"
             )
         if isinstance(inner_model, ModelWrapper):
-            raise ValueError(f"The model is a DataParallelModel already; use it as it is. Received: {inner_model.name!r}")
+            raise ValueError(f"The model is a DataParallelModel already; use it directly. Received: {inner_model.name!r}")
         _refuse_mirrored(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self._calls_on_towers = 0
@@ -61,11 +61,11 @@ class ModelWrapper(Proxy, keras.Model):
         return self._view_for_loops if name in vars(self).get("_own_loops", ()) else super()._shown_for(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner model's outputs, on one device."""
+        """Returns the inner model's outputs, computed on one device."""
         return self.inner_model(*args, **kwargs)
 
     def _show_inner_model(self, callbacks: Any) -> None:
-        """Has callbacks that ask for a model's class, configuration or optimizer see the inner model in place of this one."""
+        """Gives the inner model, in place of this one, to callbacks that read a model's class, configuration or optimizer."""
 
         def set_model(callback: keras.callbacks.Callback, model: keras.Model) -> None:
             type(callback).set_model(callback, model.inner_model if isinstance(model, ModelWrapper) else model)
@@ -73,13 +73,13 @@ class ModelWrapper(Proxy, keras.Model):
         for callback in listed(callbacks):
             if isinstance(callback, _OBSERVERS):
                 callback.set_model = functools.partial(set_model, callback)
-                # Nobody will set the model of those in a list that is there already; setting it twice would write twice.
+                # Keras does not set the model again for an existing CallbackList; setting it twice would write twice.
                 if isinstance(callbacks, keras.callbacks.CallbackList) and callback.model is not self.inner_model:
                     callback.set_model(self)
 
 
 def listed(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """The callbacks in what `fit` takes for them: None, one, several however nested, or a `CallbackList`."""
+    """Lists the callbacks in an argument of `fit`: None, one, several however nested, or a `CallbackList`."""
     inside = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
     return list(keras.tree.flatten(inside))
 
@@ -94,7 +94,7 @@ def refuse_strategy() -> None:
 
 
 def refuse_keras_2(kind: str, value: Any) -> None:
-    """Raises a ValueError for a model or optimizer of Keras 2, which has a package of its own beside Keras 3."""
+    """Raises a ValueError for a model or optimizer of Keras 2, which has other packages than Keras 3."""
     if keras_models.is_of_keras_2(value):
         raise ValueError(
             f"This {kind} is of Keras 2, and keras_dp is for Keras 3. Make it with `import keras`, not tf_keras; if it comes "
@@ -111,10 +111,10 @@ def _refuse_mirrored(model: keras.Model) -> None:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Whether a model has a training, test or prediction step of its own."""
+    """Returns whether a model overrides its training, test or prediction step."""
     return any(is_own(model, name) for name in STEPS)
 
 
 def has_own_compile(model: keras.Model) -> bool:
-    """Whether a model has a `compile` of its own."""
+    """Returns whether a model overrides `compile`."""
     return is_own(model, "compile")

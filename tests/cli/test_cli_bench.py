@@ -1,4 +1,4 @@
-"""The command `keras-dp bench`: its models, its arguments, what it writes, and one run of all of it."""
+"""The command `keras-dp bench` finds models, checks its arguments, writes its results, and runs from end to end."""
 
 import argparse
 import csv
@@ -50,7 +50,7 @@ number = 3
 
 @pytest.fixture
 def user_directory(tmp_path, monkeypatch):
-    """The current directory, with a module of the user's."""
+    """Changes to a directory with a user's module."""
     (tmp_path / "user_models.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -204,20 +204,20 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
         ("--model vgg", "A model is one of mlp, resnet20, resnet50, transformer, lstm, unet, or my_module:build_function. "
          "Received: 'vgg'"),
         ("--model resnet2", "Did you mean 'resnet20'? Received: 'resnet2'"),
-        ("--towers 0", "argument --towers: This is an integer of at least 1. Received: '0'"),
-        ("--towers x", "argument --towers: This is an integer of at least 1. Received: 'x'"),
-        ("--towers 1,,2", "argument --towers: This is an integer of at least 1. Received: ''"),
-        ("--batch 0", "argument --batch: This is an integer of at least 1. Received: '0'"),
-        ("--batch=-4", "argument --batch: This is an integer of at least 1. Received: '-4'"),
-        ("--rounds 0", "argument --rounds: This is an integer of at least 1. Received: '0'"),
+        ("--towers 0", "argument --towers: must be an integer of at least 1. Received: '0'"),
+        ("--towers x", "argument --towers: must be an integer of at least 1. Received: 'x'"),
+        ("--towers 1,,2", "argument --towers: must be an integer of at least 1. Received: ''"),
+        ("--batch 0", "argument --batch: must be an integer of at least 1. Received: '0'"),
+        ("--batch=-4", "argument --batch: must be an integer of at least 1. Received: '-4'"),
+        ("--rounds 0", "argument --rounds: must be an integer of at least 1. Received: '0'"),
         ("--against horovod", "The engines to compare with are single, mirrored, or none. Received: 'horovod'"),
         ("--against miror", "Did you mean 'mirrored'? Received: 'miror'"),
         ("--batch-norm global", "argument --batch-norm: invalid choice: 'global'"),
-        ("--parameter-device shard", """This is a device, as CPU:0 or GPU:1, or "sharded". Did you mean 'sharded'?"""),
+        ("--parameter-device shard", """must be a device, such as CPU:0 or GPU:1, or "sharded". Did you mean 'sharded'?"""),
         ("--profile", "--profile needs a directory to write to. Add --out DIRECTORY."),
         ("--out user_models.py/results", "--out: nothing can be written there"),
-        ("--redraw none.json", "This is a bench.json that keras-dp bench has written. Received: 'none.json'"),
-        ("--redraw user_models.py", "This is a bench.json that keras-dp bench has written. Received: 'user_models.py'"),
+        ("--redraw none.json", "must be a bench.json that keras-dp bench has written. Received: 'none.json'"),
+        ("--redraw user_models.py", "must be a bench.json that keras-dp bench has written. Received: 'user_models.py'"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(user_directory, capsys, arguments, message):
@@ -282,7 +282,7 @@ def test_a_command_is_needed(capsys):
 
 @pytest.mark.parametrize("arguments", ["--help", "bench --help", "launch --help", "--version", "bench --model mpl"])
 def test_the_command_answers_without_tensorflow(arguments, tmp_path):
-    """Which takes seconds to import. The name of the script is what tells the command from a user's script."""
+    """TensorFlow takes seconds to import. The script's name distinguishes the command from a user's script."""
     command = tmp_path / "keras-dp"
     command.write_text(
         "import sys\nfrom keras_dp.cli import main\ntry:\n    main()\nfinally:\n    print(sorted(sys.modules))\n"
@@ -309,7 +309,7 @@ def test_ratios_are_taken_within_rounds():
 
 
 def results():
-    """Rows of two towers, in which the ceiling has failed."""
+    """Makes rows of two towers, in which the ceiling has failed."""
     rounds = [
         {
             Cell("keras_dp", 2, 256): measured([5.0, 6.0, 8.0], communication_bytes=2_500_000),
@@ -353,7 +353,7 @@ def test_files(tmp_path, monkeypatch, capsys, with_matplotlib):
 
 
 def test_redraw(tmp_path, monkeypatch, capsys):
-    """Table, figure and CSV file come anew from what was measured."""
+    """The table, the figure and the CSV file are made again from the measurements."""
     monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
     monkeypatch.setattr(runs, "measure_in_new_process", lambda run: measured([10.0, 11.0]))
     arguments = ["bench", "--towers", "2", "--rounds", "2", "--out", str(tmp_path)]
@@ -367,13 +367,13 @@ def test_redraw(tmp_path, monkeypatch, capsys):
     assert ((tmp_path / "bench.png").read_bytes(), (tmp_path / "bench.csv").read_text()) == (figure, table)
     assert main(["bench", "--redraw", str(tmp_path / "bench.json"), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "bench.png").read_bytes() == figure
-    assert "keras_dp over it: the time of a step of keras_dp, over that of this engine" in shown
+    assert "keras_dp over it: the step time of keras_dp, divided by the step time of this engine" in shown
     assert "measured in 2 rounds" in shown
 
 
 @pytest.mark.parametrize(("runs_until", "shown_rounds"), [(0, 0), (3, 1), (6, 2)])
 def test_an_interrupted_benchmark_shows_what_it_has(runs_until, shown_rounds, tmp_path, monkeypatch, capsys):
-    """Ctrl-C in the run after so many, of four in a round."""
+    """Ctrl-C interrupts the run after the given number; a round has four runs."""
     done = []
 
     def measure(run):
@@ -390,7 +390,7 @@ def test_an_interrupted_benchmark_shows_what_it_has(runs_until, shown_rounds, tm
         assert "interrupted: nothing was measured" in output.err
         assert list(tmp_path.iterdir()) == []
         return
-    assert "interrupted: what follows is what was measured by then" in output.err
+    assert "interrupted: these are the results so far" in output.err
     assert f"measured in {shown_rounds} round" in output.out
     assert "failed" not in output.out
     assert ("mirrored  " in output.out) is (runs_until > 3)

@@ -1,4 +1,4 @@
-"""The command `keras-dp launch`: what the workers are told, what becomes of their output, and how they end."""
+"""The command `keras-dp launch` starts workers with their environment, prints their output, and ends them."""
 
 import collections
 import contextlib
@@ -24,7 +24,7 @@ names = ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART", "CUDA_VISIBLE_DEVIC
 print(json.dumps({"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
 """
 
-# Gives `index`, and `wait_for(name)` and `tell(name)` for files in the current directory, by which the workers meet.
+# Defines `index`, and `wait_for(name)` and `tell(name)`, which synchronize workers by files in the current directory.
 BEGIN = """
 import json, os, pathlib, signal, subprocess, sys, time
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -42,7 +42,7 @@ def wait_for(name):
 
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
-    """The current directory; no GPUs but those that a test says are there."""
+    """Changes to an empty directory, and hides all GPUs except those that a test adds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
     for name in ("TF_CONFIG", "KERAS_DP_TOWERS", "CUDA_VISIBLE_DEVICES"):
@@ -51,20 +51,20 @@ def user_directory(tmp_path, monkeypatch):
 
 
 def run(script, options="--workers 2", arguments=(), begin=BEGIN):
-    """The launcher's exit code."""
+    """Launches a script, and returns the launcher's exit code."""
     Path("script.py").write_text(begin + script, encoding="utf-8")
     return main(["launch", *options.split(), "script.py", *arguments])
 
 
 def reports(output):
-    """What REPORT has printed, worker by worker, with TF_CONFIG parsed."""
+    """Returns the output of REPORT on each worker, with TF_CONFIG parsed."""
     lines = sorted((line.partition("{") for line in output.splitlines()), key=lambda line: line[0])
     found = [json.loads(brace + rest) for _, brace, rest in lines]
     return [{**report, "TF_CONFIG": json.loads(report["TF_CONFIG"])} for report in found]
 
 
 def when_told(name, action):
-    """A thread that calls `action` when a worker has told `name`."""
+    """Starts a thread that calls `action` when a worker has called `tell(name)`."""
 
     def wait():
         end = time.monotonic() + 20
@@ -80,7 +80,7 @@ def when_told(name, action):
 
 
 def ends(name):
-    """Whether the process that has told `name` ends, though perhaps nobody asks for its exit code."""
+    """Waits for the process that called `tell(name)`, and returns whether it ends; a zombie process counts as ended."""
     status = Path(f"/proc/{Path(name).read_text()}/status")
     end = time.monotonic() + 10
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -296,7 +296,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("handler", "seconds", "code"), [(signal.SIG_DFL, 60, 128 + signal.SIGHUP), (signal.SIG_IGN, 0.3, 0)])
 def test_terminal_is_closed(handler, seconds, code):
-    """Which ends the launcher, unless it runs under nohup."""
+    """Closing the terminal ends the launcher, unless it runs under nohup."""
     before = signal.signal(signal.SIGHUP, handler)
     try:
         thread = when_told("ready", lambda: os.kill(os.getpid(), signal.SIGHUP))
@@ -385,11 +385,11 @@ def test_commands_for_hosts_with_a_module(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--workers 0 script.py", "argument --workers: This is an integer of at least 1. Received: '0'"),
-        ("--workers two script.py", "argument --workers: This is an integer of at least 1. Received: 'two'"),
-        ("--workers 2 --towers-per-worker 0 script.py", "--towers-per-worker: This is an integer of at least 1. Received: '0'"),
-        ("--workers 2 --max-restarts -1 script.py", "--max-restarts: This is an integer of at least 0. Received: '-1'"),
-        ("--hosts a --port 70000 script.py", "--port: This is an integer from 1 to 65535. Received: '70000'"),
+        ("--workers 0 script.py", "argument --workers: must be an integer of at least 1. Received: '0'"),
+        ("--workers two script.py", "argument --workers: must be an integer of at least 1. Received: 'two'"),
+        ("--workers 2 --towers-per-worker 0 script.py", "--towers-per-worker: must be an integer of at least 1. Received: '0'"),
+        ("--workers 2 --max-restarts -1 script.py", "--max-restarts: must be an integer of at least 0. Received: '-1'"),
+        ("--hosts a --port 70000 script.py", "--port: must be an integer from 1 to 65535. Received: '70000'"),
         ("--workers 2 missing.py", "There is no such script. Received: 'missing.py'."),
         ("--workers 2", "the following arguments are required: script"),
         ("script.py --workers 2", "Either --workers or --hosts is needed. Received: neither."),
@@ -398,7 +398,7 @@ def test_commands_for_hosts_with_a_module(capsys):
         ("--hosts a,,b script.py", "A host is name, name:port or [IPv6]:port. Received: ''"),
         ("--hosts a:b script.py", "A host is name, name:port or [IPv6]:port. Received: 'a:b'"),
         ("--hosts ::1 script.py", "A host is name, name:port or [IPv6]:port. Received: '::1'"),
-        ("--hosts a:0 script.py", "--hosts: This is an integer from 1 to 65535. Received: '0'"),
+        ("--hosts a:0 script.py", "--hosts: must be an integer from 1 to 65535. Received: '0'"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(user_directory, capsys, arguments, message):

@@ -1,4 +1,4 @@
-"""The output of several workers at once: lines as they are, and bars in place or thinned out."""
+"""The output of several workers is printed together: lines unchanged, and progress bars in place or less often."""
 
 import io
 import itertools
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keras_dp.cli import output
 from keras_dp.cli.output import Screen, WorkerOutput
 
-# As Keras prints it: back to the beginning of the line, in colours.
+# Keras prints a bar so: it returns to the beginning of the line, and uses colours.
 BAR = "Epoch 1/2\n" + "".join(f"\r\x1b[1m{step}/3\x1b[0m ━━ loss: 0.{9 - step}\b\b" for step in (1, 2, 3)) + "\ndone\n"
 
 
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
         return True
 
     def seen(self):
-        """What stands on the terminal: each line as it was last drawn."""
+        """Returns the text on the terminal, each line as it was last drawn."""
         lines = [""]
         for character in self.getvalue().replace("\x1b[K", "\x00"):
             if character == "\n":
@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that a test sets."""
+    """Replaces the clock by seconds that a test sets."""
     now = [100.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     return now
@@ -75,7 +75,7 @@ def test_a_bar_that_takes_long_is_shown_on_the_way_if_it_changes(clock):
 
 
 def test_the_bar_of_the_first_worker_stays_one_on_a_terminal():
-    """Lines of others come above it, and at its end it is a line."""
+    """Lines of other workers appear above it, and its end becomes a line."""
     terminal = Terminal()
     screen = Screen(terminal)
     first = WorkerOutput(0, terminal, screen, True, deque())

@@ -1,4 +1,4 @@
-"""The ceiling runs every tower, and nothing passes from one to another."""
+"""The ceiling runs every tower, and sends nothing between towers."""
 
 import keras
 import numpy as np
@@ -20,13 +20,13 @@ def build():
 
 
 def device_graphs(wrapper):
-    """What TensorFlow runs on each of three devices in a training step."""
+    """Returns the operations that TensorFlow runs on each of three devices in a training step."""
     parallel = wrapper(build(), devices=3)
     parallel.compile("sgd", "mse", metrics=["mae"])
     parallel.train_on_batch(X, Y)
     with node_by_node():
         _, graphs = _run_and_collect(parallel.train_step, cut((X, Y), 3))
-    # That one operation waits for another is a copy without bytes.
+    # A control dependency between devices is a copy without bytes.
     return {
         graph.node[0].device[-5:]: [node.op for node in graph.node if not (node.op == "_Send" and "/ctrl/" in node.input[0])]
         for graph in graphs

@@ -1,4 +1,4 @@
-"""The model and the data that the programs of this suite share."""
+"""Define the model and the data that the programs of this suite share."""
 
 import keras
 import numpy as np
@@ -10,13 +10,13 @@ TOWERS = 2
 
 
 def two_classes():
-    """40 rows of 4 numbers, and for each whether their sum is positive."""
+    """Returns 40 rows of 4 numbers, and for each row whether its sum is positive."""
     x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
     return x, (x.sum(axis=1) > 0).astype("int32")
 
 
 def classifier(wrapped, units=8):
-    """A compiled model for two classes, on towers if it is to be wrapped, with the same names and weights in both cases."""
+    """Builds and compiles a model for two classes, optionally wrapped, with the same names and weights in both cases."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
     inputs = keras.Input((4,))

@@ -1,4 +1,4 @@
-"""Programs as the users of other tools write them; each is run with a plain model and with a wrapped one."""
+"""Set up tests that use other tools as their users do, each with a plain model and with a wrapped one."""
 
 import classification
 import keras
@@ -7,11 +7,11 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def single_precision():
-    """As users have it: some tools look at the type of what a model returns."""
+    """Sets the users' float32: some tools look at the dtype of a model's results."""
     keras.config.set_floatx("float32")
 
 
 @pytest.fixture
 def data():
-    """Features and classes."""
+    """Returns features and classes."""
     return classification.two_classes()

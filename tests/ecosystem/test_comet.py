@@ -1,4 +1,4 @@
-"""Comet's own logging of Keras sees through the wrapper. In a process of its own: it must be imported before Keras."""
+"""Comet's own logging of Keras logs the inner model. It runs in a new process, as comet must be imported before Keras."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ experiment.end()
 
 
 def logged(directory, kind):
-    """What comet has written down of a run: parameters, metrics by name, step and epoch, and the model's graph."""
+    """Returns comet's log of a run: parameters, metrics by name, step and epoch, and the model's graph."""
     command = [sys.executable, "-c", SCRIPT, str(directory), kind, str(Path(__file__).parent)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Models and optimizers of Keras 2, whose package can be installed beside Keras 3, are told from those of Keras 3."""
+"""Models and optimizers of Keras 2, which can be installed beside Keras 3, are refused by name."""
 
 import pytest
 import tf_keras

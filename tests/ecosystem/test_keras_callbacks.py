@@ -1,4 +1,4 @@
-"""Keras's own tests of its callbacks, which come with its package, hold for wrapped models, too."""
+"""Keras's own tests of its callbacks, which its package includes, pass with wrapped models."""
 
 import importlib
 import inspect
@@ -11,18 +11,18 @@ from classification import TOWERS
 
 import keras_dp
 
-# Those of RemoteMonitor need a file that Keras's package lacks; Orbax is not installed.
+# The tests of RemoteMonitor need a file that Keras's package lacks; Orbax is not installed.
 CALLBACKS = (
     *("backup_and_restore", "callback", "csv_logger", "early_stopping", "lambda_callback", "learning_rate_scheduler"),
     *("model_checkpoint", "monitor_callback", "reduce_lr_on_plateau", "swap_ema_weights", "tensorboard", "terminate_on_nan"),
 )
 
-# What the errors of those say that keras_dp refuses: it takes the place of tf.distribute.
+# The errors of tests that keras_dp refuses, because it replaces tf.distribute.
 REFUSED = {"test_swap_ema_weights_with_tf_distribute": "cannot run inside a tf.distribute scope"}
 
 
 def collected():
-    """The module, the class and the name of each test."""
+    """Returns the module, the class and the name of each test."""
     for callback in CALLBACKS:
         module = importlib.import_module(f"keras.src.callbacks.{callback}_test")
         for name, test_class in vars(module).items():
@@ -36,7 +36,7 @@ def collected():
 
 
 class Wrapped(keras.Model):
-    """In place of `keras.Model`: models of it, and of classes derived from it, are wrapped when they are made."""
+    """Replaces `keras.Model`, and wraps its models, and those of derived classes, when they are made."""
 
     def __new__(cls, *args, **kwargs):
         model = keras.Model(*args, **kwargs) if cls is Wrapped else super().__new__(cls, *args, **kwargs)
@@ -46,7 +46,7 @@ class Wrapped(keras.Model):
 
 
 def wrapped_sequential(*args, **kwargs):
-    """In place of `keras.Sequential`."""
+    """Replaces `keras.Sequential`."""
     return keras_dp.DataParallelModel(keras.Sequential(*args, **kwargs), devices=TOWERS)
 
 

@@ -1,4 +1,4 @@
-"""Tasks of KerasHub with random weights, whose own `fit` prepares the data."""
+"""Tasks of KerasHub, whose own `fit` prepares the data, give one device's result with random weights."""
 
 import keras
 import keras_hub
@@ -36,7 +36,7 @@ rng = np.random.default_rng(0)
 
 @pytest.fixture(autouse=True)
 def double_precision(single_precision):
-    """Where results are to be the same, and not only close."""
+    """Sets float64, in which results are the same and not only close."""
     keras.config.set_floatx("float64")
 
 
@@ -100,13 +100,13 @@ TASKS = {
 
 
 def prepared(build, data):
-    """What the task's preprocessor makes of the data."""
+    """Returns the data after the task's preprocessor."""
     x, *y = data
     return keras.tree.map_structure(np.asarray, build(True).preprocessor(x if x.dtype.kind == "f" else x.tolist(), *y))
 
 
 def trained(model, data, **compile_arguments):
-    """Compiled as the task does by itself, or otherwise; trained, evaluated and asked."""
+    """Trains, evaluates and predicts, compiled by the task itself or with arguments."""
     model.compile(optimizer=keras.optimizers.Adam(0.01), **compile_arguments)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"sample_weight": sample_weight, "batch_size": 4, "verbose": 0}
@@ -138,7 +138,7 @@ def test_low_rank_adapters():
 
 
 def plain_and_parallel(build, script):
-    """What a script returns for a plain model, and for a wrapped one."""
+    """Returns the results of a script for a plain model and for a wrapped one."""
     results = []
     for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=TOWERS)):
         keras.utils.set_random_seed(3)
@@ -147,7 +147,7 @@ def plain_and_parallel(build, script):
 
 
 def test_eight_bit_integers():
-    """A quantized model is not trained further; it is evaluated, and predicts."""
+    """A quantized model is not trained further; it evaluates and predicts."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(prepared(bert, (TEXTS, LABELS)))
 
     def script(model):

@@ -1,4 +1,4 @@
-"""KerasTuner finds the same hyperparameters with the same scores, whatever it searches them with."""
+"""KerasTuner finds the same hyperparameters with the same scores for plain and for wrapped models."""
 
 import keras_tuner
 import numpy as np
@@ -16,7 +16,7 @@ TUNERS = {
 
 
 def searched(tuner_class, wrapped, data, directory):
-    """A tuner that has searched for the number of units; of two trials, the best."""
+    """Searches for the number of units in two trials, and returns the tuner."""
     tuner = tuner_class(
         lambda hyperparameters: classifier(wrapped, hyperparameters.Int("units", 4, 8, step=4)),
         "val_loss",
@@ -44,7 +44,7 @@ def test_search(tuner_class, data, tmp_path):
 
 
 class Tuner(keras_tuner.RandomSearch):
-    """A tuner of one's own, that trains and answers by itself."""
+    """Defines a custom tuner, which trains and predicts itself."""
 
     def run_trial(self, trial, x, y, wrapped, verbose):
         model = classifier(wrapped, trial.hyperparameters.Int("units", 4, 8, step=4))

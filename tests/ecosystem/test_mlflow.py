@@ -1,4 +1,4 @@
-"""mlflow logs of a wrapped model what it logs of a plain one, by itself, by its callback and on request."""
+"""mlflow logs the same for a wrapped model as for a plain one: automatically, by its callback and on request."""
 
 import mlflow
 import numpy as np
@@ -11,7 +11,7 @@ FLAVORS = {"keras": mlflow.keras, "tensorflow": mlflow.tensorflow}
 
 @pytest.fixture(autouse=True)
 def store(tmp_path):
-    """A store of runs of its own for each test; what was patched is put back."""
+    """Sets up a separate store of runs for each test, and undoes mlflow's patches after it."""
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.set_experiment(experiment_id=mlflow.create_experiment("towers", artifact_location=str(tmp_path / "artifacts")))
     yield
@@ -20,7 +20,7 @@ def store(tmp_path):
 
 
 def logged(run_id):
-    """The parameters, metrics and artifacts of a run."""
+    """Returns the parameters, metrics and artifacts of a run."""
     run = mlflow.get_run(run_id)
     artifacts = {artifact.path for artifact in mlflow.MlflowClient().list_artifacts(run_id)}
     return run.data.params, run.data.metrics, artifacts
@@ -56,7 +56,7 @@ def test_autolog(flavor, data):
 
 
 def test_autolog_of_arguments_given_by_place(data):
-    """Mlflow then does not see the batch size of a plain model; that of a wrapped one, it does."""
+    """Mlflow then misses the batch size of a plain model, but sees that of a wrapped one."""
     mlflow.keras.autolog(log_models=False)
     runs = []
     for wrapped in (False, True):

@@ -1,4 +1,4 @@
-"""Estimators of scikit-learn around wrapped models: Keras's own, and scikeras's."""
+"""Estimators of scikit-learn, from Keras and from scikeras, work with wrapped models."""
 
 import pickle
 
@@ -15,7 +15,7 @@ import keras_dp
 
 
 def one_hot_classifier(wrapped):
-    """As `classifier`, for targets with a column for each class, as Keras's estimator gives them."""
+    """Builds a `classifier` for targets with a column for each class, which Keras's estimator passes."""
     model = classifier(wrapped)
     model.compile(keras.optimizers.Adam(0.01), "categorical_crossentropy", metrics=["accuracy"])
     return model
@@ -74,7 +74,7 @@ def test_a_fitted_estimator_is_pickled(estimator, data):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_grid_search(jobs, data):
-    """With several processes, each trains the plain model on a device of its own."""
+    """With several processes, each trains the plain model on a separate device."""
     x, y = data
     search = GridSearchCV(scikeras_estimator(wrapped=True), {"batch_size": [5, 10]}, n_jobs=jobs, cv=2, error_score="raise")
     search.fit(x, y)
@@ -90,7 +90,7 @@ def test_cross_validation(data):
 
 
 class Pretrained(sklearn.base.BaseEstimator, sklearn.base.ClassifierMixin):
-    """As users write estimators: a compiled model goes in, a fitted copy of it comes out."""
+    """Defines an estimator as users do, which takes a compiled model and fits a copy of it."""
 
     def __init__(self, model, epochs=1):
         self.model = model

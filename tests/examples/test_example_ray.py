@@ -1,4 +1,4 @@
-"""The example on Ray: two workers of a Ray of its own train for one epoch, without a network."""
+"""The example on Ray trains for one epoch with two workers of a local Ray, without a network."""
 
 import contextlib
 import importlib.util

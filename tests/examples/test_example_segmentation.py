@@ -1,4 +1,4 @@
-"""The example that names the digit of each pixel: its scenes, and its network."""
+"""The example that classifies the digit of each pixel makes correct scenes, and a network with logits for each pixel."""
 
 import importlib
 from pathlib import Path
@@ -16,7 +16,7 @@ def example(monkeypatch):
 
 
 def test_pixels_have_the_class_of_the_digit_that_is_seen(example):
-    """Each digit is painted in a brightness of its own, so that what is seen tells which class it must have."""
+    """Each digit has its own brightness, so that a visible pixel shows which class it must have."""
     labels = np.arange(10)
     images = np.zeros((10, 28, 28, 1), "float32")
     images[:, 4:20, 8:20] = (0.5 + labels / 20).reshape(10, 1, 1, 1)
@@ -25,7 +25,7 @@ def test_pixels_have_the_class_of_the_digit_that_is_seen(example):
     ink = x[..., 0] > 0.4
     np.testing.assert_array_equal(y[~ink], example.BACKGROUND)
     np.testing.assert_allclose(x[..., 0][ink], 0.5 + y[ink] / 20, rtol=1e-6)
-    # Digits hide those before them: not every scene shows all of the ink.
+    # Digits hide earlier ones, so that not every scene shows all ink.
     seen = ink.sum(axis=(1, 2))
     assert seen.max() == example.DIGITS * 16 * 12
     assert seen.min() < seen.max()

@@ -1,4 +1,4 @@
-"""The programs of docs/first_steps.md run as they stand there, and print what stands there."""
+"""The programs of docs/first_steps.md run unchanged, and print the output on that page."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Moments over the global batch are Keras's, accurate, masked and cheap; the other modes do what they say."""
+"""Moments of the global batch are Keras's, accurate, masked and cheap; the other modes work as documented."""
 
 import itertools
 from pathlib import Path
@@ -24,7 +24,7 @@ rng = np.random.default_rng(0)
 
 
 def step_on_towers(function, batch, num_towers, collectives=None):
-    """`function(batch)`, compiled to run on the slices of a batch."""
+    """Returns a `tf.function` that runs `function` on the slices of a batch."""
 
     @tf.function(autograph=False)
     def run():
@@ -36,7 +36,7 @@ def step_on_towers(function, batch, num_towers, collectives=None):
 
 
 def operations_on_towers(*arguments):
-    """The operations of `step_on_towers`."""
+    """Returns the operations of `step_on_towers`."""
     with node_by_node():
         return step_on_towers(*arguments).get_concrete_function().graph.get_operations()
 
@@ -79,7 +79,7 @@ def test_masked_moments_divide_by_n_plus_epsilon():
 
 @pytest.mark.parametrize("rows", [1, 3, 10])
 def test_moments_of_slices_are_pooled_to_those_of_the_global_batch(rows):
-    """Not a mean of variances: the slices have other means and other sizes."""
+    """A mean of the variances would be wrong: the slices have different means and sizes."""
     x = rng.normal(size=(rows, 5, 3)) + np.arange(rows)[:, None, None]
     count, mean, variance = moments_on_towers(x, 4, mode="local")
     np.testing.assert_array_equal(count, rows * 5)
@@ -106,12 +106,12 @@ def test_variance_is_never_negative(value, mode, masked):
 
 
 def rounds(operations):
-    """How many times, one after the other, something of towers goes where it is put together, and from there to towers."""
+    """Returns the largest number of exchanges in a row, each from towers to home and back to towers."""
     depths = {}
 
     def depth(operation):
         if operation.name not in depths:
-            depths[operation.name] = 0  # A loop would end here.
+            depths[operation.name] = 0  # Ends the recursion in a cycle.
             is_home = not operation.name.startswith("partitioned/tower_")
             arrives = [is_home and tensor.op.name.startswith("partitioned/tower_") for tensor in operation.inputs]
             below = [depth(tensor.op) + arrival for tensor, arrival in zip(operation.inputs, arrives, strict=True)]
@@ -123,7 +123,7 @@ def rounds(operations):
 
 @pytest.mark.parametrize(("mask", "exchanged"), [(None, 2), (rng.random((9, 5)) < 0.6, 3)], ids=["plain", "masked"])
 def test_what_the_towers_exchange(mask, exchanged):
-    """Forward 2C numbers in two rounds, and as many backward in one; Keras counts the entries of each channel in a mask."""
+    """Towers sum 2C numbers forward in two rounds, and 2C backward in one; with a mask, also Keras's counts of each channel."""
     x, channels = rng.normal(size=(9, 5, 8)), 8
     layer = layers.BatchNormalization()
     layer.build(x.shape)
@@ -152,8 +152,8 @@ def test_what_the_towers_exchange(mask, exchanged):
     steps = [operations_on_towers(step, (x, mask), 3) for step in (forward, backward)]
     assert list(map(sums, steps)) == [exchanged * channels, 2 * exchanged * channels]
     assert list(map(rounds, steps)) == [2, 3 if mask is None else 4]
-    # Workers send each other one message forward, or one a round with a mask. One before has their numbers of rows, and one
-    # after all has the rows of the result.
+    # Workers send each other one message forward, or one for each round with a mask. A message before has their numbers of
+    # rows, and a last one has the rows of the result.
     assert [messages(step) for step in (forward, backward)] == ([3, 4] if mask is None else [4, 6])
 
 
@@ -207,7 +207,7 @@ def test_every_kind_of_layer(layer):
     ],
 )
 def test_every_rank_and_axis(shape, axis):
-    """The last batch has one row for three towers; of rank 2, its variance is zero."""
+    """The last batch has one row for three towers; in inputs of rank 2, its variance is zero."""
 
     def build():
         inputs = keras.Input(shape)
@@ -227,13 +227,13 @@ def test_masked_layer(axis):
 
     x = rng.normal(size=(13, 5, 3))
     x[:, 3:] *= rng.integers(0, 2, (13, 1, 1))
-    x[4:8] = 0  # A slice without a single entry that counts.
+    x[4:8] = 0  # A slice of which every entry is masked.
     assert_same_training(build, compile_arguments, [((x, rng.normal(size=(13, 3))), 12)], 3)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_call_tells_whether_to_train(training):
-    """It holds in fit, evaluate and predict alike."""
+    """The `training` that a `call` passes to its layer holds in `fit`, `evaluate` and `predict`."""
 
     class Told(keras.Model):
         def __init__(self):
@@ -261,7 +261,7 @@ def test_frozen_layers_use_and_keep_their_moving_statistics():
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_moments_are_float32_under_mixed_precision(policy):
-    """The sum of 12 x 64 activations of 500 is beyond float16, and its last digits beyond bfloat16."""
+    """The sum of 12 x 64 activations of 500 overflows float16, and bfloat16 loses its last digits."""
     keras.config.set_floatx("float32")
     dtype = policy.removeprefix("mixed_")
     x = tf.cast(500 + 20 * rng.normal(size=(12, 64, 3)), dtype)
@@ -315,10 +315,10 @@ def convolutions():
 
 
 def slices_one_after_the_other(model, batches, num_slices, mode, learning_rate=0.1):
-    """The reference for the other modes: one device, plain Keras for each slice, and NumPy for what becomes of them.
+    """Trains in one of the other modes on one device, as a reference: Keras runs each slice, and NumPy sums and updates.
 
-    Returns the losses. Gradients of the slices' parts of the loss add up; moving statistics are updated with the moments of
-    all slices' inputs together ("local"), or of the first slice's ("first").
+    Returns the losses. The gradients of the slices' parts of the loss add up. The moving statistics are updated with the
+    moments of all slices' inputs together ("local"), or of the first slice's inputs ("first").
     """
     norms = [layer for layer in model.layers if isinstance(layer, layers.BatchNormalization)]
     inputs_of = keras.Model(model.inputs[0], [norm.input for norm in norms])
@@ -331,7 +331,7 @@ def slices_one_after_the_other(model, batches, num_slices, mode, learning_rate=0
             if begin == end:
                 continue
             for run in ("inputs", "step"):
-                # Every slice finds the state of before the step.
+                # Every slice starts from the state before the step.
                 for variable, value in zip(model.non_trainable_variables, state, strict=True):
                     variable.assign(value)
                 if run == "inputs":
@@ -355,7 +355,7 @@ def slices_one_after_the_other(model, batches, num_slices, mode, learning_rate=0
 
 
 def update(norm, mean, variance):
-    """Moves a layer's statistics as Keras documents it (Ioffe 2017, arXiv 1702.03275, for `renorm`)."""
+    """Updates a layer's moving statistics as Keras documents it (Ioffe 2017, arXiv 1702.03275, for `renorm`)."""
 
     def move(variable, value, momentum):
         variable.assign(variable.numpy() * momentum + value * (1 - momentum))
@@ -381,7 +381,7 @@ MODELS = {
 @pytest.mark.parametrize("mode", ["local", "first"])
 @pytest.mark.parametrize("model", MODELS)
 def test_other_modes_against_the_slices_one_after_the_other(model, mode):
-    """Uneven slices, and one batch with fewer rows than towers."""
+    """Covers uneven slices, and a batch with fewer rows than towers."""
     build, shape = MODELS[model]
     batches = [(rng.normal(2, 3, size=(rows, *shape)), rng.normal(size=(rows, 1))) for rows in (7, 11, 2, 10)]
     one, inner = twins(build)
@@ -413,7 +413,7 @@ def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
 
 
 def test_local_statistics_of_a_layer_that_is_called_twice():
-    """Each call's moments count, in their order; the second call's inputs are what the slices' first calls made."""
+    """The moments of each call update the statistics, in order; the second call takes the slices' results of the first."""
 
     class Twice(keras.Model):
         def __init__(self):
@@ -436,7 +436,7 @@ def test_local_statistics_of_a_layer_that_is_called_twice():
 
 @pytest.mark.parametrize("mode", choices.values_of(choices.BatchNorm))
 def test_gradients_of_every_mode_are_those_of_finite_differences(mode):
-    """Seven rows on three towers; SGD(1) takes off the gradient, and the loss of a step is that of before it."""
+    """SGD(1) subtracts the gradient itself, and a step returns the loss before its update. Three towers have seven rows."""
     x, y = rng.normal(2, 3, size=(7, 3)), rng.normal(size=(7, 1))
     inner = small_network()
     parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
@@ -487,7 +487,7 @@ def test_unknown_mode():
 
 
 def test_a_layer_of_ones_own_across_the_towers():
-    """The worked example of docs/batch_normalization.md, as it stands there."""
+    """Runs the worked example of docs/batch_normalization.md unchanged."""
     namespace = {}
     exec(worked_example(), namespace)
 

@@ -1,4 +1,4 @@
-"""Callbacks for training on towers."""
+"""Callbacks of keras_dp log the wait for input, and warm the learning rate up."""
 
 import time
 
@@ -21,7 +21,7 @@ def build():
 
 
 def slow(x, y):
-    """A pipeline that takes three tenths of a second for each batch."""
+    """Returns a dataset that takes 0.3 seconds for each batch."""
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
     return dataset.map(lambda x, y: (tf.numpy_function(_sleep, [x], tf.float64), y)).map(
         lambda x, y: (tf.ensure_shape(x, (None, 4)), y)
@@ -43,7 +43,7 @@ def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices():
     fed = parallel.fit(X, Y, batch_size=1, epochs=2, verbose=0, callbacks=[wait]).history["input_wait"]
     assert min(starved) > 0.3
     assert 0 <= fed[-1] < min(starved)
-    # Off again.
+    # Without the callback, nothing is measured.
     parallel.fit(X, Y, verbose=0)
     assert "input_wait" not in parallel.history.history
     assert parallel.distribute_strategy.seconds_waited is None
@@ -69,7 +69,7 @@ def test_input_wait_needs_towers():
 
 
 def ramp(base, scale, warmup_steps, steps):
-    """Goyal et al. 2017, section 2.2: from the base rate by equal increments to the scaled one, for each step."""
+    """Returns the rates of Goyal et al. 2017, section 2.2: equal increments at each step, from the base to the scaled rate."""
     return np.interp(np.arange(steps), [0, warmup_steps], [base, scale * base])
 
 
@@ -93,7 +93,7 @@ def compiled(num_towers, optimizer=None, **arguments):
 
 
 def rates_of(model, callbacks, epochs=5, **arguments):
-    """The rates of all steps, three in an epoch, and the history."""
+    """Fits with three steps in an epoch, and returns the rates of all steps and the history."""
     used = UsedRates()
     arguments = {"batch_size": 4, "epochs": epochs, "verbose": 0, "callbacks": [*callbacks, used], **arguments}
     history = model.fit(X, Y, **arguments).history
@@ -127,7 +127,7 @@ def test_a_rate_that_plateaus_lower_stays_lower():
         warmup = LearningRateWarmup(0.01, 8, 3)
         callbacks = [plateau, warmup] if place == "before" else [warmup, plateau]
         rates[place], _ = rates_of(compiled(2), callbacks)
-    # The first epoch improves on infinity, each of the others halves the rate.
+    # The first epoch improves on infinity; each later epoch halves the rate.
     factors = np.repeat([1, 1, 0.5, 0.25, 0.125], 3)
     for received in rates.values():
         np.testing.assert_allclose(received, ramp(0.01, 8, 9, 15) * factors, rtol=1e-6)
@@ -144,7 +144,7 @@ def test_a_scheduler_takes_over_after_the_warmup(place, epoch, rate):
 
 
 def test_the_rate_before_the_warmup_says_nothing():
-    """After a step to try things out, the optimizer's own rate was taken for one that a plateau had lowered."""
+    """After a single step before `fit`, the optimizer's initial rate was mistaken for a rate that a plateau had lowered."""
     model = compiled(2, keras.optimizers.SGD(0.01, momentum=0.9))
     model.train_on_batch(X[:1], Y[:1])
     rates, _ = rates_of(model, [LearningRateWarmup(0.1, 8, 2)])
@@ -173,13 +173,13 @@ def test_an_optimizer_that_is_warm_is_said_to_be(caplog):
     rates, _ = rates_of(model, [LearningRateWarmup(0.001, 4, 1)], epochs=2)
     np.testing.assert_allclose(rates, 0.08, rtol=1e-12)
     assert "has seen 6 batches already, so that the warm-up of 3 steps is over" in caplog.text
-    assert "new optimizer to warm up anew" in caplog.text
+    assert "new optimizer to warm up again" in caplog.text
 
 
 @pytest.mark.parametrize("by", ["fit", "backup", "file"])
 @pytest.mark.parametrize("num_towers", [None, 2])
 def test_warmup_resumes_in_the_middle(tmp_path, caplog, num_towers, by):
-    """With what a plateau took from the rate: in the checkpoint there is nothing but the rate and the iterations."""
+    """The reduction by a plateau is kept, although a checkpoint holds only the rate and the iterations."""
 
     def callbacks():
         plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9, cooldown=9)
@@ -203,14 +203,14 @@ def test_warmup_resumes_in_the_middle(tmp_path, caplog, num_towers, by):
     left = [left[0], *left[2:]]
     caplog.clear()
     resumed, _ = rates_of(broken, left, initial_epoch=0 if by == "backup" else 3)
-    assert "goes on at step 9 with the rate 0.0" in caplog.text
+    assert "resumes at step 9 with the rate 0.0" in caplog.text
     np.testing.assert_allclose(resumed, expected[9:], rtol=1e-6)
     for one, other in zip(unbroken.get_weights(), broken.get_weights(), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
 def test_warmup_goes_by_the_epochs_where_the_optimizer_is_new():
-    """As after `load_weights` of the weights alone: the rate of the new optimizer says nothing."""
+    """The rate of a new optimizer is ignored, as after `load_weights` of the weights alone."""
     rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 4)], initial_epoch=3)
     np.testing.assert_allclose(rates, ramp(0.01, 8, 12, 15)[9:], rtol=1e-12)
 
@@ -244,7 +244,7 @@ def test_warmup_with_mixed_precision():
         keras.mixed_precision.set_dtype_policy("float32")
     assert isinstance(model.inner_model.optimizer, keras.optimizers.LossScaleOptimizer)
     rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 2), keras_dp.callbacks.MomentumCorrection()])
-    # The first steps overflow, and are no steps for the optimizer; the epochs go on.
+    # The first steps overflow, so that the optimizer does not count them; the epochs do.
     np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""What devices send each other in a step, read off TensorFlow's own partitioned graphs."""
+"""Devices send each other no more than expected in a step, as TensorFlow's own partitioned graphs show."""
 
 import math
 
@@ -21,7 +21,7 @@ CHANNELS = 8
 
 
 def build():
-    """No weight dominates, and one layer normalizes CHANNELS channels."""
+    """Builds a model in which no weight dominates, and one layer normalizes CHANNELS channels."""
     return keras.Sequential(
         [
             keras.Input((12,)),
@@ -44,7 +44,7 @@ def size(variable):
 
 
 def sent_weights(parallel):
-    """Of a batch normalization the scale and the offset are made of its weights, once, and their gradients of those."""
+    """Returns the weights that are sent themselves: of a batch normalization, towers get a scale and an offset instead."""
     return [weight for weight in parallel.trainable_weights if "batch_normalization" not in weight.path]
 
 
@@ -75,7 +75,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sharded_updates_happen_where_variables_and_their_state_live(name):
-    """Keras places no update; left to TensorFlow, all would be sent to the first device and back."""
+    """Keras places no update, and TensorFlow alone would send all variables to the first device and back."""
     parallel, communication = report(OPTIMIZERS[name](), parameter_device="sharded")
     weights = sent_weights(parallel)
     for kind in ("weights", "gradients"):
@@ -83,7 +83,7 @@ def test_sharded_updates_happen_where_variables_and_their_state_live(name):
         assert communication.bytes_of(kind) == sum(map(size, weights)) * 2
     assert communication.busiest_bytes <= 1.05 * communication.whole_variables_bytes
     assert not communication.unsized
-    # Learning rates, norms and moving statistics: no tensor of a weight's size.
+    # The other copies are learning rates, norms and moving statistics, none of a weight's size.
     state = sum(map(size, parallel.non_trainable_weights))
     assert communication.bytes_of("outputs", "other") < 4 * state + 64 * len(weights) < communication.weight_bytes
     for variable in parallel.optimizer.variables:
@@ -128,7 +128,7 @@ def test_gradients_on_the_wire():
     keras.config.set_floatx("float32")
     _, exact = report()
     _, half = report(gradient_dtype="bfloat16")
-    # Those of the batch normalization's weights are sent by themselves then, of two towers.
+    # With bfloat16, the gradients of the batch normalization's weights are sent by themselves, from two towers.
     assert exact.bytes_of("gradients") / 2 <= half.bytes_of("gradients") <= half.weight_bytes
     assert half.bytes_of("weights") == exact.bytes_of("weights")
 
@@ -149,7 +149,7 @@ def test_towers_compiled_by_xla_send_the_same():
     ids=["loss scaling", "accumulation"],
 )
 def test_what_optimizers_exchange_in_branches_is_named_and_not_sized(optimizer):
-    """There Keras's operations are in functions of their own, whose names and shapes the step's graph does not have."""
+    """Keras puts the operations of branches into functions, whose names and shapes are missing from the step's graph."""
     parallel, communication = report(optimizer(), parameter_device="sharded")
     for kind in ("weights", "gradients"):
         assert communication.number_of(kind) >= len(sent_weights(parallel)) * 2
@@ -207,7 +207,7 @@ def test_copies_of_a_partitioned_step_have_their_sizes():
 
 
 def test_nothing_is_sent_in_the_rounds_of_a_loop():
-    """TensorFlow keeps a loop's variables where they come from: weights at home were sent to the towers in each round."""
+    """TensorFlow leaves a loop's variables on their device, so that weights at home were sent to the towers in each round."""
     model = keras.Sequential([keras.Input((7, 3)), layers.LSTM(4, return_sequences=True), layers.LSTM(2)])
     parallel = keras_dp.DataParallelModel(model, devices=2)
     parallel.compile("sgd", "mse")
@@ -222,7 +222,7 @@ def test_nothing_is_sent_in_the_rounds_of_a_loop():
 
 
 def nodes_in_loops(graph):
-    """The nodes of a device's graph that run once in each round of a loop."""
+    """Returns the nodes of a device's graph that run once in each round of a loop."""
     takers = {}
     for node in graph.node:
         for name in node.input:
@@ -239,7 +239,7 @@ def nodes_in_loops(graph):
 @pytest.mark.parametrize("vocabulary", [500, 8])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_dense_gradient_of_an_embedding_is_made_of_what_is_less(name, vocabulary):
-    """Of the rows that the batch names, sent to where the table is, or of the tables of all towers, which would be larger."""
+    """It is made of the rows that the batch names, or of the tables of all towers, whichever is smaller."""
 
     def build():
         tokens = keras.Input((3,), dtype="int32")

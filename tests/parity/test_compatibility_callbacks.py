@@ -1,4 +1,4 @@
-"""Every callback of Keras, and callbacks of one's own, see and do on towers what they see and do on one device."""
+"""Every callback of Keras, and custom callbacks, see and do the same on towers as on one device."""
 
 import contextlib
 import csv
@@ -26,9 +26,9 @@ import keras_dp
 pytestmark = pytest.mark.thorough
 
 rng = np.random.default_rng(0)
-# Batches of 7, 7, 7 and 2 rows: three towers share none of them evenly, and the last has fewer rows than there are towers.
+# Batches of 7, 7, 7 and 2 rows: all are uneven on three towers, and the last one has fewer rows than towers.
 X, Y = rng.normal(size=(23, 4)), rng.normal(size=(23, 2))
-# Its loss falls first, and rises then.
+# The loss on these data first falls and then rises.
 VALIDATION = X[:10] + 0.3, 0.3 - Y[:10]
 
 HOOKS = [f"on_{phase}_{when}" for phase in ("train", "test", "predict", "epoch") for when in ("begin", "end")]
@@ -55,13 +55,13 @@ def compiled(model, optimizer=None, **arguments):
 
 
 def train(model, *given, **arguments):
-    """Fits with callbacks; returns the history's numbers."""
+    """Fits with callbacks, and returns the history's numbers."""
     arguments = {"batch_size": 7, "epochs": 3, "shuffle": False, "verbose": 0, **arguments}
     return model.fit(X, Y, callbacks=list(given), **arguments).history
 
 
 def folder_of(model, path):
-    """A folder for the files of one of the two models."""
+    """Returns a folder for the files of one of the two models."""
     folder = path / type(model).__name__
     folder.mkdir(exist_ok=True)
     return folder
@@ -85,7 +85,7 @@ for name in HOOKS:
 
 
 class Seeing(callbacks.Callback):
-    """Keeps what it sees."""
+    """Holds a list for what a callback sees."""
 
     def __init__(self):
         super().__init__()
@@ -93,11 +93,11 @@ class Seeing(callbacks.Callback):
 
 
 class StoppedError(Exception):
-    """What stops a training that is to be resumed."""
+    """Stops a training that is to be resumed."""
 
 
 class StopAt(callbacks.Callback):
-    """Stops training as a killed process does, at the beginning of an epoch or after one of its batches."""
+    """Stops training like a killed process, at the beginning of an epoch or after one of its batches."""
 
     def __init__(self, epoch, batch=None):
         super().__init__()
@@ -115,7 +115,7 @@ class StopAt(callbacks.Callback):
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_callback_hooks(steps_per_execution):
-    """Each hook is called when, with the index and with the logs as in plain Keras, in fit, evaluate and predict."""
+    """Each hook is called at the same points, with the same index and logs as in plain Keras, in fit, evaluate and predict."""
 
     def script(model):
         compiled(model, steps_per_execution=steps_per_execution)
@@ -150,7 +150,7 @@ def test_lambda_callback():
 
 
 def test_history_and_callback_list():
-    """A History or a CallbackList of one's own, and `model.history`."""
+    """A user's History and CallbackList are used, and `model.history` is that History."""
 
     def script(model):
         compiled(model)
@@ -168,12 +168,12 @@ def test_history_and_callback_list():
 
 
 def without_times(text):
-    """A progress bar's text without times, colours, and the spaces and backspaces that depend on the times' lengths."""
+    """Removes from a progress bar's text times, colours, and the spaces and backspaces that depend on the times' lengths."""
     return " ".join(re.sub(r"\x1b\[\d+m|\x08|\d+(:\d+)*(:\d\d|us|ms|s)(/step|/epoch)?", " ", text).split())
 
 
 def test_progress_bar(monkeypatch, capsys):
-    """`verbose=1` and `verbose=2`, and a ProgbarLogger of one's own: the same text but for the times."""
+    """With `verbose=1` and `verbose=2`, and with a user's ProgbarLogger, the text is the same except for times."""
     every_update = functools.partialmethod(keras.utils.Progbar.__init__, interval=-1)
     monkeypatch.setattr(keras.utils.Progbar, "__init__", every_update)
     one, inner = twins(build)
@@ -196,7 +196,7 @@ def test_progress_bar(monkeypatch, capsys):
 
 
 def test_callback_model(tmp_path):
-    """In a callback of one's own, `self.model` reads, computes, saves and is written to like the user's model."""
+    """In a custom callback, `self.model` can be read, called, saved and written to like the user's model."""
 
     class Watcher(Seeing):
         def on_epoch_end(self, epoch, logs=None):
@@ -219,7 +219,7 @@ def test_callback_model(tmp_path):
                     "called": model(X),
                     "body": keras.Model(model.inputs[0], model.get_layer("body").output)(X),
                     "saved": keras.models.load_model(path).get_weights(),
-                    # A wrapper's summary has one line more: its devices.
+                    # A wrapper's summary has one more line, with its devices.
                     "summary": {"\n".join(line for line in lines if " Devices: " not in line): model.count_params()},
                     "history": model.history.history,
                     "params": self.params,
@@ -237,7 +237,7 @@ def test_callback_model(tmp_path):
 
 
 def test_callback_model_computes_losses_and_gradients():
-    """`compute_loss`, `compute_metrics`, `get_metrics_result` and `optimizer.apply_gradients` in a callback."""
+    """Covers `compute_loss`, `compute_metrics`, `get_metrics_result` and `optimizer.apply_gradients` in a callback."""
 
     class Extra(Seeing):
         def on_epoch_end(self, epoch, logs=None):
@@ -259,7 +259,7 @@ def test_callback_model_computes_losses_and_gradients():
 
 
 def test_callback_model_attributes_of_the_users_class():
-    """They are read, called and assigned, and what is assigned before the step is traced or is a variable has its effect."""
+    """They can be read, called and assigned. Assignments take effect before the step is traced, and to variables always."""
 
     class Own(keras.Model):
         def __init__(self):
@@ -296,7 +296,7 @@ def test_callback_model_attributes_of_the_users_class():
 
 
 def test_callback_model_optimizer_learning_rate_and_iterations():
-    """Read and assigned on every batch."""
+    """A callback reads and assigns them on every batch."""
 
     class Warmup(Seeing):
         def on_train_batch_begin(self, batch, logs=None):
@@ -316,11 +316,11 @@ def test_callback_model_optimizer_learning_rate_and_iterations():
 
 
 def test_callback_model_optimizer_is_the_users():
-    """Its own settings can be read and set, and its variables be found, in a callback."""
+    """A callback can read and set its settings, and find its variables."""
 
     class Momentum(Seeing):
         def on_train_begin(self, logs=None):
-            # Before the step is traced, which reads it once.
+            # The step reads it once, when it is traced after this.
             self.model.optimizer.momentum = 0.6
 
         def on_epoch_end(self, epoch, logs=None):
@@ -339,7 +339,7 @@ def test_callback_model_optimizer_is_the_users():
 
 
 def test_callback_stops():
-    """`self.model.stop_training`, `stop_evaluating` and `stop_predicting`, in the middle of an epoch."""
+    """Covers `self.model.stop_training`, `stop_evaluating` and `stop_predicting`, in the middle of an epoch."""
 
     def script(model):
         compiled(model)
@@ -365,7 +365,7 @@ def test_callback_stops():
 
 
 def content(path):
-    """What plain Keras loads from a file: weights and the optimizer's state, and the classes of both."""
+    """Loads a file with plain Keras, and returns the weights, the optimizer's state, and the classes of both."""
     if path.name.endswith(".weights.h5"):
         model = compiled(build())
         model.optimizer.build(model.trainable_variables)
@@ -377,7 +377,7 @@ def content(path):
 
 
 def test_model_checkpoint(tmp_path):
-    """Whole models, weights only, the best only, and every few batches: plain Keras loads each file."""
+    """Plain Keras loads each file: of whole models, weights only, the best only, and every few batches."""
 
     def script(model):
         folder = folder_of(model, tmp_path)
@@ -400,7 +400,7 @@ def test_model_checkpoint(tmp_path):
 
 
 def interrupted_and_resumed(devices, backup, batch):
-    """Trains one model after the other with a backup, each but the last until it is stopped; returns all that came out."""
+    """Trains one model after the other from a backup, stops all but the last, and returns all results."""
     arguments = {"save_freq": 3} if batch else {"double_checkpoint": True}
     history = {"loss": [], "mae": []}
     for i, number in enumerate(devices):
@@ -426,7 +426,7 @@ def interrupted_and_resumed(devices, backup, batch):
     ids=["other towers", "from one device and back", "amid an epoch"],
 )
 def test_backup_and_restore(tmp_path, devices, batch):
-    """Stopped and resumed by other models: between epochs as if never stopped, amid one as plain Keras, which repeats it."""
+    """Other models resume: between epochs as if never stopped, within an epoch as plain Keras, which repeats the epoch."""
     if batch:
         expected = interrupted_and_resumed([None] * len(devices), tmp_path / "backup", batch)
     else:
@@ -484,7 +484,7 @@ AVERAGED = {
     [("SGD", False), ("SGD", True), ("MultiOptimizer", True), ("LossScaleOptimizer", True)],
 )
 def test_swap_ema_weights(optimizer, swap_on_epoch):
-    """Validation, evaluation, prediction and, with `swap_on_epoch`, later callbacks see the moving averages."""
+    """Validation, evaluation and prediction see the moving averages; with `swap_on_epoch`, later callbacks do as well."""
 
     def script(model):
         swap, seen = callbacks.SwapEMAWeights(swap_on_epoch), []
@@ -505,9 +505,9 @@ def test_swap_ema_weights(optimizer, swap_on_epoch):
 
 @pytest.fixture
 def summaries(monkeypatch):
-    """Summaries that can be written without the package tensorboard, which TensorFlow does not come with."""
+    """Makes summaries work without the package tensorboard, which TensorFlow does not include."""
     if importlib.util.find_spec("tensorboard") is None:
-        # The module as Keras imports it, which need not be `tf.summary`.
+        # Keras imports this module, which may differ from `tf.summary`.
         summary = importlib.import_module("tensorflow.summary")
         for kind in ("scalar", "histogram", "image"):
             monkeypatch.setattr(summary, kind, lambda name, data, step=None: summary.write(name, data, step))
@@ -515,21 +515,21 @@ def summaries(monkeypatch):
 
 
 def events(folder):
-    """All summaries in the event files of a folder: {file's folder, tag and step: value}."""
+    """Returns all summaries in the event files of a folder: {file's folder, tag and step: value}."""
     found = {}
     for path in sorted(folder.rglob("*tfevents*")):
         for record in tf.data.TFRecordDataset(str(path)):
             event = tf.compat.v1.Event.FromString(record.numpy())
             for value in event.summary.value:
                 array = tf.make_ndarray(value.tensor)
-                # An image is its width, its height and its bytes.
+                # An image consists of its width, its height and its bytes.
                 array = [list(part) for part in array] if array.dtype == object and array.ndim else array
                 found[f"{path.parent.name} {value.tag} {event.step}"] = array
     return found
 
 
 def tensorboard_events(path, optimizer="Adam", **arguments):
-    """What TensorBoard writes for plain Keras and for towers, and the names of its other files."""
+    """Returns the summaries that TensorBoard writes for plain Keras and for towers, and the names of its other files."""
     results = []
 
     def script(model):
@@ -585,7 +585,7 @@ def test_tensorboard_model_graph(tmp_path, summaries):
 
 
 def test_csv_logger(tmp_path):
-    """Also with `append=True`, and epochs without validation."""
+    """Covers `append=True`, and epochs without validation."""
 
     def script(model):
         path = folder_of(model, tmp_path) / "log.csv"
@@ -605,7 +605,7 @@ def test_csv_logger(tmp_path):
 @pytest.mark.parametrize("raise_error", [False, True])
 def test_terminate_on_nan(raise_error, capsys):
     targets = Y.copy()
-    targets[8] = 1e200  # Its square is infinite, and its gradient is not.
+    targets[8] = 1e200  # Its square is infinite, but its gradient is finite.
 
     def script(model):
         compiled(model, optimizers.SGD(1e-3))
@@ -622,7 +622,7 @@ def test_terminate_on_nan(raise_error, capsys):
 
 
 def test_remote_monitor(monkeypatch):
-    """Sends the same to a server, as a form and as JSON."""
+    """The server gets the same from both models, as a form and as JSON."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     received = []
 
@@ -658,7 +658,7 @@ def test_remote_monitor(monkeypatch):
 
 
 def test_orbax_checkpoint(monkeypatch):
-    """Whole models, weights only and every few batches, up to Orbax, which Keras does not come with: a stand-in gets it."""
+    """Covers whole models, weights only, and every few batches. A mock replaces Orbax, which Keras does not include."""
     saved = []
 
     class Checkpointer:
@@ -682,7 +682,7 @@ def test_orbax_checkpoint(monkeypatch):
         given = checkpoint("weights", save_weights_only=True), checkpoint("whole"), checkpoint("batch", save_freq=3)
         train(compiled(model), *given, epochs=2)
         assert [name for name, _ in saved] == ["batch 3", "weights 0", "whole 0", "batch 6", "weights 1", "whole 1"]
-        # The objects' addresses are their numbers in a configuration.
+        # Objects in a configuration are numbered by their addresses.
         configurations.append(
             [re.sub(r'"shared_object_id": \d+', "", str(payload.get("model_config"))) for _, payload in saved]
         )
@@ -696,7 +696,7 @@ def test_orbax_checkpoint(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Early stopping conditioned on metric `val_loss`")
 @pytest.mark.filterwarnings("ignore:Can save best model only with val_mae available")
 def test_several_callbacks_at_once(tmp_path):
-    """In the order in which they are given, with a validation every other epoch, a file and a learning rate amid an epoch."""
+    """Callbacks run in the given order, validate every other epoch, and save and change the rate within an epoch."""
 
     class Saver(callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

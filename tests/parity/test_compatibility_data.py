@@ -1,4 +1,4 @@
-"""Whatever plain Keras takes as data, in whatever form, gives the towers one device's result."""
+"""All kinds and forms of data that plain Keras takes give one device's result on towers."""
 
 import inspect
 import random
@@ -16,7 +16,7 @@ import keras_dp
 
 pytestmark = pytest.mark.thorough
 
-# Batches of 7, 7, 7 and 2 rows: three towers get 2, 2 and 3 rows of each, and in the end 0, 1 and 1.
+# Batches of 7, 7, 7 and 2 rows: three towers get 2, 2 and 3 rows of each, and 0, 1 and 1 rows of the last.
 ROWS, BATCH, TOWERS = 23, 7, 3
 rng = np.random.default_rng(0)
 X, Y, W = rng.normal(size=(ROWS, 4)), rng.normal(size=(ROWS, 2)), rng.uniform(size=ROWS)
@@ -48,7 +48,7 @@ def predict(model, x, **arguments):
 
 
 def batches(*arrays, sizes=(BATCH,) * 4):
-    """Batches of the given sizes, as tuples."""
+    """Cuts arrays into batches of the given sizes, as tuples."""
     ends = np.cumsum(sizes)
     return [tuple(array[end - size : end] for array in arrays) for size, end in zip(sizes, ends, strict=True)]
 
@@ -158,7 +158,7 @@ def test_sparse_inputs():
 
 
 def test_adaptive_optimizers_with_sparse_inputs():
-    """One device adds up the gradients of a row of the kernel before it squares them; so must the towers together."""
+    """Towers sum the gradients of a row of the kernel before they square them, as one device does."""
     x = tf.sparse.from_dense(SPARSE)
     assert_same_script(takes_sparse, lambda model: fit(compiled(model, optimizer="adam"), x, Y), TOWERS)
 
@@ -172,7 +172,7 @@ class Pad(layers.Layer):
 
 
 def test_ragged_inputs():
-    """Padded inside the model, slice by slice, which does not show where the padding is masked."""
+    """The model pads the rows itself, and masks the padding."""
 
     def build():
         inputs = keras.Input((None,), dtype="int64", ragged=True)
@@ -221,7 +221,7 @@ TEXTS = np.array([" ".join("abcde"[: 1 + i % 5]) for i in range(ROWS)])
 
 @pytest.mark.parametrize("length", [6, None])
 def test_strings(length):
-    """Texts padded to the longest of a slice give one device's result where the padding is masked."""
+    """Texts are padded to a fixed length or to the longest text, and the padding is masked."""
     x = {"letter": LETTERS[:, None].astype(object), "text": TEXTS[:, None].astype(object)}
     tensors = {name: tf.constant(strings.astype(str)) for name, strings in x.items()}
 
@@ -242,7 +242,7 @@ def test_strings(length):
 
 @runs_dry
 def test_datasets():
-    """Cached and prefetched, whole batches only, endless, of unknown length, of unknown shape, with batches of any size."""
+    """Covers cached and endless datasets, whole batches only, unknown lengths and shapes, and batches of any size."""
 
     def script(model):
         compiled(model)
@@ -263,7 +263,7 @@ def test_datasets():
 
 @runs_dry
 def test_datasets_that_depend_on_what_was_trained():
-    """As the memory of an agent: whoever wants each batch read when the last one has been learned, turns reading ahead off."""
+    """With reading ahead turned off, each batch is read when the last one is learned, as an agent's memory needs it."""
 
     def script(model):
         compiled(model)
@@ -287,7 +287,7 @@ def test_datasets_that_depend_on_what_was_trained():
 
 @runs_dry
 def test_batches_that_are_padded_to_different_widths():
-    """A step of one's own is traced as often as on one device, and not for each width."""
+    """A custom step is traced as often as on one device, and not for each width."""
     traces = []
 
     class Traced(keras.Model):
@@ -326,7 +326,7 @@ def test_datasets_of_dictionaries():
 
 @runs_dry
 def test_generators():
-    """Endless, with None for weights, with batches of any size; also for validation, `evaluate` and `predict`."""
+    """Covers endless generators, None for weights, and batches of any size; also in validation, `evaluate` and `predict`."""
 
     def script(model):
         compiled(model)
@@ -342,7 +342,7 @@ def test_generators():
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_py_datasets(workers):
-    """With and without threads; `on_epoch_begin` and `on_epoch_end` are called as often as in plain Keras."""
+    """With and without threads, `on_epoch_begin` and `on_epoch_end` are called as often as in plain Keras."""
     arguments = {"workers": workers, "max_queue_size": 2}
 
     def script(model):
@@ -372,7 +372,7 @@ def test_shuffle():
 
 
 def test_shuffled_py_datasets():
-    """They are shuffled with Python's own random numbers; the towers draw none of them, nor any of NumPy's."""
+    """Python's random numbers shuffle them; towers draw none of these numbers, nor any of NumPy's."""
 
     def script(model):
         keras.utils.set_random_seed(1)
@@ -400,7 +400,7 @@ def test_inputs_in_lists_and_tuples_and_by_name(structure):
 
 @pytest.mark.parametrize("structure", [list, dict])
 def test_outputs_in_lists_and_by_name(structure):
-    """With a loss, metrics, targets and sample weights for each output, or the same weights for all."""
+    """Covers a loss, metrics, targets and sample weights for each output, and the same weights for all."""
 
     def nested(p, q):
         return [p, q] if structure is list else {"q": q, "p": p}
@@ -419,7 +419,7 @@ def test_outputs_in_lists_and_by_name(structure):
 
 @pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict, all keys")
 def test_deeply_nested_structures_of_any_rank():
-    """A number for each row, images, and inputs without features, in lists and tuples in dictionaries."""
+    """Covers single numbers, images, and inputs without features, in lists and tuples in dictionaries."""
     x = {"one": (W, [X.reshape(ROWS, 2, 2, 1)]), "two": {"three": np.zeros((ROWS, 0)), "four": X.reshape(ROWS, 2, 2)}}
     y = {"all": [Y], "some": {"few": (W, W**2)}}
 
@@ -455,7 +455,7 @@ class Shift(layers.Layer):
 
 @pytest.mark.parametrize("what", ["target", "weight", "input"])
 def test_none_in_place_of_an_array(what):
-    """For an output without a loss or without weights, or for an input that is optional."""
+    """None may stand for an output without a loss or without weights, or for an optional input."""
 
     def build():
         inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b", optional=True)}
@@ -486,7 +486,7 @@ def test_targets_for_some_outputs():
 
 @pytest.mark.parametrize("task", ["binary", "classes"])
 def test_targets_of_rank_one(task):
-    """Flags and class numbers of shape (rows,), which Keras fits to the shape of the outputs; weights (rows, 1)."""
+    """Keras fits flags and class numbers of shape (rows,) to the shape of the outputs. Weights have the shape (rows, 1)."""
     units, activation, loss, metric, y = {
         "binary": (1, "sigmoid", "binary_crossentropy", "accuracy", CLASSES > 1),
         "classes": (3, "softmax", "sparse_categorical_crossentropy", "accuracy", CLASSES.astype("uint8")),
@@ -501,7 +501,7 @@ def test_targets_of_rank_one(task):
 
 
 def test_sample_weight():
-    """One for each row: also negative, whole numbers, or all zero in a slice, in a batch and everywhere."""
+    """Weights of rows may be negative, integers, or all zero in a slice, in a batch and everywhere."""
     row = np.arange(ROWS)
     weights = [W, W - 0.5, row, np.where(row < 2, 0, W), np.where(row < BATCH, 0, W), 0 * W]
 
@@ -528,7 +528,7 @@ def test_sample_weight_for_each_token():
 
 @pytest.mark.parametrize("targets", ["class numbers", "one-hot"])
 def test_class_weight(targets):
-    """For arrays, datasets, `PyDataset`s and single batches; classes without a weight have 1."""
+    """Covers arrays, datasets, `PyDataset`s and single batches; classes without a weight have 1."""
     y = CLASSES if targets == "class numbers" else np.eye(3)[CLASSES]
     loss = "sparse_categorical_crossentropy" if targets == "class numbers" else "categorical_crossentropy"
     arguments = {"class_weight": {0: 0.2, 2: 3.0}}
@@ -551,7 +551,7 @@ def test_validation_split():
 
 
 def test_validation_data():
-    """Arrays with and without weights, and datasets; with `validation_freq`, `validation_steps` and a batch size of its own."""
+    """Covers arrays and datasets, with weights, `validation_freq`, `validation_steps` and `validation_batch_size`."""
 
     def script(model):
         compiled(model, weighted_metrics=["mse"])
@@ -565,7 +565,7 @@ def test_validation_data():
 
 @runs_dry
 def test_batch_sizes_and_steps():
-    """No batch size, more steps than there is data, fewer, steps without a batch size, and `initial_epoch`."""
+    """Covers more and fewer steps than batches of data, with and without a batch size, and `initial_epoch`."""
 
     def script(model):
         compiled(model)
@@ -584,7 +584,7 @@ def test_batch_sizes_and_steps():
 
 @runs_dry
 def test_steps_per_execution():
-    """Executions of three steps, and what is left over; also where the number of batches is not known, or steps are given.
+    """Covers executions of three steps and of the remaining ones, also with an unknown number of batches or given steps.
 
     More than one step crashes under tf.distribute.
     """
@@ -602,7 +602,7 @@ def test_steps_per_execution():
 
 
 def test_on_batch_methods():
-    """With weights for rows or classes, as a list or with `return_dict`; also with fewer rows than towers."""
+    """Covers weights of rows and of classes, results as lists and dictionaries, and fewer rows than towers."""
 
     def script(model):
         compiled(model, weighted_metrics=["mse"])
@@ -617,7 +617,7 @@ def test_on_batch_methods():
 
 
 def test_evaluate_and_predict():
-    """With any batch size, a number of steps, weights, datasets and `PyDataset`s, as a list or with `return_dict`."""
+    """Covers batch sizes, steps, weights, datasets and `PyDataset`s, and results as lists and dictionaries."""
 
     def script(model):
         compiled(model, weighted_metrics=["mse"]).train_on_batch(X, Y)
@@ -644,7 +644,7 @@ class Twice(layers.Layer):
 
 
 def test_predictions_of_any_kind():
-    """Whole numbers, flags, half precision, strings and ragged tensors."""
+    """Covers integers, flags, half precision, strings and ragged tensors."""
 
     def build():
         x, tokens = keras.Input((4,), name="x"), keras.Input((None,), dtype="int64", ragged=True, name="tokens")
@@ -690,13 +690,13 @@ def test_losses_that_ask_for_the_static_batch_size():
 
     assert_same_script(dense, script, TOWERS)
     parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS), metrics=None)
-    with pytest.raises(ValueError, match="shape") as error:  # Not every error of Keras that mentions (None, 4) is one of these.
+    with pytest.raises(ValueError, match="shape") as error:  # Other errors of Keras mention (None, 4), too.
         fit(parallel, dataset(X[:, :3], Y))
     assert not getattr(error.value, "__notes__", None)
 
 
 class NoiseForEachRow(keras.Model):
-    """Draws as many rows of noise as a batch has, counted in Python."""
+    """Draws a row of noise for each row of the batch, and reads the number of rows from the static shape."""
 
     def train_step(self, data):
         x, y, *_ = data
@@ -716,7 +716,7 @@ def noisy():
 
 
 def test_steps_of_ones_own_that_ask_for_the_static_batch_size(caplog):
-    """One device knows it if all batches have the same size: then they run on one, and say so, with the user's line."""
+    """If all batches have the same size, such steps run on one device, which knows the size, and warn with the user's line."""
 
     def script(model):
         model.compile("adam")
@@ -747,7 +747,7 @@ def test_layers_that_ask_for_the_static_batch_size():
 
 
 def test_refuses_batches_of_a_size_that_a_step_was_not_traced_for():
-    """As one device does: a function that TensorFlow has traced for two sizes is traced for any."""
+    """One device fails, too: after traces for two sizes, TensorFlow traces a function for any size."""
     parallel = keras_dp.DataParallelModel(noisy(), devices=TOWERS)
     parallel.compile("adam")
     sevens, fives, sixes = (tf.data.Dataset.from_tensor_slices((X, Y)).batch(n, drop_remainder=True) for n in (7, 5, 6))
@@ -763,7 +763,7 @@ def test_refuses_batches_of_a_size_that_a_step_was_not_traced_for():
 
 
 def test_outputs_that_are_padded_to_the_longest_row():
-    """Of the global batch."""
+    """The longest row is that of the global batch."""
 
     def build():
         inputs = keras.Input((None,), dtype="int64", ragged=True)
@@ -794,7 +794,7 @@ REFUSED = {
 
 
 def test_refuses_what_keras_refuses():
-    """In the same words."""
+    """The errors have the same words."""
     one, inner = twins(dense)
     parallel = keras_dp.DataParallelModel(inner, devices=TOWERS)
     for what, call in REFUSED.items():
@@ -808,7 +808,7 @@ def test_refuses_what_keras_refuses():
 
 @runs_dry
 def test_refuses_batches_without_rows():
-    """Plain Keras takes a step with a loss of 0, and shows nothing for validation data without batches."""
+    """Plain Keras would take a step with a loss of 0, and would log nothing for validation data without batches."""
     parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS))
     with pytest.raises(ValueError, match=r"evaluate\(\) was given no batch"):
         fit(parallel, X, Y, validation_data=dataset(X, Y).filter(lambda x, y: False))
@@ -819,7 +819,7 @@ def test_refuses_batches_without_rows():
 
 
 def test_tensors_without_rows():
-    """Plain Keras spreads a single weight over the rows."""
+    """Plain Keras broadcasts a single weight to the rows."""
 
     def script(model):
         return fit(compiled(model), dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))))

@@ -1,4 +1,4 @@
-"""Models with a `fit`, `evaluate`, `predict` or `make_train_function` of their own."""
+"""Models with a custom `fit`, `evaluate`, `predict` or `make_train_function` give one device's result."""
 
 import inspect
 
@@ -18,7 +18,7 @@ X, Y = rng.normal(size=(21, 4)), rng.normal(size=(21, 3))
 
 
 class Network(keras.Model):
-    """Has batch normalization, and dropout, whose masks are one device's."""
+    """Uses batch normalization, and dropout, whose masks are one device's."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def numbers(logs):
 
 
 class Preprocessing(Network):
-    """Prepares its data, and passes them to `super()`; an argument and an attribute of its own."""
+    """Prepares its data and passes them to `super()`, with a custom argument and attribute."""
 
     def fit(self, x, y, shift=0.0, **arguments):
         self.shift = shift
@@ -81,7 +81,7 @@ def test_calls_that_end_in_those_of_super():
 
 
 class Logging(Network):
-    """Looks at the logs of each step, in a function around Keras's."""
+    """Wraps Keras's train function to collect the loss of each step."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_a_train_function_around_that_of_super():
 
 
 class CompilingItsStep(Network):
-    """Makes its train function from its step alone."""
+    """Makes its train function from its step, without Keras's."""
 
     def make_train_function(self, force=False):
         self.train_function = tf.function(lambda iterator: self.train_step(next(iterator)))
@@ -173,7 +173,7 @@ def test_a_loop_that_computes_by_itself_runs_as_it_is_and_says_so(caplog):
 
 
 class Distilled(Network):
-    """Trains by a step of its own, and asks its `fit` for the temperature."""
+    """Trains by a custom step, with a temperature that is given to `fit`."""
 
     def fit(self, *arguments, temperature=1.0, **named):
         self.temperature = temperature
@@ -196,7 +196,7 @@ def test_a_fit_and_a_step():
 
 
 class Saving(Network):
-    """Saves, compiles and asks for its class in the middle of its own loop."""
+    """Saves, compiles and reads its class in the middle of its own loop."""
 
     def fit(self, path):
         self.train_on_batch(X, Y)

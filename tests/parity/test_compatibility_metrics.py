@@ -1,4 +1,4 @@
-"""Every metric of Keras, and those of one's own, show what they show on one device."""
+"""Every metric of Keras, and custom metrics, have the same values as on one device."""
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ FLOAT32 = {"TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy"}
 ALL = sorted(
     name
     for name, value in vars(metrics).items()
-    # Mean and Sum take values, not labels and predictions; they are among the metrics inside a model, below.
+    # Mean and Sum take values, not labels and predictions; the tests of metrics inside a model cover them.
     if isinstance(value, type) and issubclass(value, metrics.Metric) and name not in ("Metric", "Mean", "Sum")
 )
 
@@ -41,7 +41,7 @@ def build():
 
 
 def compiled(**arguments):
-    """Arguments of `compile`; functions make a value of their own for each model."""
+    """Returns a function that makes arguments of `compile`, and calls those that are functions for each model."""
     return lambda: {"optimizer": "sgd", "loss": "mse", **{k: v() if callable(v) else v for k, v in arguments.items()}}
 
 
@@ -51,12 +51,12 @@ def make(name, given="metric"):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_metric(name):
-    """A new one in Keras comes up here by itself."""
+    """New metrics of Keras are included."""
     if name in FLOAT32:
         keras.config.set_floatx("float32")
     y = LABELS[:, :1] if name in SPARSE else LABELS
     weights = np.ones(23, "int64") if name in WHOLE_WEIGHTS else WEIGHTS
-    data = (X, y) if name in ("IoU", "MeanIoU", "BinaryIoU") else (X, y, weights)  # Weights fail in Keras there.
+    data = (X, y) if name in ("IoU", "MeanIoU", "BinaryIoU") else (X, y, weights)  # Keras fails on weights for these.
     arguments = compiled(metrics=lambda: [make(name)], weighted_metrics=lambda: [make(name)])
     assert_same_training(build, arguments, [(data, 9)], 3)
 
@@ -95,7 +95,7 @@ def two_headed():
 
 
 def test_metrics_of_each_output():
-    """Given as a dict, weighted or not, beside losses of each output in the logs."""
+    """Metrics may be a dict, weighted or not; the logs also have the loss of each output."""
     arguments = compiled(
         loss={"a": "binary_crossentropy", "b": "mse"},
         metrics=lambda: {"a": ["accuracy", metrics.AUC(name="auc")], "b": "mae"},
@@ -106,7 +106,7 @@ def test_metrics_of_each_output():
 
 
 class LargestError(metrics.Metric):
-    """Its states do not add up, and come from nothing but the batch."""
+    """Keeps the largest error, a state that does not add up."""
 
     def __init__(self, name="largest_error"):
         super().__init__(name=name)
@@ -153,7 +153,7 @@ VALUES = {
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("metric", [metrics.Mean, metrics.Sum])
 def test_metrics_inside_a_model(metric, values):
-    """A mean over the rows counts as one value for the batch, not as one for each tower."""
+    """A mean over the rows counts as one value of the batch, not as one value for each tower."""
     assert_same_training(lambda: WithMetricsInside(metric(name="inside"), *VALUES[values]), compiled(), [((X, LABELS), 9)], 3)
 
 

@@ -1,4 +1,4 @@
-"""Every kind of model, and every layer of Keras, with one device's result."""
+"""Every kind of model, and every layer of Keras, gives one device's result."""
 
 import inspect
 
@@ -26,7 +26,7 @@ def sequential():
 
 
 def functional():
-    """Two branches that share a layer, and meet."""
+    """Builds a model of two branches that share a layer and are concatenated."""
     inputs = keras.Input((5,))
     shared = layers.Dense(5, "tanh")
     both = layers.Concatenate()([shared(inputs), shared(layers.Dense(5)(inputs))])
@@ -34,14 +34,14 @@ def functional():
 
 
 def nested():
-    """A model inside a model, twice, with batch normalization in it."""
+    """Builds a model that calls an inner model with batch normalization twice."""
     block = keras.Sequential([keras.Input((5,)), layers.Dense(5, "tanh"), layers.BatchNormalization()])
     inputs = keras.Input((5,))
     return keras.Model(inputs, keras.Sequential([layers.Dense(3)])(block(block(inputs))))
 
 
 class Subclassed(keras.Model):
-    """With a list and a dict of layers."""
+    """Keeps its layers in a list and a dict."""
 
     def __init__(self):
         super().__init__()
@@ -64,13 +64,13 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model(kind):
-    """A model that is not built is built from the first batch. tf.distribute refuses one that was built before its scope."""
+    """The first batch builds a model that is not built. tf.distribute refuses models that were built before its scope."""
     assert_towers_match_one_device(KINDS[kind], compiled("adam"), DATA, 3)
 
 
 @pytest.mark.thorough
 def test_loaded_models(tmp_path):
-    """A compiled model that was loaded trains on, from its optimizer's state, without another compile()."""
+    """A loaded compiled model continues training from its optimizer's state, without another compile()."""
     model = sequential()
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     model.fit(X, Y, batch_size=9, verbose=0)
@@ -86,7 +86,7 @@ def test_loaded_models(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("who", ["wrapper", "inner model"])
 def test_frozen_layers_and_compile_again(who):
-    """Layers are frozen before the first training, and trained after the second compile(), whichever model is compiled."""
+    """Layers that are frozen in the first training train after a second compile() of either model."""
 
     def script(model):
         inner = getattr(model, "inner_model", model)
@@ -105,7 +105,7 @@ def test_frozen_layers_and_compile_again(who):
 
 @pytest.mark.thorough
 def test_fine_tuning():
-    """A frozen base under a new head, whose batch normalization stays as it is; then all of it is tuned."""
+    """A new head trains on a frozen base, whose batch normalization stays unchanged; then the whole model is tuned."""
 
     def build():
         base = sequential()
@@ -132,7 +132,7 @@ def random(*shape):
     return rng.normal(size=shape)
 
 
-# By the shape of their input, what makes each layer, or a small stack around it. All layers of a shape train in one model.
+# Makers of layers, or of small stacks around them, by the shape of their input. Layers of a shape train in one model.
 VECTORS = (
     lambda: X,
     [
@@ -270,7 +270,7 @@ def test_attention_and_merging_layers():
 
 @pytest.mark.thorough
 def test_layers_of_float32():
-    """Some kernels and constants know float32 only."""
+    """Some kernels and constants exist in float32 only."""
     keras.config.set_floatx("float32")
 
     def build():
@@ -292,7 +292,7 @@ def test_layers_of_float32():
 
 
 def test_masks():
-    """They go through the model, into recurrent layers, pooling and the loss."""
+    """Masks pass through the model into recurrent layers, pooling and the loss."""
 
     def build():
         inputs = keras.Input((6, 4))
@@ -304,7 +304,7 @@ def test_masks():
 
 
 def random_layers():
-    """Those that draw numbers; in float32, which some know only."""
+    """Returns the layers that draw random numbers; some exist in float32 only."""
     return [
         layers.Dropout(0.5),
         layers.GaussianNoise(0.1),
@@ -348,7 +348,7 @@ def test_random_layers():
 
 @pytest.mark.thorough
 def test_weights_updated_in_call():
-    """As SpectralNormalization does with its kernel: the gradient is that of the new value, which is then trained."""
+    """The gradient and the update apply to the new value, as in SpectralNormalization with its kernel."""
 
     class Shrinking(layers.Layer):
         def build(self, shape):
@@ -389,7 +389,7 @@ def test_state_that_is_a_mean_over_the_rows():
 @pytest.mark.thorough
 @pytest.mark.parametrize("total", [lambda rows: rows, keras_dp.cross_tower_sum], ids=["plain", "cross_tower_sum"])
 def test_other_state(total):
-    """A count of rows, and the largest of their values."""
+    """Covers a count of rows, and the largest of their values."""
 
     class Counting(layers.Layer):
         def build(self, shape):
@@ -421,7 +421,7 @@ def quantized(mode):
 
 @pytest.mark.thorough
 def test_lora():
-    """In float32, as its initializers are."""
+    """Its initializers are float32."""
     keras.config.set_floatx("float32")
     assert_same_training(with_lora, compiled("adam"), DATA, 3)
 
@@ -430,13 +430,13 @@ def test_lora():
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
 @pytest.mark.parametrize("mode", ["int8", "float8"])
 def test_quantized_layers(mode):
-    """int8 trains what it leaves trainable, the biases; float8's largest magnitudes are those of the global batch."""
+    """int8 leaves only the biases trainable; float8 takes its largest magnitudes over the global batch."""
     assert_towers_match_one_device(lambda: quantized(mode), compiled("adam"), DATA, 3)
 
 
 @pytest.mark.thorough
 def test_stateful_layers():
-    """Their state has as many rows as a batch, and goes on from one to the next."""
+    """Their state has as many rows as a batch, and carries over to the next batch."""
 
     def build():
         inputs = keras.Input(batch_shape=(5, 6, 4))
@@ -458,7 +458,7 @@ def test_stateful_layers():
 
 @pytest.mark.thorough
 def test_steps_of_ones_own():
-    """Exact, for rows that meet rows: the step is traced as it is, and its graph is partitioned."""
+    """Custom steps in which rows meet rows are exact: the step is traced unchanged, and its graph is partitioned."""
 
     class Own(keras.Model):
         def train_step(self, data):
@@ -495,7 +495,7 @@ def test_rematerialized_layers():
 
 @pytest.mark.thorough
 def test_functions_compiled_by_the_user():
-    """Also if they were traced before, outside of the step."""
+    """Covers functions that were traced before, outside of the step."""
 
     class Decorated(layers.Layer):
         def build(self, shape):
@@ -534,7 +534,7 @@ FAMILIES_OF_APPLICATIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES_OF_APPLICATIONS)
 def test_applications(name):
-    """One step of each of two batches; dropout off, for it differs. Small inputs and depth amplify the rounding."""
+    """Each of two batches trains one step, without dropout. Small inputs and depth amplify the rounding."""
     pixels = FAMILIES_OF_APPLICATIONS[name]
     x, y = rng.uniform(0, 255, (7, pixels, pixels, 3)), rng.normal(size=(7, 2))
 
@@ -559,12 +559,12 @@ def test_applications(name):
     assert_same(results[:2], results[2:], 1e-6)
 
 
-# What is not a layer to be put into a model by itself, or needs another framework.
+# Layers that cannot be in a model by themselves, or need another framework.
 OTHERS = {"Layer", "InputLayer", "Wrapper", "StackedRNNCells", "JaxLayer", "FlaxLayer", "TorchModuleWrapper", "TFSMLayer"}
 
 
 def test_every_layer_of_keras_is_tested():
-    """But for image augmentations, which belong into the input pipeline, and two for strings, tested with the data."""
+    """Exceptions are image augmentations, which belong in the input pipeline, and two layers for strings, tested with data."""
     names = {}
     for name, value in vars(layers).items():
         if inspect.isclass(value) and issubclass(value, layers.Layer):

@@ -1,4 +1,4 @@
-"""Every optimizer of Keras and each of its options, with one device's weights and optimizer state."""
+"""Every optimizer of Keras, with each of its options, gives one device's weights and optimizer state."""
 
 import inspect
 
@@ -17,7 +17,7 @@ DATA = [((X, Y), 9)]
 
 
 def classes(module, base, but=()):
-    """The names of all public subclasses of `base` in a module of Keras."""
+    """Returns the names of all public subclasses of `base` in a module of Keras."""
     named = vars(module).items()
     return sorted(n for n, v in named if inspect.isclass(v) and issubclass(v, base) and v is not base and n not in but)
 
@@ -30,8 +30,8 @@ def compiled(make_optimizer):
     return lambda: {"optimizer": make_optimizer(), "loss": "mse"}
 
 
-# The first clips all gradients together and overwrites the weights with their moving averages; the second clips each gradient
-# and accumulates. 23 rows in batches of 5 make 5 steps an epoch, the last of 3 rows.
+# The first options clip all gradients together and overwrite the weights with their moving averages. The second ones clip
+# each gradient and accumulate. 23 rows in batches of 5 make 5 steps in an epoch, the last of 3 rows.
 OPTIONS = {
     "overwriting": {
         "global_clipnorm": 0.1,
@@ -47,14 +47,14 @@ OPTIONS = {
 @pytest.mark.parametrize("options", ["overwriting", pytest.param("accumulating", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", classes(optimizers, optimizers.Optimizer, but=("LossScaleOptimizer", "MultiOptimizer")))
 def test_every_optimizer(name, options):
-    """A new one in Keras comes up here by itself."""
+    """New optimizers of Keras are included."""
     if name == "Muon":  # Its constants are float32.
         keras.config.set_floatx("float32")
 
     def script(model):
         rate = optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
         model.compile(getattr(optimizers, name)(rate, **OPTIONS[options]), "mse")
-        # Plain Keras loses what ScheduleFreeAdamW starts from, the weights, unless it is built before the first step.
+        # ScheduleFreeAdamW starts from the weights. Plain Keras loses them unless it is built before the first step.
         model.optimizer.build(model.trainable_variables)
         return model.fit(X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
 
@@ -80,7 +80,7 @@ def test_optimizers_by_name_and_config(name):
 
 @pytest.mark.parametrize("clipping", [{"clipnorm": 0.05}, {"clipvalue": 0.01}, {"global_clipnorm": 0.05}], ids=str)
 def test_clipping(clipping):
-    """tf.distribute clips each replica's gradient before it adds them up: other weights, silently."""
+    """tf.distribute clips each replica's gradient before it sums them, and silently trains other weights."""
     assert_same_training(build, compiled(lambda: optimizers.SGD(0.1, **clipping)), DATA, 3)
 
 
@@ -96,7 +96,7 @@ def test_weight_decay():
 
 @pytest.mark.parametrize("frequency", [None, 2])
 def test_moving_averages_of_weights(frequency):
-    """With a frequency tf.distribute crashes."""
+    """tf.distribute crashes if a frequency is set."""
     options = {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": frequency}
     assert_same_training(build, compiled(lambda: optimizers.Adam(0.01, **options)), DATA, 3)
 
@@ -119,7 +119,7 @@ SCHEDULES = {
 
 @pytest.mark.thorough
 def test_every_learning_rate_schedule():
-    """All in one script, one after the other, so that the state of each is the next one's start."""
+    """One script trains with one schedule after the other, each from the weights of the last."""
     schedules = optimizers.schedules
     assert set(SCHEDULES) == set(classes(schedules, schedules.LearningRateSchedule))
 
@@ -145,7 +145,7 @@ def test_several_optimizers_in_one(parameter_device):
 
 
 class SignDescent(optimizers.Optimizer):
-    """A step of fixed size against the sign of the gradient, which no mean of per-tower steps can be."""
+    """Takes a step of fixed size against the sign of the gradient, which no mean of the towers' steps can equal."""
 
     def update_step(self, gradient, variable, learning_rate):
         self.assign_sub(variable, learning_rate * keras.ops.sign(gradient))
@@ -175,9 +175,9 @@ def test_dynamic_loss_scale(accumulation):
 
 @pytest.mark.parametrize("row", [9, 17])
 def test_an_infinite_gradient_in_one_tower(row):
-    """The step is skipped, the scale halved. tf.distribute trusts replica 0's check: replica 1's inf destroys the weights."""
+    """The step is skipped and the scale halved. tf.distribute checks replica 0 alone: inf in replica 1 destroys the weights."""
     y = Y.copy()
-    y[row] = np.inf  # The first or the last row of the second batch: the first or the last tower's.
+    y[row] = np.inf  # The first or the last row of the second batch, in the first or the last tower's slice.
 
     def script(model):
         model.compile(optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=8.0), "mse")
@@ -196,7 +196,7 @@ def test_an_infinite_gradient_in_one_tower(row):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16"])
 def test_mixed_precision(policy):
-    """Same scale, same steps, and weights equal to the rounding of the activations. Loss scaling follows the policy."""
+    """Scales and steps are equal, and weights are equal up to rounding of activations. Loss scaling follows the policy."""
     keras.config.set_floatx("float32")
 
     def script(model):

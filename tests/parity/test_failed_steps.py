@@ -1,4 +1,4 @@
-"""A step that fails leaves the weights as after the last good one."""
+"""A step that fails leaves the weights of the last good step."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ X, Y = np.abs(rng.normal(size=(8, 3))), rng.normal(size=(8, 2))
 
 
 class Watched(keras.Model):
-    """Fails late, for a negative input, in what a metric alone looks at: no gradient waits for it."""
+    """Fails late if an input is negative, in an output that only a metric uses, so that no gradient waits for it."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Watched(keras.Model):
 
 
 def one_good_and_some_failed_steps():
-    """How far the weights are after the failed steps from what they were before."""
+    """Returns the largest change of a weight by failed steps after a good one."""
     inner = Watched()
     parallel = keras_dp.DataParallelModel(inner, devices=2)
     parallel.compile("adam", {"y": "mse", "watched": None}, metrics={"watched": ["mse"]})
@@ -60,7 +60,7 @@ def test_weights_would_be_written_otherwise(monkeypatch):
 
 
 def test_a_second_update_in_a_step_does_not_wait_for_itself():
-    """The towers meet again after the first update: it cannot wait for that."""
+    """The towers meet again after the first update, so that it cannot wait until all of them have met."""
 
     class Twice(keras.Sequential):
         def train_step(self, data):

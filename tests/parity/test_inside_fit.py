@@ -1,4 +1,4 @@
-"""What may happen inside `fit`: calls from callbacks and changes of the model disturb its loop no more than plain Keras's."""
+"""Calls from callbacks, and changes of the model, have the same effects inside `fit` as in plain Keras."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ import keras_dp
 pytestmark = pytest.mark.thorough
 
 rng = np.random.default_rng(0)
-# Batches of 9, 9 and 2 rows, of which the last leaves a tower nothing.
+# Batches of 9, 9 and 2 rows; the last one leaves a tower without rows.
 X, Y = rng.normal(size=(20, 4)), rng.normal(size=(20, 2))
 
 
@@ -88,7 +88,7 @@ def set_weights(model, directory):
 
 
 def freeze(model, directory):
-    """As in plain Keras, without effect until the model is compiled again."""
+    """Freezes a layer, which has no effect until the model is compiled again, as in plain Keras."""
     first_dense(model).trainable = False
     return len(model.trainable_weights)
 
@@ -118,7 +118,7 @@ CALLS = [
 
 
 class Calls(keras.callbacks.Callback):
-    """Calls a function of the model and a directory at the end of each epoch and, twice, of a batch."""
+    """Calls `call(model, directory)` at the end of each epoch, and of a batch in the first two epochs."""
 
     def __init__(self, call, directory):
         super().__init__()
@@ -143,7 +143,7 @@ def fit(model, callbacks, epochs=3, **arguments):
 
 
 def assert_same_with(call, build, directory):
-    """Compares training with a callback that makes a call, on a plain model and on towers."""
+    """Compares training on a plain model and on towers, with a callback that makes a call."""
 
     def script(model):
         own_directory = directory / type(model).__name__
@@ -162,14 +162,14 @@ def test_calls_from_callbacks(call, tmp_path):
 
 @pytest.mark.parametrize("build", [sequential, Subclassed])
 def test_all_those_calls_of_other_models(build, tmp_path):
-    # What was saved with a frozen layer is not loaded, by plain Keras either.
+    # Plain Keras cannot load what was saved with a frozen layer, either.
     calls = [call for call in CALLS if call is not freeze]
     assert_same_with(lambda *arguments: [call(*arguments) for call in calls], build, tmp_path)
 
 
 @pytest.mark.parametrize(("build", "validation_freq"), [(sequential, 1), (unbuilt_sequential, 1), (Subclassed, 2)])
 def test_validation_of_models_that_the_first_batch_builds(build, validation_freq):
-    """Building changes the list of layers, which evaluation once took for a conversion: the second epoch had no function."""
+    """Evaluation once mistook the new list of layers for a conversion, so that the second epoch had no train function."""
 
     def script(model):
         compile_model(model)
@@ -183,7 +183,7 @@ def compile_again(model):
 
 
 def compile_to_run_eagerly(model):
-    """And back again, when it runs eagerly."""
+    """Compiles the model to run eagerly, or back to a graph if it runs eagerly already."""
     compile_model(model, learning_rate=0.01, run_eagerly=not model.run_eagerly)
 
 
@@ -211,7 +211,7 @@ CHANGES = [
 
 
 class Changes(keras.callbacks.Callback):
-    """Changes the model at the end of the first two epochs; plain Keras would stumble over the function that it then lacks."""
+    """Changes the model after the first two epochs, and makes plain Keras's train function again, which would be missing."""
 
     def __init__(self, change):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What towers compute between exchanges, compiled by XLA."""
+"""XLA compiles the operations of each tower between exchanges, and the result stays one device's."""
 
 import keras
 import numpy as np
@@ -30,7 +30,7 @@ def build():
 
 
 def test_towers_compiled_by_xla_match_one_device():
-    """With an uneven last batch, and batch normalization between whose sums each tower is compiled."""
+    """Covers an uneven last batch, and a batch normalization, between whose sums each tower is compiled."""
     assert_towers_match_one_device(
         build,
         lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse", "metrics": ["mae"], "jit_compile": True},
@@ -42,7 +42,7 @@ def test_towers_compiled_by_xla_match_one_device():
 
 @pytest.mark.parametrize("jit_compile", [True, False, "auto"])
 def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
-    """Never the sums between them, and never the whole step, which XLA would put on one device."""
+    """XLA compiles neither the sums between towers nor the whole step, which it would put on one device."""
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     parallel.compile("sgd", "mse", jit_compile=jit_compile)
     parallel.train_on_batch(X, Y)
@@ -56,4 +56,4 @@ def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
         assert "operations on each tower, compiled by XLA, " in str(parallel.explain((X, Y)))
     else:
         assert set(compiled.values()) == {0}
-        assert convolutions == 4  # Forward and for the kernel, on each of two towers.
+        assert convolutions == 4  # The forward one and the kernel's gradient, on each of two towers.

@@ -1,4 +1,4 @@
-"""What the recipe for large batches rests on (Goyal et al. 2017, section 3), on towers, against NumPy."""
+"""The assumptions of the recipe for large batches (Goyal et al. 2017, section 3) hold on towers, compared with NumPy."""
 
 import keras
 import numpy as np
@@ -18,13 +18,13 @@ def linear(**arguments):
 
 
 def gradient(w, rows=slice(None)):
-    """Of the mean squared error, by the weights."""
+    """Returns the gradient of the mean squared error by the weights."""
     return 2 / Y[rows].size * X[rows].T @ (X[rows] @ w - Y[rows])
 
 
 @pytest.mark.parametrize("num_towers", [1, 2, 4])
 def test_the_loss_is_normalized_by_the_total_minibatch(num_towers):
-    """Remark 3: the towers' gradients add up, each divided by all rows; towers have 2 and 3 rows, or 5 and 6."""
+    """Remark 3: towers divide their gradients by the number of all rows, and sum them. Towers have 2 and 3 rows, or 5 and 6."""
     model = keras_dp.DataParallelModel(linear(), devices=num_towers)
     (w,) = model.get_weights()
     model.compile(keras.optimizers.SGD(RATE), "mse")
@@ -36,7 +36,7 @@ def test_the_loss_is_normalized_by_the_total_minibatch(num_towers):
 @pytest.mark.parametrize("num_towers", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["regularizer", "decoupled"])
 def test_weight_decay_is_not_scaled(kind, num_towers, loss_weight):
-    """Remark 1: whatever the number of towers and the scale of the loss, weights decay at the one rate given."""
+    """Remark 1: weights decay at the given rate, for any number of towers and any scale of the loss."""
     regularizer = keras.regularizers.L2(0.25) if kind == "regularizer" else None
     model = keras_dp.DataParallelModel(linear(kernel_regularizer=regularizer), devices=num_towers)
     (w,) = model.get_weights()
@@ -49,7 +49,7 @@ def test_weight_decay_is_not_scaled(kind, num_towers, loss_weight):
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_linear_scaling_of_one_step(parts):
-    """Section 2.1: where the gradient hardly changes, one step at the rate k η is k steps at the rate η."""
+    """Section 2.1: where the gradient hardly changes, one step at the rate k η equals k steps at the rate η."""
     rate, w = 1e-5, linear().get_weights()[0]
     small = w
     for part in np.array_split(np.arange(12) % 11, parts):
@@ -67,7 +67,7 @@ def test_linear_scaling_of_one_step(parts):
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 30])
 @pytest.mark.parametrize("num_towers", [1, 3, 4])
 def test_an_epoch_sees_every_row_once(num_towers, batch_size, steps_per_execution):
-    """Remark 4: one order in an epoch, divided among the towers. Each row's own weight counts how often it was seen."""
+    """Remark 4: the towers divide one order of the rows in an epoch. The weight of a row counts how often it was seen."""
     rows = np.arange(23)
     model = keras.Sequential([keras.Input((), dtype="int32"), layers.Embedding(23, 1, embeddings_initializer="zeros")])
     parallel = keras_dp.DataParallelModel(model, devices=num_towers)
@@ -89,7 +89,7 @@ class Seen(keras.losses.Loss):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_label_smoothing(smoothing):
-    """It is an argument of Keras's losses."""
+    """Label smoothing, an argument of Keras's losses, gives one device's result."""
 
     def build():
         return keras.Sequential([keras.Input((4,)), layers.Dense(6, activation="relu"), layers.Dense(3)])
@@ -100,7 +100,7 @@ def test_label_smoothing(smoothing):
 
 
 def test_same_global_batch_same_rate():
-    """More devices alone change nothing."""
+    """The number of devices alone changes nothing."""
     weights = []
     for num_towers in (1, 2, 4):
         keras.utils.set_random_seed(0)

@@ -1,4 +1,4 @@
-"""Losses that have more rows than the batch, and the argument that said how to split losses."""
+"""Losses may have more rows than the batch, and the former argument `loss_scope` has no effect."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ def rmse(y_true, y_pred):
 
 @pytest.mark.parametrize("scope", ["tower", "batch"])
 def test_a_scope_of_the_loss_has_no_effect_any_more(scope):
-    """Also "tower", which took the mean over the towers of a loss that couples rows."""
+    """Covers "tower" as well, which used to average a loss that couples rows over the towers."""
     data = (X, rng.normal(size=(23, 3)))
     one, inner = twins(dense)
     expected = fit_evaluate_predict(one, compiled(rmse), [(data, 9)])

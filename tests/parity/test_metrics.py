@@ -1,4 +1,4 @@
-"""Metrics of the global batch."""
+"""Metrics of the global batch use the logits behind the outputs, as on one device."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ X = rng.normal(size=(23, 5))
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", tf.nn.softmax, tf.nn.sigmoid])
 @pytest.mark.parametrize("name", ["CategoricalCrossentropy", "BinaryCrossentropy"])
 def test_outputs_keep_the_logits_behind_them(name, activation):
-    """Keras computes crossentropies from the logits behind an activation, which saturated outputs no longer tell."""
+    """Keras computes crossentropies from the logits behind an activation; saturated outputs no longer contain them."""
 
     class Own(getattr(metrics, name)):
         pass

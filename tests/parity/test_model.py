@@ -1,4 +1,4 @@
-"""DataParallelModel as a user meets it: compile, fit, save, debug, fail."""
+"""A DataParallelModel is compiled, fitted, saved and debugged like a Keras model, and fails like one."""
 
 import logging
 import subprocess
@@ -126,7 +126,7 @@ def test_models_without_weights_or_without_training_argument():
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 def test_stopped_and_custom_gradients_are_those_of_one_device():
-    """Only gradients that TensorFlow would find for variables, and not for the towers' tensors, are refused."""
+    """Stopped gradients and custom gradients train as on one device."""
 
     @tf.custom_gradient
     def rounded(x):
@@ -192,7 +192,7 @@ def test_dropout_is_one_devices():
 
 
 def test_functions_that_were_traced_run_eagerly_once_that_is_asked_for():
-    """Nothing is traced any more, also for batches that come for the first time."""
+    """No batch is traced any more, not even one whose step has not run before."""
     seen = []
 
     class Looking(keras.layers.Layer):
@@ -231,7 +231,7 @@ def test_running_eagerly_runs_the_inner_model_and_says_so_once(how, caplog):
             received = fit_evaluate_predict(keras_dp.DataParallelModel(inner, devices=3), lambda: arguments, [((X, Y), 5)])
     finally:
         tf.config.run_functions_eagerly(False)
-        # There is no public way to leave it, and what is left on keeps every later function of a dataset.
+        # The debug mode has no public way to end. If it stays on, it keeps every later function of a dataset.
         debug_mode.DEBUG_MODE = False
     assert_same(expected, received, 1e-9)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
@@ -241,7 +241,7 @@ def test_running_eagerly_runs_the_inner_model_and_says_so_once(how, caplog):
 
 
 def test_a_step_is_traced_once_also_for_an_uneven_last_batch(monkeypatch):
-    """Neither Keras's functions around the step nor the last batch, which is smaller, have it traced once more."""
+    """Neither Keras's functions around the step nor the smaller last batch cause a retrace."""
     traced = []
     run = keras_dp.steps.partitioned.run_partitioned
     monkeypatch.setattr(keras_dp.steps.partitioned, "run_partitioned", lambda *args: traced.append(1) or run(*args))
@@ -256,7 +256,7 @@ def test_a_step_is_traced_once_also_for_an_uneven_last_batch(monkeypatch):
 
 
 def test_steps_are_traced_once_for_batches_of_all_sizes(monkeypatch):
-    """A `tf.function` takes two traces, and one for each slice whose size it has to learn not to be fixed."""
+    """A `tf.function` would be traced twice, and once more for each slice whose size turns out to vary."""
     traced = []
     run = keras_dp.steps.partitioned.run_partitioned
     monkeypatch.setattr(keras_dp.steps.partitioned, "run_partitioned", lambda *args: traced.append(1) or run(*args))
@@ -274,7 +274,7 @@ def test_steps_are_traced_once_for_batches_of_all_sizes(monkeypatch):
     for rows in sizes:
         assert_same(plain.predict_on_batch(X[:rows]), parallel.predict_on_batch(X[:rows]), 1e-9)
         assert_same(plain.predict(X[:rows], verbose=0), parallel.predict(X[:rows], verbose=0), 1e-9)
-    # A batch of its own and one of a dataset have other structures.
+    # A single batch and a batch of a dataset have different structures.
     assert len(traced) == 4
 
 
@@ -309,7 +309,7 @@ def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch):
 
 
 class Failing(keras.Model):
-    """Fails on the last tower if an input is negative, after all else could have been computed."""
+    """Fails on the last tower if an input is negative, when all other operations may have run already."""
 
     def __init__(self):
         super().__init__()
@@ -358,7 +358,7 @@ def test_an_exception_in_call_reaches_the_user_with_its_line(built):
 
 
 def test_state_of_ones_own_is_combined():
-    """A float is the mean weighted with rows, as a moving mean over the global batch; a whole number is any tower's."""
+    """Covers a moving mean over the global batch, and a count of the steps."""
 
     class Own(keras.Model):
         def __init__(self):
@@ -376,7 +376,7 @@ def test_state_of_ones_own_is_combined():
 
 
 class UpdatesUntracked(keras.Model):
-    """Updates a variable that Keras does not know to be the model's."""
+    """Updates a variable that Keras does not track as the model's."""
 
     def __init__(self):
         super().__init__()
@@ -390,7 +390,7 @@ class UpdatesUntracked(keras.Model):
 
 
 class Rematerialized(keras.Model):
-    """Computes a layer once more for the gradient."""
+    """Recomputes a layer for the gradient."""
 
     def __init__(self):
         super().__init__()

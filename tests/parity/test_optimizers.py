@@ -1,4 +1,4 @@
-"""LARS against NumPy and on towers; Lamb on towers; what is excluded from weight decay."""
+"""LARS is the paper's, LARS and Lamb train on towers, and biases and normalization are excluded from weight decay."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ def build():
 
 
 def lars(w, gradients, rate, momentum, decay, trust, nesterov=False, adapted=True):
-    """Algorithm 1 of You et al. 2017, one weight after several gradients."""
+    """Returns a weight after several gradients, by algorithm 1 of You et al. 2017."""
     v = np.zeros_like(w)
     for g in gradients:
         norms = np.linalg.norm(w), np.linalg.norm(g)
@@ -88,7 +88,7 @@ def optimizers():
 @pytest.mark.parametrize("parameter_device", [None, "sharded"])
 @pytest.mark.parametrize("name", optimizers())
 def test_on_towers(name, parameter_device):
-    """Norms of whole variables, of the gradients of whole batches, wherever the variables live."""
+    """Norms are taken of whole variables and of the gradients of whole batches, wherever the variables live."""
     assert_towers_match_one_device(
         build,
         lambda: {"optimizer": optimizers()[name], "loss": "mse"},
@@ -126,7 +126,7 @@ def test_bad_arguments_of_lars(arguments, message):
 
 
 def layers_of_all_kinds():
-    """Kernels and embeddings, and all that should not decay."""
+    """Builds a model with kernels and embeddings, and with all kinds of weights that should not decay."""
     tokens = keras.Input((3,), dtype="int32")
     x = layers.Embedding(5, 4)(tokens)
     x = layers.MultiHeadAttention(2, 2)(x, x)
@@ -157,7 +157,7 @@ def test_biases_and_normalization_do_not_decay(wrapped):
 @pytest.mark.parametrize("excluded", ["before wrapping", "after wrapping"])
 @pytest.mark.parametrize("parameter_device", [None, "CPU:1", "sharded"])
 def test_what_does_not_decay_does_not_on_towers(excluded, parameter_device):
-    """Variables that move to another device are the same variables."""
+    """Variables stay the same objects when they move to another device."""
     weights = []
     for num_towers in (None, 2):
         keras.utils.set_random_seed(0)
@@ -227,7 +227,7 @@ def test_excluded_between_two_fits(num_towers):
 
 
 def test_excluding_needs_an_optimizer():
-    with pytest.raises(ValueError, match="and not its name. Received: optimizer='sgd'"):
+    with pytest.raises(ValueError, match="compile with, not its name. Received: optimizer='sgd'"):
         exclude_from_weight_decay("sgd", build())
 
 

@@ -1,4 +1,4 @@
-"""Every layer, loss, metric and optimizer of Keras, partitioned: one device's result, and what gathers rows for it."""
+"""Every layer, loss, metric and optimizer of Keras has one device's result, and gathers rows only where it is listed."""
 
 import inspect
 import pathlib
@@ -20,7 +20,7 @@ import keras_dp
 
 pytestmark = pytest.mark.thorough
 
-ROWS = 7  # On three towers: 3, 2 and 2.
+ROWS = 7  # On three towers: 2, 2 and 3.
 rng = np.random.default_rng(11)
 
 
@@ -33,16 +33,16 @@ def pixels():
 
 
 def of(*makers):
-    """Makers of calls, of makers of layers that are called with one tensor."""
+    """Turns makers of layers into functions that call a new layer with one tensor."""
     return [lambda x, make=make: make()(x) for make in makers]
 
 
 def of_pairs(*makers):
-    """The same of layers that are called with two tensors."""
+    """Turns makers of layers into functions that call a new layer with two tensors."""
     return [lambda x, make=make: make()([x, layers.Dense(4)(x)]) for make in makers]
 
 
-# What makes a batch, and calls of layers with it. The layers of a family train in one model, in the precision of their batch.
+# For each family, a maker of a batch and calls of layers. The layers train in one model, in the precision of the batch.
 CALLS = {name: (lambda make=make: make()[:ROWS], of(*makers)) for name, (make, makers) in FAMILIES.items() if name != "tokens"}
 CALLS |= {
     "more sequences": (
@@ -73,7 +73,7 @@ CALLS |= {
             lambda: layers.AdditiveAttention(),
         ),
     ),
-    # Some kernels and constants know float32 only.
+    # Some kernels and constants exist in float32 only.
     "volumes in float32": (
         lambda: random(4, 4, 4, 2).astype("float32"),
         of(
@@ -100,7 +100,7 @@ CALLS |= {
     ),
     "random layers": (
         lambda: rng.uniform(size=(ROWS, 8, 8, 3)).astype("float32"),
-        # RandomCrop has the shape of what it crops when it is called: the last one is cut to its own size.
+        # The symbolic result of RandomCrop has its input's shape, so that the last layer crops to the size of its input.
         of(*[lambda i=i: random_layers()[i] for i in range(len(random_layers()) - 1)], lambda: layers.RandomCrop(8, 8)),
     ),
     "augmentations": (
@@ -123,11 +123,11 @@ CALLS |= {
             lambda: layers.RandomShear(0.2, 0.2),
             lambda: layers.Solarization(),
             lambda: layers.RandomColorJitter((0, 255), 0.2, 0.2, 0.2, 0.2),
-            # Its symbolic result is what it was given, which no other layer may have been given.
+            # Equalization returns its symbolic input itself, so that it needs an input of its own.
             lambda: layers.Pipeline([layers.Rescaling(1.0), layers.Equalization()]),
         ),
     ),
-    # What it does depends on whether Keras knows the number of rows: in `fit`, if they are a multiple of those of a batch.
+    # Its result depends on whether Keras knows the number of rows, as in `fit` if the rows are a multiple of the batch size.
     "elastic": (lambda: rng.uniform(size=(ROWS, 8, 8, 3)).astype("float32"), of(lambda: layers.RandomElasticTransform())),
     "all augmentations together": (
         pixels,
@@ -138,7 +138,7 @@ CALLS |= {
         [lambda x: layers.HashedCrossing(5, output_mode="one_hot")((x, x + 1))],
     ),
 }
-# Each of these by itself: what is computed once for the sake of its result is its own.
+# Each of these layers has its own model, so that operations that are computed once can be assigned to it.
 TOKENS, OF_TOKENS = FAMILIES["tokens"]
 CALLS |= {f"tokens, {i}": (lambda: TOKENS()[:ROWS], of(make)) for i, make in enumerate(OF_TOKENS)}
 OF_STRINGS = [
@@ -150,7 +150,7 @@ STRINGS = np.array([[f"w{i % 4}"] for i in range(ROWS)], dtype=object)
 CALLS |= {f"strings, {i}": (lambda: STRINGS, of(make)) for i, make in enumerate(OF_STRINGS)}
 SLOW = {"all augmentations together"}
 
-# What is no layer to be put into a model by itself, or needs another framework, or has other inputs than batches of tensors.
+# Layers that cannot be in a model by themselves, need another framework, or take other inputs than batches of tensors.
 NOT_IN_A_MODEL = {
     "Layer": "the base of all",
     "Wrapper": "the base of wrappers",
@@ -161,9 +161,9 @@ NOT_IN_A_MODEL = {
     "MaxNumBoundingBoxes": "changes labels of images in an input pipeline",
 }
 
-# The operations for which rows are gathered, by layer. All other layers are computed by each tower for its own rows.
+# The operations for which rows are gathered, by layer. Towers compute all other layers on their own rows.
 GATHERED_BY_LAYERS = {
-    # Rows meet rows: images are mixed with each other, looked up in a table of all, or share what the first one has.
+    # Rows meet rows: images are mixed with each other, looked up in a table of all images, or use the first image's values.
     "CutMix": {"GatherV2", "StatelessRandomGammaV3", "Sum", "TopKV2"},
     "MixUp": {"GatherV2", "StatelessRandomGammaV3", "Sum", "TopKV2"},
     "ContrastLimitedAdaptiveHistogramEqualization": {"GatherV2"},
@@ -171,7 +171,7 @@ GATHERED_BY_LAYERS = {
     # Tables are updated in place, at the indices of all rows.
     "Embedding": {"ResourceScatterSub"},
     "ReversibleEmbedding": {"ResourceScatterSub"},
-    # What maps strings and crosses is in one place, and says of its results only there how many they are.
+    # Lookup tables and crosses are on one device, and their results have a number of rows that is known only there.
     "IntegerLookup": {"LookupTableFindV2", "Sum"},
     "StringLookup": {"LookupTableFindV2", "Sum"},
     "TextVectorization": {"StringSplitV2", "Sum"},
@@ -180,7 +180,7 @@ GATHERED_BY_LAYERS = {
 
 
 def model_of(family, x):
-    """A model of all layers of a family, one beside the other, for batches like x."""
+    """Builds a model with all layers of a family side by side, for batches like x."""
     inputs = keras.Input(x.shape[1:], dtype="string" if x.dtype == object else str(x.dtype))
     start = layers.Dense(x.shape[-1], name="rest_before")(inputs) if x.dtype.kind == "f" else inputs
     branches = []
@@ -191,14 +191,14 @@ def model_of(family, x):
 
 
 def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
-    """Trains on one device and on three towers; asserts that all is the same. Returns the model on towers.
+    """Trains on one device and on three towers, asserts that the results are the same, and returns the model on towers.
 
     Args:
-        build: makes the model.
-        compiled: makes the arguments of `compile`.
-        batch: what it is trained on.
-        steps: how many times.
-        batch_size: rows of each step.
+        build: a function that makes the model.
+        compiled: a function that makes the arguments of `compile`.
+        batch: the data to train on.
+        steps: the number of epochs.
+        batch_size: the number of rows of each step.
     """
     results = []
     for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3)):
@@ -207,7 +207,7 @@ def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
         model = build()
         trained = wrap(model)
         trained.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", **compiled()})
-        # Plain Keras loses what ScheduleFreeAdamW starts from unless it is built before the first step.
+        # Plain Keras loses the initial state of ScheduleFreeAdamW unless the optimizer is built before the first step.
         trained.optimizer.build(model.trainable_variables)
         before = model.get_weights()
         x, y, weights = [*batch, None][:3]
@@ -217,7 +217,7 @@ def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
     if keras.config.floatx() == "float64":
         assert_same(*results, 1e-9)
     else:
-        # Small entries beside large ones, as those of the gradients of images, have the rounding of these.
+        # Small entries have the rounding errors of large ones beside them, as in the gradients of images.
         sizes = keras.tree.map_structure(lambda leaf: max(1, np.abs(leaf).max()), results[0])
         one, other = (keras.tree.map_structure(lambda leaf, size: leaf / size, result, sizes) for result in results)
         assert_same(one, other, 1e-4)
@@ -225,12 +225,12 @@ def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
 
 
 def gathered(parallel, batch, classes):
-    """The types of the operations for which rows are gathered, by the class to which they belong.
+    """Returns the types of the operations for which rows are gathered, by the class to which they belong.
 
     Args:
         parallel: the model.
-        batch: a batch of it.
-        classes: by name scope, the name of a class. What is in no scope is that of the only class, or nobody's.
+        batch: a batch of data for the model.
+        classes: the names of classes by name scope. An operation outside of all scopes belongs to the only class, or to none.
     """
     found = {}
     for once in parallel.explain(batch).once:
@@ -241,7 +241,7 @@ def gathered(parallel, batch, classes):
 
 
 def named(module, base):
-    """The public classes of a module of Keras, by name."""
+    """Returns the public classes of a module of Keras, by name."""
     return {n: v for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)}
 
 
@@ -265,12 +265,12 @@ def test_every_layer_of_keras_is_in_a_family():
     assert missing == set(NOT_IN_A_MODEL)
 
 
-# It compares all rows with each other.
+# Circle compares all rows with each other.
 GATHERED_BY_LOSSES = {"Circle": {"Equal", "MatMul", "Reshape"}}
 
 
 def test_losses():
-    """All in one model, each with an output of its own."""
+    """Trains one model with an output for each loss."""
     activations, targets = zip(*[labels_for(name) for name in LOSSES], strict=True)
 
     def build():
@@ -284,16 +284,16 @@ def test_losses():
     batch = random(5), {name: y[:ROWS] for name, y in zip(LOSSES, targets, strict=True)}
     parallel = assert_exact(build, compiled, batch)
     assert gathered(parallel, batch, {f"loss_{name}": name for name in LOSSES}) == GATHERED_BY_LOSSES
-    # "CTC" has a test of its own.
+    # "CTC" has a separate test.
     assert set(named(losses, losses.Loss)) == {*LOSSES, "CTC", "Loss"}
 
 
-# It keeps the steps of all rows in tensors that it updates in place.
+# CTC keeps the steps of all rows in tensors that it updates in place.
 GATHERED_BY_CTC = {"CTC": {"ScatterNd", "TensorScatterAdd", "While"}}
 
 
 def test_connectionist_temporal_classification():
-    """In float32, as TensorFlow computes it."""
+    """TensorFlow computes CTC in float32."""
     keras.config.set_floatx("float32")
     batch = random(6, 4).astype("float32"), rng.integers(1, 5, (ROWS, 3))
     parallel = assert_exact(
@@ -303,11 +303,11 @@ def test_connectionist_temporal_classification():
 
 
 GATHERED_BY_METRICS = {}
-UNWEIGHTED = {"IoU", "MeanIoU", "BinaryIoU"}  # Weights fail in Keras there.
+UNWEIGHTED = {"IoU", "MeanIoU", "BinaryIoU"}  # Keras fails on weights for these.
 
 
 class Sums(keras.Model):
-    """Has the metrics that take values instead of labels and predictions."""
+    """Updates the metrics that take values instead of labels and predictions."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -321,7 +321,7 @@ class Sums(keras.Model):
 
 
 def scoped(metric):
-    """The metric, whose operations have its name in front of theirs."""
+    """Puts the metric's name in front of the names of its operations, and returns the metric."""
     update = metric.update_state
 
     def update_state(*args, **kwargs):
@@ -334,7 +334,7 @@ def scoped(metric):
 
 @pytest.mark.parametrize("floatx", ["float64", "float32"])
 def test_metrics(floatx):
-    """All in one model, in float32 those that TensorFlow knows in float32 alone; with weights wherever Keras takes them."""
+    """Trains one model with all metrics, weighted if Keras allows; float32 covers those that TensorFlow has in float32 only."""
     keras.config.set_floatx(floatx)
     chosen = [name for name in METRICS if (name in FLOAT32) == (floatx == "float32")]
     of_output = {"labels": [], "sparse": [], "whole": []}
@@ -374,7 +374,7 @@ OPTIMIZERS = sorted(set(named(optimizers, optimizers.Optimizer)) - {"Optimizer",
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("floatx", ["float64", "float32"])
 def test_optimizers(floatx, scaled):
-    """Each with a layer of its own; nothing is gathered, for gradients are sums. Muon's constants are float32."""
+    """Each optimizer trains a layer. Gradients are sums, so that no rows are gathered. Muon's constants are float32."""
     keras.config.set_floatx(floatx)
     chosen = [name for name in OPTIMIZERS if (name == "Muon") == (floatx == "float32")]
 
@@ -395,7 +395,7 @@ def test_optimizers(floatx, scaled):
 
 
 def test_the_table_of_the_documentation():
-    """It lists whatever gathers rows, and the operations."""
+    """The table lists every class that gathers rows, and the operations for which it does."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "partition.md").read_text()
     _, _, section = page.partition("## Which of Keras gathers rows")
     section, _, _ = section.partition("\n## ")

@@ -1,4 +1,4 @@
-"""Whoever compiles the wrapper and fits the model is told that this trains on one device, and gets what Keras gives."""
+"""A model that is compiled by its wrapper and fitted by itself trains on one device, with a warning and Keras's result."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ def build():
 
 
 def messages(caplog):
-    return [record.getMessage() for record in caplog.records if "fitted by itself" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "fitted directly" in record.getMessage()]
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])

@@ -1,4 +1,4 @@
-"""Published kinds of programs, most with training steps of their own, train on towers as they do on one device."""
+"""Published kinds of programs, most with custom training steps, train on towers as they do on one device."""
 
 import functools
 import re
@@ -27,7 +27,7 @@ GATHERED = {
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """The types of operations that are computed once, from gathered rows, in the steps that are traced meanwhile."""
+    """Collects the types of operations that the steps traced during a test compute once, from gathered rows."""
     types = set()
     run_on_slices = keras_dp.steps.towers.run_on_slices
 
@@ -43,7 +43,7 @@ def gathered(monkeypatch):
 @pytest.mark.parametrize("towers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_program_trains_as_on_one_device(name, towers, gathered):
-    """With the operations gathered of which docs/partition.md tells, and no others."""
+    """Rows are gathered for the operations that docs/partition.md lists, and for no others."""
     wrapped = []
 
     def wrap(model):
@@ -64,26 +64,26 @@ def test_the_page_counts_the_programs_that_gather():
 
 @functools.lru_cache
 def plain(name):
-    """What a program gives without keras_dp: the same for each number of towers.
+    """Returns the result of a program without keras_dp, which serves for each number of towers.
 
-    TensorFlow's dependency optimizer drops the order between a read of a variable and its update, where a model is called on
-    rows of the step's own: of 400 runs of `constant_rows` in plain Keras 11 read weights that were updated already, and none
-    of 200 without the optimizer. On towers, a variable is read once for all calls.
+    TensorFlow's dependency optimizer drops the order between a read of a variable and its update, where a step calls the model
+    on rows that it makes itself. Of 400 runs of `constant_rows` in plain Keras, 11 read weights that were updated already;
+    without the optimizer, none of 200 did. On towers, a variable is read once for all calls.
     """
     with graph_optimizer(dependency_optimization=False):
         return run(name, lambda model: model)
 
 
 def run(name, wrap):
-    """Builds a program's model, wraps it, runs the script, and returns all that came of it.
+    """Builds a program's model, wraps it, runs the script, and returns all results.
 
     Args:
-        name: of the program.
-        wrap: takes the program's model and returns the one that the script trains.
+        name: the name of the program.
+        wrap: a function that takes the program's model and returns the model that the script trains.
 
     Returns:
-        What the script returned, and the values of the model's variables, with the states of its seed generators, and of all
-        its optimizers' variables.
+        The results of the script, and the values of the model's variables (with its seed generators' states) and of its
+        optimizers' variables.
     """
     keras.utils.clear_session()
     build, script = PROGRAMS[name]()
@@ -103,5 +103,5 @@ def run(name, wrap):
 
 
 def optimizers(model):
-    """The optimizers among a model's attributes, with the attributes' names."""
+    """Returns the optimizers among a model's attributes, with the attributes' names."""
     return [(name, value) for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]

@@ -1,4 +1,4 @@
-"""Any small model, on any batches, gets one device's result: random architectures against plain Keras, in float64."""
+"""Random small models on random batches give the results of plain Keras on one device, in float64."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ import keras_dp
 
 pytestmark = pytest.mark.thorough
 
-# No deadline: an example traces two models. Shrinking one that fails takes minutes, and says no more than the example as it is.
+# No deadline: an example traces two models. No shrinking: it takes minutes, and tells no more than the failed example.
 whole_trainings = settings(
     deadline=None, database=None, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck)
 )
@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "accumulating": lambda: keras.optimizers.Adam(0.01, clipnorm=0.05, gradient_accumulation_steps=2),
     "averaging": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
 }
-# In front of the head, for inputs of the shape (steps, channels).
+# Blocks in front of the head, for inputs of the shape (steps, channels).
 BLOCKS = {
     "dense": lambda: layers.Dense(3, "tanh"),
     "regularized": lambda: layers.Dense(3, kernel_regularizer="l2", activity_regularizer="l1"),
@@ -48,7 +48,7 @@ LOSSES = {
 
 @st.composite
 def experiments(draw, loss):
-    """Everything that makes up one training."""
+    """Draws the settings of one training."""
     is_masked = draw(st.booleans())
     names = sorted(MASKING) if is_masked else sorted(BLOCKS)
     rows = draw(st.integers(1, 21))
@@ -80,7 +80,7 @@ def test_random_models_on_random_batches(loss, data):
 @settings(whole_trainings, max_examples=75)
 @given(data=st.data())
 def test_many_random_models_on_random_batches(loss, data):
-    """Others on each run."""
+    """Each run draws different models."""
     assert_one_devices_result(data.draw(experiments(loss)))
 
 

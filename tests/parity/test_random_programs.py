@@ -1,4 +1,4 @@
-"""Programs put together at random, models, losses and steps of their own, give one device's result on towers."""
+"""Random programs, composed of models, losses and custom steps, give one device's result on towers."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ import keras_dp
 
 pytestmark = pytest.mark.thorough
 
-# No deadline: an example traces two programs. Shrinking one takes minutes, and says no more than the example as it is.
+# No deadline: an example traces two programs. No shrinking: it takes minutes, and tells no more than the failed example.
 whole_trainings = settings(
     deadline=None, database=None, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck)
 )
@@ -24,18 +24,18 @@ def attention(x):
 
 
 def looked_up(x):
-    """Embeds what each number is, roughly: layers in front have gradients of zero."""
+    """Embeds the bin of each number, so that layers in front have gradients of zero."""
     tokens = layers.Discretization([-0.5, 0.0, 0.5])(x)
     return layers.Reshape((4, 9))(layers.Embedding(4, 3)(tokens))
 
 
 def like_other_rows(x):
-    """Each row is a mean of all rows, by how much they are alike."""
+    """Replaces each row by a mean of all rows, weighted by their likeness to it."""
     flat = ops.reshape(x, (ops.shape(x)[0], -1))
     return ops.reshape(ops.softmax(flat @ ops.transpose(flat) / 10.0, axis=-1) @ flat, ops.shape(x))
 
 
-# For inputs of the shape (4 steps, channels).
+# Blocks for inputs of the shape (4 steps, channels).
 BLOCKS = {
     "dense": lambda x: layers.Dense(3, "tanh")(x),
     "convolution": lambda x: layers.Conv1D(3, 2, padding="same", activation="gelu")(x),
@@ -58,21 +58,21 @@ BLOCKS = {
 
 
 def contrastive(y_true, y_pred):
-    """Each row should be most like itself among all rows of the batch."""
+    """Compares each answer with the targets of all rows; its own target should be the most similar."""
     similarities = ops.matmul(y_pred, ops.transpose(y_true))
     labels = ops.arange(ops.shape(y_pred)[0])
     return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True))
 
 
 def correlation(y_true, y_pred):
-    """With the size of the covariance, whose gradient grows no faster than the answers: what diverges shows rounding."""
+    """Adds the norm of the covariance: its gradient grows no faster than the answers, since divergence amplifies rounding."""
     centered = y_pred - ops.mean(y_pred, axis=0)
     covariance = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(y_pred)[0], "float64")
     return ops.mean((y_true - y_pred) ** 2) + 0.1 * ops.sqrt(ops.sum(covariance**2) + 1e-3)
 
 
 def hardest(y_true, y_pred):
-    """The half of the rows whose errors are largest."""
+    """Returns the mean error of the half of the rows with the largest errors."""
     errors = ops.sum(ops.abs(y_true - y_pred), axis=-1)
     return tf.reduce_mean(tf.math.top_k(errors, (tf.shape(errors)[0] + 1) // 2).values)
 
@@ -93,7 +93,7 @@ UPDATES = ["one optimizer", "two optimizers", "accumulation", "if small", "movin
 
 
 class Program(keras.Model):
-    """A model whose step is put together from pieces."""
+    """Trains by a step that is composed of pieces."""
 
     def set_up(self, pieces):
         """Makes the variables that the pieces need."""
@@ -144,7 +144,7 @@ class Program(keras.Model):
         return loss, tape.gradient(loss, self.trainable_variables, unconnected_gradients="zero")
 
     def _penalized(self, x, y):
-        """With the gradient along the inputs kept near one."""
+        """Adds a penalty that keeps the norm of the gradient by the inputs near one."""
         with tf.GradientTape() as tape:
             with tf.GradientTape() as inner:
                 inner.watch(x)
@@ -155,7 +155,7 @@ class Program(keras.Model):
         return loss, tape.gradient(loss, self.trainable_variables, unconnected_gradients="zero")
 
     def _in_micro_batches(self, x, y):
-        """Three parts of the batch, one after the other."""
+        """Averages the gradients of three parts of the batch, one after the other."""
         rows = tf.shape(x)[0]
 
         def body(i, total, *sums):
@@ -170,7 +170,7 @@ class Program(keras.Model):
         return loss, gradients
 
     def _twice(self, x, y):
-        """Looks where a step would lead, and takes the gradient there."""
+        """Takes the gradient at the end of a trial step, which it then takes back."""
         _, gradients = self._plain(x, y)
         steps = [0.01 * gradient / (tf.norm(gradient) + 1e-3) for gradient in gradients]
         for variable, step in zip(self.trainable_variables, steps, strict=True):
@@ -218,7 +218,7 @@ class Program(keras.Model):
 
 @st.composite
 def programs(draw):
-    """Everything that makes up one training."""
+    """Draws the settings of one training."""
     rows = draw(st.integers(1, 19))
     return {
         "blocks": draw(st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=3)),
@@ -246,7 +246,7 @@ def test_random_programs(program):
 @settings(whole_trainings, max_examples=200)
 @given(program=programs())
 def test_many_random_programs(program):
-    """Others on each run."""
+    """Each run draws different programs."""
     assert_one_devices_result(program)
 
 
@@ -257,7 +257,7 @@ def assert_one_devices_result(program):
 
 
 def train(program, wrap):
-    """All that comes of a program."""
+    """Trains and evaluates a program, and returns all results."""
     keras.utils.clear_session()
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(program["seed"])

@@ -1,4 +1,4 @@
-"""Recalibrated statistics are the exact moments of the population, in whatever way data and models come."""
+"""Recalibrated statistics are the exact moments of the population, for all kinds of data and models."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def assert_population(layer, values, rtol=1e-12):
 @pytest.mark.parametrize("mode", ["sync", "local", "first"])
 @pytest.mark.parametrize("num_towers", [1, 3])
 def test_moments_of_all_rows(num_towers, mode):
-    """The last batch has one row; whatever the mode, the statistics are of the whole population."""
+    """In every mode, the statistics are the moments of the whole population. The last batch has one row."""
     inner = one_layer()
     recalibrate_batch_norm(keras_dp.DataParallelModel(inner, num_towers, batch_norm=mode), X, batch_size=8, verbose=0)
     assert_population(inner.layers[0], X)
@@ -60,7 +60,7 @@ DATA = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # So Keras says of every generator that ends.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras warns so of every generator that ends.
 @pytest.mark.parametrize("data", DATA)
 def test_plain_models_and_all_kinds_of_data(data):
     model = one_layer()
@@ -83,7 +83,7 @@ def two_layers():
 
 @pytest.mark.parametrize("mode", ["sync", "local"])
 def test_later_layers_see_what_training_shows_them(mode):
-    """Against plain Keras: each batch, or each slice, normalized by itself; the second layer's inputs pooled."""
+    """The second layer's statistics pool its inputs, for which plain Keras normalizes each batch or slice by itself."""
     x = rng.normal(2, 3, size=(17, 4, 3))
     inner = two_layers()
     parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
@@ -120,7 +120,7 @@ def test_masked_entries_do_not_count():
 
 
 def test_renormalizing_layers():
-    """What training refers to stays; what inference uses is set."""
+    """The statistics that inference uses are set; those that training refers to stay unchanged."""
     model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(renorm=True)])
     layer = model.layers[0]
     recalibrate_batch_norm(model, X, batch_size=8, verbose=0)
@@ -151,7 +151,7 @@ def test_one_channel():
 
 
 def test_nothing_else_changes():
-    """Weights, optimizer, metrics, frozen layers and other state stay as they are."""
+    """Weights, the optimizer, metrics, frozen layers and other state stay unchanged."""
 
     class Counting(layers.Layer):
         def __init__(self):
@@ -183,7 +183,7 @@ def test_nothing_else_changes():
 
 
 def test_better_than_moving_averages_after_the_weights_moved():
-    """The reason for it: evaluation right after a large step still has the statistics of older weights."""
+    """After a large step, the moving averages still belong to older weights; recalibration corrects this."""
     inner = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)])
     parallel = keras_dp.DataParallelModel(inner, devices=2)
     parallel.compile(keras.optimizers.SGD(0.1), "mse")
@@ -209,7 +209,7 @@ def test_a_model_that_is_not_built_and_has_several_inputs():
 
 
 def test_a_model_with_a_training_step_of_its_own():
-    """It cannot be trained on towers, but run forward."""
+    """Recalibration only runs the model forward, and ignores its training step."""
 
     class Own(keras.Model):
         def train_step(self, data):

@@ -1,4 +1,4 @@
-"""Cases that were wrong or that others get wrong, each with its story."""
+"""Cases that were once wrong here, or are wrong in other frameworks, stay right."""
 
 import weakref
 
@@ -21,7 +21,7 @@ def compiled(optimizer=lambda: optimizers.SGD(0.1), loss="mse"):
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("layer", ["MaxPooling2D", "SeparableConv2D", "AveragePooling2D"])
 def test_fewer_rows_than_towers_in_float32(layer, rows):
-    """OneDNN aborts the process in the gradient of MaxPooling2D, and fails in others, for zero rows."""
+    """For zero rows, oneDNN aborts the process in the gradient of MaxPooling2D, and fails in other gradients."""
     keras.config.set_floatx("float32")
     kinds = {
         "MaxPooling2D": lambda: layers.MaxPooling2D(),
@@ -47,7 +47,7 @@ def test_fewer_rows_than_towers_in_float32(layer, rows):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_conv_lstm_with_fewer_rows_than_towers_in_float32(rows):
-    """ConvLSTM2D and causal Conv1D fail forward for zero rows."""
+    """For zero rows, ConvLSTM2D and causal Conv1D fail forward."""
     keras.config.set_floatx("float32")
 
     def build():
@@ -74,7 +74,7 @@ def test_embeddings_of_an_empty_slice_touch_no_row():
 
 
 def test_first_batch_uneven():
-    """MirroredStrategy crashes if the first batch does not divide by the replicas."""
+    """MirroredStrategy crashes if the replicas do not divide the first batch evenly."""
 
     def build():
         return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(2)])
@@ -111,7 +111,7 @@ def test_a_masked_step_of_a_recurrent_layer_with_dropout_trains():
 
 
 def test_a_model_that_is_gone_leaves_no_graph_of_its_towers():
-    """TensorFlow keeps each tf.custom_gradient for good: the marks of cross-tower sums kept their towers' graphs with them."""
+    """TensorFlow never frees a tf.custom_gradient: the marks of cross-tower sums kept their towers' graphs alive."""
     graphs = []
 
     class Traced(layers.Layer):
@@ -146,16 +146,16 @@ def normalized(momentum=0.9):
 
 
 def test_batch_norm_backward_with_unequal_counts():
-    """https://github.com/pytorch/pytorch/issues/36382: backward, means of gradients were taken over processes, not over rows.
+    """https://github.com/pytorch/pytorch/issues/36382: backward, gradients were averaged over processes, not over rows.
 
-    With 5 rows on 4 towers, one tower has two of them.
+    With 5 rows on 4 towers, one tower has two rows.
     """
     data = rng.normal(size=(10, 3)), rng.normal(size=(10, 2))
     assert_same_training(normalized(), compiled(lambda: optimizers.SGD(0.5)), [(data, 5)], 4)
 
 
 def test_batch_norm_running_variance_with_unequal_counts():
-    """https://github.com/pytorch/pytorch/issues/22192: the running variance weighted every process alike."""
+    """https://github.com/pytorch/pytorch/issues/22192: the running variance gave every process the same weight."""
     one, inner = twins(normalized(momentum=0.0))
     parallel = keras_dp.DataParallelModel(inner, devices=4)
     parallel.compile(optimizers.SGD(0.0), "mse")
@@ -167,20 +167,20 @@ def test_batch_norm_running_variance_with_unequal_counts():
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_batch_norm_of_empty_slices(rows):
-    """https://github.com/pytorch/pytorch/issues/36530: a process without rows failed, or held up the others."""
+    """https://github.com/pytorch/pytorch/issues/36530: a process without rows failed, or blocked the others."""
     data = rng.normal(size=(2 * rows, 3)), rng.normal(size=(2 * rows, 2))
     assert_same_training(normalized(), compiled(), [(data, rows)], 4)
 
 
 def test_batch_norm_of_one_row_on_each_tower():
-    """https://github.com/pytorch/pytorch/issues/36865: a single value on a process was refused, whatever the others had."""
+    """https://github.com/pytorch/pytorch/issues/36865: a process with a single value failed, even if others had more."""
     data = rng.normal(size=(8, 3)), rng.normal(size=(8, 2))
     assert_same_training(normalized(), compiled(), [(data, 4)], 4)
 
 
 @pytest.mark.parametrize("axis", [1, 2, 3])
 def test_batch_norm_of_permuted_and_strided_inputs(axis):
-    """https://github.com/pytorch/pytorch/issues/62967: statistics of permuted inputs were those of another memory layout."""
+    """https://github.com/pytorch/pytorch/issues/62967: statistics of permuted inputs assumed another memory layout."""
 
     def build():
         inputs = keras.Input((4, 6, 5))
@@ -193,7 +193,7 @@ def test_batch_norm_of_permuted_and_strided_inputs(axis):
 
 
 def test_batch_norm_masks_when_synchronized():
-    """Keras with `synchronized=True` under tf.distribute takes the moments of each replica's own valid entries."""
+    """Under tf.distribute, Keras with `synchronized=True` takes the moments of each replica's valid entries separately."""
 
     def build():
         inputs = keras.Input((5, 3))
@@ -206,7 +206,7 @@ def test_batch_norm_masks_when_synchronized():
 
 
 def test_batch_norm_variance_beside_a_large_mean():
-    """Keras with `synchronized=True` takes E[x^2] - E[x]^2: 0.0 or 6.0, in float32, for a variance of 1."""
+    """Keras with `synchronized=True` computes E[x^2] - E[x]^2, which is 0.0 or 6.0 in float32 for a variance of 1."""
     keras.config.set_floatx("float32")
     model = keras.Sequential([keras.Input((64, 3)), layers.BatchNormalization(synchronized=True, momentum=0.0)])
     x = (5000 + rng.normal(size=(16, 64, 3))).astype("float32")

@@ -18,7 +18,7 @@ X, Y = rng.normal(size=(7, 4)), rng.normal(size=(7, 2))
 
 
 class Own(keras.Model):
-    """A model with a step of its own, in which rows meet rows."""
+    """Trains by a step of its own, in which rows meet rows."""
 
     def train_step(self, data):
         x, y = data
@@ -39,7 +39,7 @@ def wrapped(cls=keras.Model, **arguments):
 @pytest.mark.parametrize("step", ["train", "test", "predict"])
 @pytest.mark.parametrize("cls", [keras.Model, Own])
 def test_same(cls, step):
-    """Whether the model has steps of Keras or of its own; and it stays as it was."""
+    """Covers the steps of Keras and of the user. The check leaves the model unchanged."""
     parallel = wrapped(cls)
     parallel.fit(X, Y, batch_size=4, verbose=0)
     before = parallel.get_weights(), values(parallel.inner_model.optimizer)
@@ -53,7 +53,7 @@ def test_same(cls, step):
 
 @pytest.fixture
 def wrong_mean(monkeypatch):
-    """The mean of the towers' means is taken for that of all rows."""
+    """Makes a rule wrong: the mean of the towers' means replaces the mean of all rows."""
     right = RULES["Mean"]
 
     def wrong(node):
@@ -66,7 +66,7 @@ def wrong_mean(monkeypatch):
 
 
 def test_comparison_of_programs_that_fails_names_the_operation(wrong_mean):
-    """As all tests of exactness do when they fail."""
+    """Every failed test of exactness names the first wrong operation."""
 
     def build():
         inputs = keras.Input((4,))
@@ -78,7 +78,7 @@ def test_comparison_of_programs_that_fails_names_the_operation(wrong_mean):
 
 
 def test_wrong_rule_is_found(wrong_mean):
-    """The first operation that is wrong is named, with the user's line, although all behind it are different, too."""
+    """The first wrong operation is named, with the user's line, although all operations behind it differ as well."""
     parallel = wrapped(Own)
     check = keras_dp.check_step(parallel, (X, Y))
     assert not check.is_exact
@@ -91,7 +91,7 @@ def test_wrong_rule_is_found(wrong_mean):
 
 
 def test_explanation():
-    """The bytes of a batch of 7 rows, the operations that are computed once, and the user's lines."""
+    """Lists the bytes of a batch of 7 rows, the operations that are computed once, and the user's lines."""
 
     class RowsWithRows(Own):
         def train_step(self, data):
@@ -110,7 +110,7 @@ def test_explanation():
 
 
 def test_picture_of_an_explanation():
-    """Valid XML, with a column for each tower, and a line for whatever meets."""
+    """The picture is valid XML, with a column for each tower and a line for each meeting."""
     explanation = wrapped(Own).explain((X, Y))
     root = ElementTree.fromstring(explanation.svg())
     texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -120,7 +120,7 @@ def test_picture_of_an_explanation():
 
 
 def test_fit_warns_once_of_many_gathered_rows(caplog):
-    """Of those whose bytes count, with the user's line; small ones are left to `explain`."""
+    """Only large gathers cause a warning, which names the user's line; `explain` shows the small ones."""
 
     class Sorting(keras.Sequential):
         def train_step(self, data):
@@ -145,7 +145,7 @@ def test_fit_warns_once_of_many_gathered_rows(caplog):
 
 
 def test_a_step_that_takes_the_whole_batch():
-    """Of which the towers have slices: it is put together for both of the steps that are compared."""
+    """The whole batch is put together from the towers' slices, for both of the steps that are compared."""
 
     class Median(Own):
         def train_step(self, data):

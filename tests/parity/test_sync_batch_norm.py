@@ -1,4 +1,4 @@
-"""SyncBatchNormalization is Keras's layer, and of the global batch in every mode; any model is turned to it."""
+"""SyncBatchNormalization is Keras's layer with the global batch's moments in every mode; any model converts to it."""
 
 import keras
 import numpy as np
@@ -84,7 +84,7 @@ def functional():
 
 @pytest.mark.parametrize("build", [Subclassed, functional])
 def test_converts_every_model_with_its_weights_and_optimizer(build):
-    """In local mode, training goes on as on one device."""
+    """Even in local mode, a converted model continues training as on one device."""
     one, inner = twins(build)
     for model in (one, inner):
         fit(model, compile_arguments, [(DATA, 7)])
@@ -102,7 +102,7 @@ def test_converts_every_model_with_its_weights_and_optimizer(build):
 
 
 def test_converts_a_wrapped_model_that_was_trained():
-    """What was traced with local moments is traced anew."""
+    """Steps that were traced with local moments are retraced."""
     one, inner = twins(network(layers.BatchNormalization))
     parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local")
     fit(parallel, compile_arguments, [(DATA, 7)])

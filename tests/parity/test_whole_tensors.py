@@ -1,4 +1,4 @@
-"""Batches whose tensors have several numbers of rows: some are cut, others stay whole."""
+"""Batches may have tensors with different numbers of rows: some are cut, others stay whole."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from keras import layers, ops
 import keras_dp
 from keras_dp.batches.whole_tensors import WholeTensors
 
-# Keras's own, whenever a dataset does not know its length.
+# Keras warns so whenever the length of a dataset is unknown.
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 rng = np.random.default_rng(0)
@@ -18,7 +18,7 @@ TABLE = rng.normal(size=(5, 4))
 
 
 def batches(*counts):
-    """A dataset of batches; each number of rows is one of those given."""
+    """Returns a dataset of batches with the given numbers of rows."""
 
     def generate():
         rng = np.random.default_rng(1)
@@ -42,7 +42,7 @@ def test_names_are_keys_and_indices():
 
 
 class TwoBatches(keras.Model):
-    """Learns from labelled rows, and from others that it wants to be alike, of other numbers."""
+    """Learns from labelled rows, and from a different number of unlabelled rows, which are compared with them."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class TwoBatches(keras.Model):
 
 @pytest.mark.parametrize("whole", ["0", "1"])
 def test_labelled_and_unlabelled_rows(whole):
-    """Whichever is cut; the last batches have other numbers of rows."""
+    """Either part can be cut, while the other stays whole. The last batches have other numbers of rows."""
 
     def script(model):
         model.compile(keras.optimizers.Adam(0.01))
@@ -78,7 +78,7 @@ def test_labelled_and_unlabelled_rows(whole):
 
 
 class Graph(keras.Model):
-    """Passes messages along edges between nodes; a loss for each node."""
+    """Passes messages along edges between nodes, with a loss for each node."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def graphs():
 
 
 def test_nodes_and_edges_of_graphs():
-    """Keras's own step; the numbers of edges have nothing to do with those of nodes."""
+    """Trains by Keras's own step on graphs whose numbers of edges are independent of their numbers of nodes."""
 
     def script(model):
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
@@ -121,7 +121,7 @@ def test_nodes_and_edges_of_graphs():
 
 
 class ReadingATable(keras.Model):
-    """Looks up rows in a table that comes with each batch, and scales them by a number that does."""
+    """Looks up rows in the batch's table, and scales them by the batch's temperature."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ def test_debugging_eagerly_sees_the_whole_tensors():
 
 
 def test_what_is_not_said_is_refused():
-    """Nothing is guessed from the sizes of a batch."""
+    """The sizes of a batch do not decide which tensors stay whole."""
     parallel = keras_dp.DataParallelModel(ReadingATable(), devices=2)
     parallel.compile("sgd", "mse")
     x = {"rows": rng.normal(size=(6, 4)), "table": TABLE, "temperature": np.float64(2.0)}
@@ -176,7 +176,7 @@ def test_copies_keep_what_is_whole():
 
 
 class CountsTable(keras.Model):
-    """Divides by the number of rows of a table, which it knows while it is traced."""
+    """Divides by the number of rows of a table, which is known while tracing."""
 
     def __init__(self):
         super().__init__()

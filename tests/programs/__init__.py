@@ -1,1 +1,1 @@
-"""Training programs as people publish them, most with steps of their own: each must train on towers as on one device."""
+"""Define published kinds of training programs, most with custom steps, which must train on towers as on one device."""

@@ -1,4 +1,4 @@
-"""Networks that train against each other, and training on inputs made worse."""
+"""Train networks against each other, and on inputs that are made worse."""
 
 import keras
 import tensorflow as tf
@@ -23,7 +23,7 @@ IMAGES = uniform(13, 4, 4, 1, seed=31)
 
 
 class Pair(keras.Model):
-    """A generator and a discriminator, each with its optimizer and tracker, and the seed of the noise."""
+    """Holds a generator and a discriminator, each with its optimizer and tracker, and the seed of the noise."""
 
     def __init__(self, generator, discriminator):
         super().__init__()
@@ -91,7 +91,7 @@ def image_discriminator(channels, dropout=0.0):
 
 @program
 def deep_convolutional_gan():
-    """Trains a DCGAN in turns: real and made images joined, labels with noise, then the generator against wrong labels."""
+    """Trains a DCGAN in turns: first on joined real and made images with noisy labels, then the generator on wrong labels."""
 
     class DCGAN(Pair):
         def train_step(self, images):
@@ -136,7 +136,7 @@ def two_tapes_at_once():
 
 @program
 def conditional_gan():
-    """Trains a GAN on images with their classes as further channels, repeated over the pixels."""
+    """Trains a GAN on images, with their classes as further channels that repeat over the pixels."""
 
     class Conditional(Pair):
         def train_step(self, data):
@@ -160,7 +160,7 @@ def conditional_gan():
 
 
 def wasserstein(critic):
-    """Returns (build, script) of a WGAN with a gradient penalty, two critic steps for each step of the generator."""
+    """Returns (build, script) of a WGAN with a gradient penalty, and two steps of the critic for each of the generator."""
 
     class WGAN(keras.Model):
         def __init__(self):
@@ -208,13 +208,13 @@ def wasserstein(critic):
 
 @program
 def wasserstein_gan():
-    """Trains a WGAN-GP: second derivatives by interpolated rows, two steps of the critic for one of the generator."""
+    """Trains a WGAN-GP: second derivatives at interpolated rows, and two steps of the critic for each of the generator."""
     return wasserstein(lambda: mlp(5, 4, 4, 1))
 
 
 @program
 def wasserstein_gan_with_normalized_critic():
-    """Trains a WGAN-GP whose critic couples the rows by batch normalization, in the second derivatives, too."""
+    """Trains a WGAN-GP whose critic couples rows by batch normalization, also in the second derivatives."""
     return wasserstein(lambda: mlp(5, 4, 4, 1, normalized=True))
 
 
@@ -276,7 +276,7 @@ def cycle_gan():
 
 @program
 def image_to_image():
-    """Trains a pix2pix: a generator with a skip connection and dropout, judged in patches beside its input, and by distance."""
+    """Trains a pix2pix: a generator with a skip connection and dropout, by a discriminator of patches and by distance."""
 
     def generator():
         inputs = keras.Input((4, 4, 1))
@@ -312,7 +312,7 @@ def image_to_image():
 
 @program
 def auxiliary_classifier_gan():
-    """Trains a GAN whose discriminator has two outputs, real or not and the class, with classes drawn for the made rows."""
+    """Trains a GAN whose discriminator outputs real or made, and the class; the classes of made rows are drawn."""
 
     class Auxiliary(Pair):
         def train_step(self, data):
@@ -343,7 +343,7 @@ def auxiliary_classifier_gan():
 
 @program
 def adaptive_augmentation():
-    """Trains a GAN whose strength of augmentation is a weight, which the discriminator's accuracy moves in each step."""
+    """Trains a GAN whose strength of augmentation is a weight that follows the discriminator's accuracy in each step."""
 
     class Adaptive(Pair):
         def __init__(self, generator, discriminator):
@@ -372,7 +372,7 @@ def adaptive_augmentation():
 
 @program
 def adversarial_regularization():
-    """Moves each row along the gradient of the loss by its inputs and trains on both, through batch normalization (FGSM)."""
+    """Moves each row along the gradient of the loss by its inputs, and trains on both with batch normalization (FGSM)."""
 
     class Adversarial(keras.Model):
         def train_step(self, data):
@@ -406,7 +406,7 @@ def adversarial_regularization():
 
 @program
 def virtual_adversarial_training():
-    """Looks for the direction that changes the answers most, by power iteration on gradients of a divergence (VAT)."""
+    """Finds the direction that changes the answers most, by power iteration on gradients of a divergence (VAT)."""
 
     class Virtual(keras.Model):
         def __init__(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""The catalogue of programs, and what they share: data from fixed seeds, small networks, the end of a step, a script."""
+"""Collect the programs, and define what they share: data from fixed seeds, small networks, the end of a step, a script."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ PROGRAMS = {}
 
 
 def program(function):
-    """Enters a function under its name; it returns (build, script): what makes the model, and what trains it and reports."""
+    """Registers a function by its name; it returns (build, script), which make the model, and train it and report."""
     if function.__name__ in PROGRAMS:
         raise ValueError(f"There are two programs of one name. Received: {function.__name__!r}")
     PROGRAMS[function.__name__] = function
@@ -35,7 +35,7 @@ SAMPLE_WEIGHTS = 0.2 + uniform(13, seed=4)
 
 
 def mlp(inputs, *sizes, last=None, normalized=False, name=None):
-    """Dense layers with tanh between them, and batch normalization where wanted."""
+    """Builds dense layers with tanh between them, and optional batch normalization."""
     network = [keras.Input((inputs,))]
     for size in sizes[:-1]:
         network.append(keras.layers.Dense(size, use_bias=not normalized))
@@ -46,7 +46,7 @@ def mlp(inputs, *sizes, last=None, normalized=False, name=None):
 
 
 def dense(cls, outputs=1, activation=None, normalized=True, dropout=0.0):
-    """Returns what builds a small functional network of this class, from 5 features."""
+    """Returns a function that builds a small functional network of this class for 5 features."""
 
     def build():
         inputs = keras.Input((5,))
@@ -74,7 +74,7 @@ def descend(optimizer, tape, loss, variables):
 
 
 def fits(x=FEATURES, y=TARGETS, optimizer=sgd, batch_size=5, evaluates=False, predicts=False, report=None, **compile_arguments):
-    """Returns a script: compile, fit, and where wanted evaluate, predict and a report by the model."""
+    """Returns a script that compiles and fits, and optionally evaluates, predicts and reports on the model."""
 
     def script(model):
         model.compile(optimizer=optimizer(), **compile_arguments)
@@ -91,5 +91,5 @@ def fits(x=FEATURES, y=TARGETS, optimizer=sgd, batch_size=5, evaluates=False, pr
 
 
 def rows_of(x, dtype="float64"):
-    """How many rows a batch has, as a tensor."""
+    """Returns the number of rows of a batch, as a tensor."""
     return tf.cast(tf.shape(x)[0], dtype)

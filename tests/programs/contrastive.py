@@ -1,4 +1,4 @@
-"""Representations learned by comparing rows with rows, with queues, moving averages and learned temperatures."""
+"""Learn representations by comparing rows with rows, with queues, moving averages and learned temperatures."""
 
 import keras
 import tensorflow as tf
@@ -24,13 +24,13 @@ IMAGES = uniform(13, 6, 6, 1, seed=41)
 
 
 def augmenter(name):
-    """Random layers of Keras, each with a seed generator of its own."""
+    """Builds random layers of Keras, each with its own seed generator."""
     inner = [layers.RandomFlip("horizontal"), layers.RandomTranslation(0.2, 0.2, fill_mode="constant")]
     return keras.Sequential([keras.Input((6, 6, 1)), *inner, layers.RandomBrightness(0.3, value_range=(0, 1))], name=name)
 
 
 def noisy(inputs, size):
-    """Two layers on noisy inputs, with dropout."""
+    """Builds two layers on noisy inputs, with dropout."""
     inner = [layers.GaussianNoise(0.2), layers.Dense(size, activation="tanh"), layers.Dropout(0.2), layers.Dense(3)]
     return keras.Sequential([keras.Input((inputs,)), *inner])
 
@@ -40,7 +40,7 @@ def unit(x):
 
 
 def copy_of(network):
-    """A frozen network with the same weights."""
+    """Returns a frozen network with the same weights."""
     copy = keras.models.clone_model(network)
     copy.set_weights(network.get_weights())
     copy.trainable = False
@@ -49,7 +49,7 @@ def copy_of(network):
 
 @program
 def simclr():
-    """Compares two augmentations of each image with those of all others, and trains a linear probe beside (SimCLR)."""
+    """Compares two augmentations of each image with those of all others, and also trains a linear probe (SimCLR)."""
 
     class SimCLR(keras.Model):
         def __init__(self):
@@ -114,7 +114,7 @@ def simclr():
 
 @program
 def momentum_contrast():
-    """Compares each row with a queue of keys by a momentum encoder, and puts the batch's keys into it (MoCo)."""
+    """Compares each row with a queue of keys from a momentum encoder, and adds the batch's keys to the queue (MoCo)."""
 
     class MoCo(keras.Model):
         def __init__(self):
@@ -147,7 +147,7 @@ def momentum_contrast():
 
 @program
 def nearest_neighbors_in_a_queue():
-    """Replaces each row by its nearest neighbor in a queue before it compares rows with rows (NNCLR)."""
+    """Replaces each row by its nearest neighbor in a queue, and then compares rows with rows (NNCLR)."""
 
     class NNCLR(keras.Model):
         def __init__(self):
@@ -185,7 +185,7 @@ def nearest_neighbors_in_a_queue():
 
 @program
 def bootstrap_your_own_latent():
-    """Predicts what a moving average of the network says of another view, with batch normalization in both (BYOL)."""
+    """Predicts the output of a moving average of the network for another view, both with batch normalization (BYOL)."""
 
     class BYOL(keras.Model):
         def __init__(self):
@@ -222,7 +222,7 @@ def bootstrap_your_own_latent():
 
 @program
 def barlow_twins():
-    """Brings the correlation matrix of two views over the batch close to the identity (Barlow twins)."""
+    """Pulls the correlation matrix of two views over the batch towards the identity (Barlow twins)."""
 
     class Barlow(keras.Model):
         def __init__(self):
@@ -252,7 +252,7 @@ def barlow_twins():
 
 @program
 def variance_and_covariance():
-    """Holds up the variance and down the covariance of embeddings over the batch, and pulls two views together (VICReg)."""
+    """Keeps the variance of embeddings over the batch high and their covariance low, and pulls two views together (VICReg)."""
 
     class VICReg(keras.Model):
         def __init__(self):
@@ -277,7 +277,7 @@ def variance_and_covariance():
 
 
 class Siamese(keras.Model):
-    """An encoder and a tracker of its loss."""
+    """Holds an encoder and a tracker of its loss."""
 
     def __init__(self):
         super().__init__()
@@ -295,7 +295,7 @@ class Siamese(keras.Model):
 
 @program
 def triplets_of_the_batch():
-    """Finds for each row the farthest of its class and the nearest of the others, and holds them apart (batch-hard)."""
+    """Finds for each row the farthest row of its class and the nearest of another, and separates them (batch-hard)."""
 
     class Triplets(Siamese):
         def train_step(self, data):
@@ -316,7 +316,7 @@ def triplets_of_the_batch():
 
 @program
 def triplets_in_the_data():
-    """Trains on an anchor, a positive and a negative of each row, which share the encoder, with a test_step beside."""
+    """Trains an encoder on an anchor, a positive and a negative of each row, and evaluates by a test_step."""
 
     class Triplet(Siamese):
         def distance(self, data):
@@ -349,7 +349,7 @@ def triplets_in_the_data():
 
 @program
 def supervised_contrast():
-    """Contrasts each row with all others, those of its class being positive, through Keras's own step and a loss class."""
+    """Contrasts each row with all others by Keras's own step and a loss class; rows of the same class are positive."""
 
     class SupervisedContrast(keras.losses.Loss):
         def __call__(self, y_true, y_pred, sample_weight=None):
@@ -365,7 +365,7 @@ def supervised_contrast():
 
 @program
 def retrieval():
-    """Scores users against the items of the batch, all others being negatives, corrected by how often items are drawn."""
+    """Scores users against all items of the batch; other items are negatives, except for duplicates."""
 
     class Retrieval(keras.Model):
         def __init__(self):
@@ -404,7 +404,7 @@ def retrieval():
 
 @program
 def metric_learning():
-    """Compares anchors with positives of as many classes by an einsum of embeddings, with compile's loss on the identity."""
+    """Compares all anchors with all positives of the batch by an einsum of embeddings, with the loss given to compile."""
 
     class MetricLearning(keras.Model):
         def train_step(self, data):
@@ -433,7 +433,7 @@ def metric_learning():
 
 @program
 def images_and_texts():
-    """Matches images with texts both ways with a learned temperature, which it keeps in bounds after each step (CLIP)."""
+    """Matches images with texts both ways, with a learned temperature that it keeps in bounds after each step (CLIP)."""
 
     class CLIP(keras.Model):
         def __init__(self):
@@ -516,7 +516,7 @@ def prototypes():
 
 @program
 def ranking_within_the_batch():
-    """Orders all pairs of rows as their targets are ordered, by a loss over pairs whose mask says which count."""
+    """Learns to order all pairs of rows like their targets, by a loss over the pairs that a mask selects."""
 
     class Ranking(Siamese):
         def train_step(self, data):

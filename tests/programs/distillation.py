@@ -1,4 +1,4 @@
-"""Distillation, teachers, and other turns that people give to the training step: mixing, clipping, accumulating, two passes."""
+"""Train with distillation, teachers, and other variants of the step: mixing, clipping, accumulation, two passes."""
 
 import keras
 import tensorflow as tf
@@ -22,7 +22,7 @@ from programs.catalogue import (
 
 
 class Regressor(keras.Model):
-    """A model with a tracker of its loss; the losses of its programs are their own."""
+    """Holds a tracker of the loss, which each program defines itself."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -41,7 +41,7 @@ class Regressor(keras.Model):
 
 @program
 def knowledge_distillation():
-    """Trains a student on labels and on a frozen teacher's softened answers, with two losses given to compile."""
+    """Trains a student on labels and on a frozen teacher's softened answers, by two losses that are given to compile."""
 
     class Distiller(keras.Model):
         def __init__(self, student, teacher):
@@ -90,7 +90,7 @@ def knowledge_distillation():
 
 @program
 def mean_teacher():
-    """Trains a student to agree with a moving average of itself, each under noise of its own."""
+    """Trains a student to agree with a moving average of itself, each with its own noise."""
 
     class MeanTeacher(keras.Model):
         def __init__(self, student, teacher):
@@ -144,7 +144,7 @@ def mixup():
 
 @program
 def sharpness_aware():
-    """Climbs to the worst weights nearby, takes the gradient there, and applies it where it came from (SAM)."""
+    """Climbs to the worst weights nearby, takes the gradient there, and applies it to the original weights (SAM)."""
 
     class SharpnessAware(keras.Model):
         def train_step(self, data):
@@ -231,7 +231,7 @@ def clipping_by_hand():
 
 @program
 def gradient_surgery():
-    """Projects the gradients of two losses so that they do not work against each other (PCGrad)."""
+    """Projects the gradients of two losses so that they do not oppose each other (PCGrad)."""
 
     class Surgery(Regressor):
         def train_step(self, data):
@@ -271,7 +271,7 @@ def two_passes_of_dropout():
 
 @program
 def meta_learning():
-    """Takes an inner step on support rows and learns through it from query rows: a gradient of a gradient (MAML)."""
+    """Takes an inner step on support rows, and learns from query rows by a gradient of its gradient (MAML)."""
 
     class Meta(Regressor):
         def train_step(self, data):
@@ -297,7 +297,7 @@ def meta_learning():
 
 @program
 def meta_learning_by_task():
-    """Adapts to each row, a task with examples of its own, by itself, in a tf.vectorized_map."""
+    """Adapts to each row, which is a task with its own examples, separately in a tf.vectorized_map."""
 
     class MetaByTask(keras.Model):
         def __init__(self):
@@ -323,7 +323,7 @@ def meta_learning_by_task():
 
 @program
 def persistent_tape():
-    """Takes the gradients of two losses by two parts of the variables from one tape."""
+    """Takes the gradients of two losses, each by a part of the variables, from one tape."""
 
     class TwoLosses(Regressor):
         def train_step(self, data):
@@ -342,7 +342,7 @@ def persistent_tape():
 
 @program
 def smoothness_penalty():
-    """Penalizes the gradient of the squared answers by the inputs, with a tape inside another, through batch normalization."""
+    """Penalizes the gradient of the squared answers by the inputs, with nested tapes and batch normalization."""
 
     class Smooth(Regressor):
         def train_step(self, data):
@@ -361,7 +361,7 @@ def smoothness_penalty():
 
 @program
 def two_optimizers():
-    """Trains the trunk and the head with optimizers of their own, given to compile by name."""
+    """Trains the trunk and the head by separate optimizers, which are given to compile by name."""
 
     class TwoParts(keras.Model):
         def __init__(self, trunk, head):
@@ -400,7 +400,7 @@ def two_optimizers():
 
 @program
 def loss_scaling_by_hand():
-    """Scales the loss up and the gradients down, skips a step whose gradients are not finite, and makes the scale smaller."""
+    """Scales the loss up and the gradients down; skips steps with non-finite gradients, and reduces the scale."""
 
     class Scaling(Regressor):
         def __init__(self, *args, **kwargs):
@@ -425,7 +425,7 @@ def loss_scaling_by_hand():
 
 @program
 def metrics_of_its_own():
-    """Logs metrics that are no means: a largest error, an AUC, and a correlation from sums in variables."""
+    """Logs metrics that are not means: a largest error, an AUC, and a correlation from sums in variables."""
 
     class LargestError(keras.metrics.Metric):
         def __init__(self, name="largest_error"):
@@ -464,7 +464,7 @@ def metrics_of_its_own():
 
 @program
 def no_loss_in_the_logs():
-    """Logs numbers of the last batch of which none is called a loss: rows, a norm, an entry of a variable."""
+    """Logs rows, a norm and an entry of a variable for the last batch, and nothing named loss."""
 
     class Silent(Regressor):
         @property
@@ -529,7 +529,7 @@ def metrics_overridden():
 
 @program
 def test_step_of_its_own():
-    """Trains as Keras does and evaluates with a test_step of its own: answers averaged over noisy copies of each row."""
+    """Trains as Keras does, and evaluates by a custom test_step that averages answers over noisy copies of each row."""
 
     class Averaging(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -548,7 +548,7 @@ def test_step_of_its_own():
 
 @program
 def predict_step_of_its_own():
-    """Trains with a step of its own and predicts a dict: answers, their ranks among the batch, and a nested pair."""
+    """Trains by a custom step, and predicts a dict of answers, their ranks within the batch, and a nested pair."""
 
     class Predicting(Regressor):
         def train_step(self, data):
@@ -597,7 +597,7 @@ def several_steps_per_execution():
 
 @program
 def sparse_gradients():
-    """Trains an embedding and logs the global norm of gradients, of which one is sparse."""
+    """Trains an embedding, and logs the global norm of all gradients, one of which is sparse."""
 
     class Sparse(Regressor):
         def train_step(self, data):

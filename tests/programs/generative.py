@@ -1,4 +1,4 @@
-"""Autoencoders, diffusion and flows, whose noise is drawn in the step, by seed generators of Keras."""
+"""Train autoencoders, diffusion models and flows, whose steps draw noise by Keras's seed generators."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ IMAGES = uniform(13, 4, 4, 1, seed=51)
 
 
 class Sampling(layers.Layer):
-    """Draws codes around means, with a seed generator of its own."""
+    """Draws codes around means, with its own seed generator."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -41,7 +41,7 @@ def divergence(mean, logarithm):
 
 @program
 def variational_autoencoder():
-    """Trains a VAE by crossentropy of the pixels and a divergence of the codes, with three trackers."""
+    """Trains a VAE by a crossentropy of the pixels and a divergence of the codes, with three trackers."""
 
     class VAE(keras.Model):
         def __init__(self):
@@ -87,7 +87,7 @@ def variational_autoencoder():
 
 @program
 def beta_vae_by_layers():
-    """Trains a beta-VAE with Keras's own step: a layer adds the divergence by add_loss, another metric by a tracker."""
+    """Trains a beta-VAE by Keras's own step, with a layer that adds the divergence by add_loss and tracks it."""
 
     class Divergence(layers.Layer):
         def __init__(self, beta):
@@ -111,7 +111,7 @@ def beta_vae_by_layers():
 
 @program
 def gaussian_mixture_prior():
-    """Trains a VAE whose prior is a mixture with learned centers, by log-sum-exp, with a weight that grows by the step."""
+    """Trains a VAE whose prior is a mixture with learned centers, by log-sum-exp, with a weight that grows in each step."""
 
     class Mixture(keras.Model):
         def __init__(self):
@@ -141,7 +141,7 @@ def gaussian_mixture_prior():
 
 @program
 def vector_quantization():
-    """Trains a VQ-VAE: nearest codes by argmin, gradients straight through, commitment by add_loss, a variance known before."""
+    """Trains a VQ-VAE: nearest codes by argmin, straight-through gradients, commitment by add_loss, a precomputed variance."""
 
     class Quantizer(layers.Layer):
         def build(self, shape):
@@ -191,7 +191,7 @@ def vector_quantization():
 
 @program
 def codebook_of_moving_averages():
-    """Moves the codes of a VQ-VAE by averages of the rows that chose them, kept in weights, without gradients."""
+    """Moves the codes of a VQ-VAE without gradients, to averages of the rows that chose them, which are kept in weights."""
 
     class Averages(keras.Model):
         def __init__(self):
@@ -225,7 +225,7 @@ def codebook_of_moving_averages():
 
 @program
 def denoising_diffusion():
-    """Trains a DDPM: a random time for each row, its rates gathered from a schedule, and a moving average of the network."""
+    """Trains a DDPM: a random time for each row, rates that are gathered from a schedule, and an average of the network."""
     betas = np.linspace(0.01, 0.3, 8)
     kept = np.cumprod(1 - betas)
 
@@ -270,7 +270,7 @@ def denoising_diffusion():
 
 @program
 def implicit_diffusion():
-    """Trains a DDIM: a normalizing layer, continuous times, an EMA network that evaluates, and images made in test_step."""
+    """Trains a DDIM: a normalizing layer, continuous times, an EMA network for evaluation, and images made in test_step."""
 
     class Implicit(keras.Model):
         def __init__(self):
@@ -339,7 +339,7 @@ def implicit_diffusion():
 
 @program
 def flow_of_couplings():
-    """Trains a RealNVP by likelihood under a normal distribution, through couplings with masks, forth and back."""
+    """Trains a RealNVP by the likelihood under a normal distribution, with masked couplings in both directions."""
 
     class RealNVP(keras.Model):
         def __init__(self):
@@ -388,7 +388,7 @@ def flow_of_couplings():
 
 @program
 def denoising_autoencoder():
-    """Trains an autoencoder on inputs with noise and holes, by layers of Keras and its own step, with a sparse code."""
+    """Trains an autoencoder with a sparse code on inputs with noise and holes, by Keras's own layers and step."""
 
     def build():
         inputs = keras.Input((4, 4, 1))
@@ -402,7 +402,7 @@ def denoising_autoencoder():
 
 @program
 def pixels_one_by_one():
-    """Trains a masked convolution that sees only the pixels before, and draws an image in predict_step (PixelCNN)."""
+    """Trains a masked convolution that sees only earlier pixels, and draws an image in predict_step (PixelCNN)."""
 
     class MaskedConvolution(layers.Layer):
         def build(self, shape):
@@ -440,7 +440,7 @@ def pixels_one_by_one():
 
 @program
 def energy_by_langevin():
-    """Trains an energy by contrast with rows found by noisy gradient steps, from a buffer of earlier ones."""
+    """Trains an energy by contrast with rows that noisy gradient steps find, starting from a buffer of earlier ones."""
 
     class Energy(keras.Model):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Texts and sequences: masks, decoders, recurrent networks, transformers; some with steps of their own, some with Keras's."""
+"""Train on texts and sequences: masks, decoders, recurrent networks and transformers, by custom and Keras's steps."""
 
 import keras
 import numpy as np
@@ -7,14 +7,14 @@ from keras import layers, ops
 
 from programs.catalogue import CLASSES, SAMPLE_WEIGHTS, TARGETS, adam, descend, fits, integers, normal, program, sgd
 
-# Ids from 1 on; 0 is padding, at the end, from no to all but two of the six places.
+# Ids start at 1; 0 is padding at the end, in none to four of the six places.
 LENGTHS = 2 + integers(5, 13, seed=61)
 WORDS = np.where(np.arange(6) < LENGTHS[:, None], 1 + integers(9, 13, 6, seed=62), 0)
 ANSWERS = np.where(np.arange(4) < (LENGTHS[:, None] + 1) // 2, 1 + integers(6, 13, 4, seed=63), 0)
 
 
 class Positions(layers.Layer):
-    """Embeddings of tokens plus those of their places, with the mask of the padding."""
+    """Adds embeddings of tokens and of their places, with a mask of the padding."""
 
     def __init__(self, words, places, size):
         super().__init__()
@@ -36,7 +36,7 @@ class Positions(layers.Layer):
 
 
 def transformer_block(x, causal=False, dropout=0.0):
-    """Self-attention and a feed-forward part, each with a residual and layer normalization."""
+    """Applies self-attention and a feed-forward part, each with a residual and layer normalization."""
     attended = layers.MultiHeadAttention(2, 2, dropout=dropout)(x, x, use_causal_mask=causal)
     x = layers.LayerNormalization()(x + layers.Dropout(dropout)(attended))
     return layers.LayerNormalization()(x + layers.Dense(4)(layers.Dense(6, activation="relu")(x)))
@@ -44,7 +44,7 @@ def transformer_block(x, causal=False, dropout=0.0):
 
 @program
 def masked_language_model():
-    """Hides random tokens, replaces some by others, and trains on those alone, by weights of the places (BERT)."""
+    """Hides random tokens, or replaces them by others, and trains on these alone by weights of the places (BERT)."""
 
     class MaskedLanguageModel(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -85,7 +85,7 @@ def masked_language_model():
 
 @program
 def captions():
-    """Decodes two captions of each image's features, with a loss and an accuracy over the words that are no padding."""
+    """Decodes two captions of each image's features, with a loss and an accuracy over the words without padding."""
 
     class Captions(keras.Model):
         def __init__(self):
@@ -134,7 +134,7 @@ def captions():
 
 @program
 def sequence_to_sequence():
-    """Trains an LSTM encoder and decoder with teacher forcing, crossentropy over the words, and greedy decoding to predict."""
+    """Trains an LSTM encoder and decoder by teacher forcing and a crossentropy of words, and predicts by greedy decoding."""
 
     class Translator(keras.Model):
         def __init__(self):
@@ -178,7 +178,7 @@ def sequence_to_sequence():
 
 @program
 def transformer_classifier():
-    """Classifies texts by a transformer with places, padding masked, dropout, in Keras's own step."""
+    """Classifies texts by a transformer with places, masked padding and dropout, in Keras's own step."""
 
     def build():
         inputs = keras.Input((6,), dtype="int64")
@@ -191,7 +191,7 @@ def transformer_classifier():
 
 @program
 def next_words():
-    """Trains a small GPT with Keras's own step, a causal mask, a loss and a metric over the places that are no padding."""
+    """Trains a small GPT by Keras's own step, with a causal mask, and a loss and a metric over places without padding."""
 
     def build():
         inputs = keras.Input((5,), dtype="int64")
@@ -214,7 +214,7 @@ def next_words():
 
 @program
 def mixture_of_experts():
-    """Sends each word to one of three experts up to their capacity, and adds a loss for balance, in Keras's own step."""
+    """Sends each word to one of three experts up to their capacity, and adds a balance loss, in Keras's own step."""
 
     class Experts(layers.Layer):
         def __init__(self, capacity):
@@ -281,7 +281,7 @@ def experts_by_dispatch():
 
 @program
 def weighted_texts():
-    """Classifies texts by convolutions with weights of the rows, of the classes and of the metrics, in a step of its own."""
+    """Classifies texts by convolutions, with weights of rows, classes and metrics, in a custom step."""
 
     class Weighted(keras.Model):
         def train_step(self, data):
@@ -312,7 +312,7 @@ def weighted_texts():
 
 @program
 def bidirectional_recurrence():
-    """Reads padded sequences forth and back by GRUs with recurrent dropout, masks included, in Keras's own step."""
+    """Reads padded sequences in both directions by GRUs with recurrent dropout and masks, in Keras's own step."""
 
     def build():
         inputs = keras.Input((6,), dtype="int64")
@@ -325,7 +325,7 @@ def bidirectional_recurrence():
 
 @program
 def scheduled_sampling():
-    """Unrolls a GRU cell in the step and feeds it, word by word, the truth or its own choice, by chance."""
+    """Unrolls a GRU cell in the step, and feeds it for each word at random the true or its own last word."""
 
     class Scheduled(keras.Model):
         def __init__(self):
@@ -357,7 +357,7 @@ def scheduled_sampling():
 
 @program
 def policy_gradient():
-    """Draws actions by chance, discounts rewards over time, normalizes returns over the batch and ascends (REINFORCE)."""
+    """Draws random actions, sums rewards over time, normalizes returns over the batch, and ascends (REINFORCE)."""
 
     class Policy(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -388,7 +388,7 @@ def policy_gradient():
 
 @program
 def connectionist_temporal_classification():
-    """Trains by the CTC loss of Keras, with the lengths of each row's inputs and labels, which two layers add up."""
+    """Trains a bidirectional LSTM by Keras's CTC loss, with labels of different lengths, in Keras's own step."""
 
     def build():
         inputs = keras.Input((8, 2))

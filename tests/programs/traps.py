@@ -1,4 +1,4 @@
-"""Steps in which rows meet, order counts or state hides: each is wrong if a tower takes its slice for the whole batch."""
+"""Train by steps that go wrong if a tower treats its slice as the whole batch: rows meet, order matters, state hides."""
 
 import keras
 import numpy as np
@@ -23,12 +23,12 @@ from programs.catalogue import (
 
 
 def stepping(train_step, **members):
-    """Returns what builds a small model with this train_step and these further members of its class."""
+    """Returns a function that builds a small model with this train_step and these further members."""
     return dense(type(train_step.__name__, (keras.Model,), {"train_step": train_step, **members}))
 
 
 def learning(loss_of_answers, **members):
-    """Returns what builds a small model that descends along a loss of its answers: a function of (model, x, y, answers)."""
+    """Returns a function that builds a small model whose step descends along a loss of (model, x, y, answers)."""
 
     def train_step(self, data):
         x, y = data
@@ -58,7 +58,7 @@ def worst_row():
 
 @program
 def product_of_means():
-    """Trains on a product of two means plus a sum, which no weighting of slices gives."""
+    """Trains on a product of two means plus a sum, which no weighted sum over slices can equal."""
 
     def loss(model, x, y, answers):
         errors = y - answers
@@ -80,7 +80,7 @@ def median_of_rows():
 
 @program
 def masked_rows():
-    """Trains on the rows that tf.boolean_mask leaves: how many, the data says."""
+    """Trains on the rows that tf.boolean_mask keeps, whose number depends on the data."""
 
     def loss(model, x, y, answers):
         keep = y[:, 0] > -0.5
@@ -91,7 +91,7 @@ def masked_rows():
 
 @program
 def found_rows():
-    """Trains on rows found by tf.where, gathered by their indices and scattered back."""
+    """Trains on rows that tf.where finds, gathered by their indices and scattered back."""
 
     def loss(model, x, y, answers):
         found = tf.where(y[:, 0] > -0.5)
@@ -104,7 +104,7 @@ def found_rows():
 
 @program
 def tape_in_a_branch():
-    """Opens the tape, descends and counts inside one branch of a tf.cond, which some batches take."""
+    """Opens the tape, descends and counts in a branch of a tf.cond that only some batches take."""
 
     def train_step(self, data):
         x, y = data
@@ -172,7 +172,7 @@ def jacobian_of_losses():
 
 @program
 def gradients_by_row():
-    """Clips the gradient of each row by itself, from a Jacobian with a row for each of the batch (DP-SGD without noise)."""
+    """Clips the gradient of each row, from a Jacobian with a row for each row of the batch (DP-SGD without noise)."""
 
     def train_step(self, data):
         x, y = data
@@ -207,7 +207,7 @@ def jacobian_by_inputs():
 
 @program
 def shuffled_rows():
-    """Compares each row with one of the same batch shuffled by tf.random.shuffle, with a seed."""
+    """Compares each row with another row of the batch, shuffled by tf.random.shuffle with a seed."""
 
     def loss(model, x, y, answers):
         order = tf.random.shuffle(tf.range(tf.shape(x)[0]), seed=21)
@@ -219,7 +219,7 @@ def shuffled_rows():
 
 @program
 def reversed_and_rolled_rows():
-    """Mixes each row with the one from the other end of the batch, and with its neighbor."""
+    """Mixes each row with the row at the opposite place of the batch, and with its neighbor."""
 
     def train_step(self, data):
         x, y = data
@@ -258,7 +258,7 @@ def counters():
 
 @program
 def raw_variables():
-    """Keeps its state in a tf.Variable that Keras does not know, and trains another one with an optimizer step by hand."""
+    """Keeps state in a tf.Variable that Keras does not track, and trains another one without an optimizer."""
 
     class Raw(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -317,7 +317,7 @@ def steps_in_a_loop():
 
 @program
 def perturbed_in_a_loop():
-    """Climbs along the gradient by the inputs in a tf.while_loop and trains on what that finds (PGD)."""
+    """Moves the inputs along their gradient in a tf.while_loop, and trains on the result (PGD)."""
 
     def train_step(self, data):
         x, y = data
@@ -406,7 +406,7 @@ def coupled_activity():
 
 @program
 def layers_in_the_loss():
-    """Calls layers inside compute_loss: a head with batch normalization and dropout that the answers do not pass."""
+    """Calls layers only inside compute_loss: a head with batch normalization and dropout."""
 
     class Headed(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -461,7 +461,7 @@ def sorted_rows():
 
 @program
 def joined_and_split():
-    """Joins real and made rows to one batch for one call through batch normalization, and splits the answers in the middle."""
+    """Joins real and made rows for one call with batch normalization, and splits the answers in the middle."""
 
     class Joined(keras.Model):
         def train_step(self, data):
@@ -481,7 +481,7 @@ def joined_and_split():
 
 @program
 def constant_rows():
-    """Joins the batch with rows that are constants, and has a fixed number of rows of its own, drawn and constant."""
+    """Joins the batch with constant rows, and calls the model on a fixed number of constant rows and of drawn rows."""
     own = np.random.default_rng(1).normal(size=(7, 5))
 
     def loss(model, x, y, answers):
@@ -494,7 +494,7 @@ def constant_rows():
 
 @program
 def stateful_noise():
-    """Draws noise for each row with tf.random.normal and tf.random.uniform, with seeds of their operations."""
+    """Draws noise for each row with tf.random.normal and tf.random.uniform, each with a seed."""
 
     def train_step(self, data):
         x, y = data
@@ -511,7 +511,7 @@ def stateful_noise():
 
 @program
 def unseeded_noise():
-    """Draws noise for each row with tf.random.normal, its seed left to keras.utils.set_random_seed."""
+    """Draws noise for each row with tf.random.normal, seeded only by keras.utils.set_random_seed."""
 
     def train_step(self, data):
         x, y = data
@@ -561,7 +561,7 @@ def rate_set_in_the_step():
 
 @program
 def function_in_the_step():
-    """Calls a tf.function of its own, with a branch and a loop in Python's words, inside a step that is one, too."""
+    """Calls a tf.function with a branch and a loop in Python inside a step that is also a tf.function."""
 
     class Decorated(keras.Model):
         @tf.function
@@ -616,7 +616,7 @@ def gradient_of_its_own():
 
 @program
 def rows_by_class():
-    """Averages the rows of each class with tf.math.unsorted_segment_mean and pulls each row to its class's center."""
+    """Averages the rows of each class with tf.math.unsorted_segment_mean, and pulls each row to the center of its class."""
 
     def train_step(self, data):
         x, y = data
@@ -653,7 +653,7 @@ def whitened_batch():
 
 @program
 def built_in_the_first_step():
-    """Builds its layers, and the state of its metrics, in the first step: nobody has called it before."""
+    """Builds its layers, and the state of its metrics, in the first step, which is its first call."""
 
     class Late(keras.Model):
         def __init__(self):
@@ -679,7 +679,7 @@ def built_in_the_first_step():
 
 @program
 def fewer_rows_than_towers():
-    """Trains on batches of 4, 1, 2 and 3 rows, with a mean over rows that batch normalization couples."""
+    """Trains on batches of 4, 1, 2 and 3 rows, with a mean over rows and batch normalization."""
     sizes = (4, 1, 2, 3)
 
     def train_step(self, data):
@@ -698,7 +698,7 @@ def fewer_rows_than_towers():
 
 @program
 def nested_data():
-    """Takes a dict with a tuple in it, of which one part has rows and another none of the usual shape, and weights."""
+    """Takes a dict with a nested tuple of images and flags, and targets and weights by name."""
 
     def train_step(self, data):
         inputs, targets, weights = data

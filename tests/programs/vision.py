@@ -1,4 +1,4 @@
-"""Images, points and graphs: patches, windows, convolutions of all kinds; some with steps of their own, some with Keras's."""
+"""Train on images, points and graphs, with patches, windows and all kinds of convolutions, by custom and Keras's steps."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ MASKS = integers(2, 13, 8, 8, 1, seed=82).astype("float64")
 
 
 class Tracked(keras.Model):
-    """A functional model with a tracker of its loss, which is one of its own."""
+    """Holds a functional model with a tracker of its custom loss."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -25,7 +25,7 @@ class Tracked(keras.Model):
 
 
 def attention_block(x):
-    """Normalizes, attends, and adds; then a feed-forward part."""
+    """Applies normalized attention with a residual, and then a feed-forward part."""
     normalized = layers.LayerNormalization()(x)
     x = layers.MultiHeadAttention(2, 2)(normalized, normalized) + x
     return layers.Dense(4)(layers.Dense(6, activation="gelu")(layers.LayerNormalization()(x))) + x
@@ -44,7 +44,7 @@ class Patches(layers.Layer):
 
 @program
 def masked_autoencoder():
-    """Hides a random half of each image's patches, by argsort and gather with batch_dims, and trains to restore them (MAE)."""
+    """Hides a random half of each image's patches by argsort and gather with batch_dims, and restores them (MAE)."""
 
     class MaskedAutoencoder(keras.Model):
         def __init__(self):
@@ -92,7 +92,7 @@ def masked_autoencoder():
 
 @program
 def vision_transformer():
-    """Classifies images by attention between their patches, with random layers before, in Keras's own step (ViT)."""
+    """Classifies images by attention between their patches, after random layers, in Keras's own step (ViT)."""
 
     class Places(layers.Layer):
         def build(self, shape):
@@ -116,7 +116,7 @@ def vision_transformer():
 
 @program
 def segmentation_by_dice():
-    """Segments images by a small U-Net, with a Dice loss of the whole batch beside a crossentropy, and a mean IoU."""
+    """Segments images by a small U-Net, with a Dice loss of the whole batch plus a crossentropy, and an IoU."""
 
     class Segmenter(Tracked):
         def __init__(self, *args, **kwargs):
@@ -154,7 +154,7 @@ def segmentation_by_dice():
 
 @program
 def depth():
-    """Estimates depth by a loss of similar windows (SSIM), edges and distances, as published for monocular images."""
+    """Estimates depth by a loss of the similarity of windows (SSIM), edges and distances, as for monocular images."""
 
     def similarity(one, other):
         def mean(x):
@@ -191,7 +191,7 @@ def depth():
 
 @program
 def neural_style():
-    """Brings the Gram matrices of an image's features close to a style's, and the total variation down."""
+    """Pulls the Gram matrices of an image's features to those of a style, and lowers the total variation."""
 
     class Style(keras.Model):
         def __init__(self):
@@ -223,7 +223,7 @@ def neural_style():
 
 @program
 def graph_convolution():
-    """Passes messages along a dense adjacency of each row's graph, pools by degree, and trains with its own step."""
+    """Passes messages along a dense adjacency of each row's graph, normalized by degree, in a custom step."""
 
     class GraphConvolution(layers.Layer):
         def __init__(self, size):
@@ -261,7 +261,7 @@ def graph_convolution():
 
 @program
 def message_passing_between_rows():
-    """Takes the rows of a batch as nodes of one graph: edges between them, gathers, segment sums and attention (GAT)."""
+    """Treats the rows of a batch as nodes of one graph, with edges, gathers, segment sums and attention (GAT)."""
 
     class RowGraph(keras.Model):
         def __init__(self):
@@ -291,7 +291,7 @@ def message_passing_between_rows():
 
 @program
 def points():
-    """Classifies sets of points by learned transformations that a regularizer keeps orthogonal (PointNet)."""
+    """Classifies sets of points after learned transformations, which a regularizer keeps orthogonal (PointNet)."""
 
     @keras.saving.register_keras_serializable("programs")
     class Orthogonal(keras.regularizers.Regularizer):
@@ -384,7 +384,7 @@ def low_light():
 
 @program
 def convolutional_classifier():
-    """Classifies images by convolutions, batch normalization and dropout with Keras's own step, validating as it goes."""
+    """Classifies images by convolutions, batch normalization and dropout in Keras's own step, with validation."""
 
     def build():
         inputs = keras.Input((8, 8, 2))
@@ -435,7 +435,7 @@ def kinds_of_convolution():
 
 @program
 def kinds_of_pooling():
-    """Trains maximum, average and global pooling, places of maxima, cropping, padding, resizing and normalizations at once."""
+    """Trains all kinds of pooling, places of maxima, cropping, padding, resizing and normalizations at once."""
 
     class Pools(Tracked):
         def train_step(self, data):
@@ -468,7 +468,7 @@ def kinds_of_pooling():
 
 @program
 def mixed_and_cut_images():
-    """Pastes a rectangle of each image's successor into it, by masks of random corners, and mixes the labels (CutMix)."""
+    """Pastes a rectangle of a neighboring image into each image, by masks from random corners, and mixes labels (CutMix)."""
 
     class CutMix(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -499,7 +499,7 @@ def mixed_and_cut_images():
 
 @program
 def boxes():
-    """Detects boxes: assigns anchors by overlap, a focal loss over the batch's positives and a smooth distance (RetinaNet)."""
+    """Detects boxes, with anchors matched by overlap, a focal loss over the batch's positives, and a distance (RetinaNet)."""
     anchors = np.array([[0.1, 0.1, 0.5, 0.5], [0.4, 0.1, 0.9, 0.5], [0.1, 0.5, 0.5, 0.9], [0.3, 0.3, 0.8, 0.9]])
 
     def overlap(boxes):
@@ -541,7 +541,7 @@ def boxes():
     low = 0.5 * uniform(13, 2, seed=90)
     wanted = np.concatenate([low, low + 0.2 + 0.3 * uniform(13, 2, seed=91)], axis=1)
 
-    # Its predictions are float32, as non-maximum suppression is.
+    # The predictions are float32, like non-maximum suppression.
     return build, fits(IMAGES, wanted, optimizer=adam, predicts=True)
 
 

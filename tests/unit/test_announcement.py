@@ -1,4 +1,4 @@
-"""What is said of the devices: before training, in `repr` and in `summary`."""
+"""The devices are announced before training, in `repr` and in `summary`."""
 
 import logging
 
@@ -21,7 +21,7 @@ def build(*middle):
 
 
 def said(caplog, model, *args, **kwargs):
-    """What the first fit of a wrapper says."""
+    """Returns the messages of a wrapper's first fit."""
     model.compile("sgd", "mse")
     caplog.clear()
     with caplog.at_level(logging.INFO, "keras_dp"):

@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the files as they are."""
+"""docs/architecture.md lists the files of the package with the first lines of their docstrings."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def lines_of(folder, depth=0):
-    """A line for each module and package in a folder: its name and the first line of its docstring."""
+    """Returns a line for each module and package in a folder: its name and the first line of its docstring."""
     parts = [path for path in folder.iterdir() if (path.suffix == ".py" and path.stem != "__init__") or is_package(path)]
     for path in sorted(parts, key=lambda path: (path.is_dir(), path.name)):
         source = path / "__init__.py" if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` are Keras's, with arguments of our own behind them."""
+"""`fit`, `evaluate` and `predict` have Keras's arguments, followed by those of keras_dp."""
 
 import inspect
 
@@ -20,7 +20,7 @@ def parallel_model():
 
 @pytest.mark.parametrize(("name", "own"), [("fit", {"sharded"}), ("evaluate", {"sharded"}), ("predict", {"sharded", "rows"})])
 def test_signatures(name, own):
-    """Written out, so that editors complete them: the same names in the same order with the same defaults, and ours by name."""
+    """Arguments are written out for editors: the same names, order and defaults, and ours as keywords only."""
     parameters = inspect.signature(getattr(keras_dp.DataParallelModel, name)).parameters
     of_keras = inspect.signature(getattr(keras.Model, name)).parameters
     shared = [(p.name, p.default, p.kind) for p in parameters.values() if p.name not in own]
@@ -32,7 +32,7 @@ def test_signatures(name, own):
 
 @pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
 def test_arguments_are_passed_on_by_name_and_only_if_given(name, monkeypatch):
-    """Mlflow puts a wrapper in place of keras.Model.fit, which adds a callback to those given, by name."""
+    """Mlflow replaces keras.Model.fit by a function that adds a callback to those given by name."""
     received = []
     original = getattr(keras.Model, name)
 

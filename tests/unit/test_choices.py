@@ -1,4 +1,4 @@
-"""Arguments with few values: any other is refused, with the one that may have been meant."""
+"""Arguments with few values refuse all others, and suggest the value that may have been meant."""
 
 import inspect
 from typing import get_args, get_origin
@@ -36,7 +36,7 @@ def test_none_is_a_value_where_it_is_one():
     ],
 )
 def test_editors_know_the_values(function, names):
-    """The default is the first of them, but where it is None."""
+    """Each annotation lists the values; the default is the first of them, or None."""
     parameters = inspect.signature(function, eval_str=True).parameters
     for name in names:
         values = get_args(parameters[name].annotation)

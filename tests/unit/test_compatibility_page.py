@@ -1,4 +1,4 @@
-"""docs/compatibility.md and the tests that it names cannot drift apart."""
+"""docs/compatibility.md names every test of compatibility, and no test that does not exist."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 
 
 def collected():
-    """The test functions that pytest finds in each of the files, slow ones too."""
+    """Returns the test functions that pytest finds in each of the files, including slow ones."""
     files = sorted(str(path) for path in ROOT.glob("tests/parity/test_compatibility_*.py"))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *files]
     output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
@@ -18,9 +18,9 @@ def collected():
 
 
 def documented():
-    """The test that the last column of each row names, with the file that its section names."""
+    """Returns the test in the last column of each row, with the file that the section names."""
     found = []
-    page, _, _ = PAGE.read_text(encoding="utf-8").partition("\n# What became of it")
+    page, _, _ = PAGE.read_text(encoding="utf-8").partition("\n# Changed since the first engine")
     for section in page.split("\n## ")[1:]:
         (file,) = set(re.findall(r"`(tests/parity/test_compatibility_\w+\.py)`", section))
         rows = [line for line in section.splitlines() if line.startswith("|")][2:]

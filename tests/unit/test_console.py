@@ -1,4 +1,4 @@
-"""Messages are seen where nobody has set up logging, and are the program's own to show where somebody has."""
+"""Messages are shown where logging is not set up; otherwise the program's logging handles them."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ for verbose in {verbose}:
     ids=["script", "verbose later", "verbose=0", "basicConfig", "level"],
 )
 def test_the_first_fit_says_which_devices_train(setup, verbose, expected):
-    """Once, on stderr, as the first fit that may say something begins."""
+    """The devices are announced once, on stderr, when the first fit begins that is not silent."""
     script = SCRIPT.format(setup=setup, verbose=verbose)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

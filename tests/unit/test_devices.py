@@ -1,4 +1,4 @@
-"""Devices are found, named and refused; variables move and stay themselves."""
+"""Devices are found, named and refused; variables move, and stay the same objects."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_devices_by_default_number_and_name():
         ([], r"at least one tower.*devices=\[\]"),
         (5, r"sees no GPU.*keras_dp\[cuda\].*use_logical_cpus\(5\).*devices=5, and the CPU as CPU:0 to CPU:3"),
         (["CPU:9"], "no device 'CPU:9'. The devices are: CPU:0, CPU:1, CPU:2, CPU:3"),
-        (["GPU:0"], r"no device 'GPU:0'.*TensorFlow sees no GPU; on a machine that has some, pip install .keras_dp\[cuda\]"),
+        (["GPU:0"], r"no device 'GPU:0'.*TensorFlow sees no GPU; on a machine with GPUs, pip install .keras_dp\[cuda\]"),
         (["CPU:1", "/device:CPU:1"], "CPU:1 more than once"),
         ("CPU:0", "a list of names.*devices='CPU:0'"),
         (True, "devices=True"),
@@ -57,7 +57,7 @@ def test_refuses_more_towers_than_gpus(gpus, seen, monkeypatch):
 
 
 def test_refuses_parameter_devices():
-    with pytest.raises(ValueError, match="no device 'CPU:7'.* Or it is 'sharded'.$"):
+    with pytest.raises(ValueError, match="no device 'CPU:7'.* 'sharded' is possible, too.$"):
         keras_dp.DataParallelModel(build(), parameter_device="CPU:7")
     with pytest.raises(ValueError, match="no device 'shard'.* Did you mean 'sharded'?"):
         keras_dp.DataParallelModel(build(), parameter_device="shard")
@@ -70,7 +70,7 @@ def test_logical_cpus_are_a_positive_number(count):
 
 
 def test_logical_cpus_come_before_tensorflow_starts():
-    keras_dp.use_logical_cpus(4)  # As there are already.
+    keras_dp.use_logical_cpus(4)  # As many as there are already.
     with pytest.raises(RuntimeError, match=r"before TensorFlow does anything.*count=3.*4 logical CPU"):
         keras_dp.use_logical_cpus(3)
 
@@ -111,7 +111,7 @@ def test_variables_move_and_stay_the_users(parameter_device, tmp_path):
     inner.export(tmp_path / "exported", verbose=False)
     exported = tf.saved_model.load(str(tmp_path / "exported"))
     assert_same(inner.predict(data[0], verbose=0), exported.serve(data[0]).numpy(), 1e-9)
-    # Training goes on without us.
+    # The inner model continues training without the wrapper.
     for model in (one, inner):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
@@ -128,7 +128,7 @@ def test_sharding_balances_bytes():
 
 
 def test_an_optimizer_that_was_built_before_finds_its_variables_again():
-    """Moved variables have new identities, by which Keras's optimizers look up their state."""
+    """Keras's optimizers look up their state by the identity of variables, which changes when they move."""
     data = np.random.default_rng(0).normal(size=(16, 6)), np.random.default_rng(1).normal(size=(16, 2))
     one, inner = twins(build)
     for model in (one, inner):

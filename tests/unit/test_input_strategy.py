@@ -27,7 +27,7 @@ def dataset():
 
 
 def test_slices_are_cut_on_the_host_in_the_input_pipeline():
-    """What reaches the step is N slices with no whole batch beside them."""
+    """The step receives N slices, without the whole batch."""
     feed = InputStrategy(DEVICES[:3], lambda: False, lambda spec: None)
     parts = next(iter(feed.experimental_distribute_dataset(dataset())))
     assert all(isinstance(part, Slice) for part in parts)
@@ -64,7 +64,7 @@ def parallel_model():
 
 
 def test_what_the_world_sees_is_the_default_strategy():
-    """KerasTuner asks it whether to write checkpoints; others enter its scope, or look what it is."""
+    """KerasTuner asks the strategy whether to write checkpoints; other tools enter its scope, or check its type."""
     parallel, default = parallel_model(), tf.distribute.get_strategy()
     strategy = parallel.distribute_strategy
     assert isinstance(strategy, tf.distribute.Strategy)
@@ -91,7 +91,7 @@ def test_refuses_empty_datasets():
             method(unknown, verbose=0)
     with pytest.raises(ValueError, match="no batch|empty"):
         parallel.fit(X[:0], Y[:0], verbose=0)
-    # And goes on afterwards.
+    # The model still trains afterwards.
     parallel.fit(X, Y, verbose=0)
 
 
@@ -111,7 +111,7 @@ def test_a_generator_that_runs_dry_ends_training_as_in_keras():
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_slices_that_are_sent_to_devices_ahead_give_the_same_result(steps_per_execution):
-    """As for GPUs: here the devices are logical CPUs, none of which is the host's own."""
+    """Slices are sent as to GPUs; here the devices are logical CPUs other than the host's."""
     one, inner = twins(build)
     parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])
     parallel._feed.prefetches = True
@@ -134,7 +134,7 @@ class LooksAtTheWidth(keras.Model):
 
 
 def test_predicting_slices_that_are_sent_to_devices_ahead():
-    """They come as one value for several devices, of which a function has no type to be traced for beforehand."""
+    """The slices are one value for several devices, which has no type for which a function could be traced in advance."""
     inner = LooksAtTheWidth()
     inner(X)
     parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])

@@ -1,4 +1,4 @@
-"""The private names of Keras that keras_dp touches are there, and mean what they meant."""
+"""The private names of Keras that keras_dp uses exist, and have their known meaning."""
 
 import ast
 import subprocess
@@ -31,7 +31,7 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - INTERNALS)
 
 
 def names_defined(tree):
-    """Functions, classes, attributes that are set, and annotated names of a class."""
+    """Yields the names of functions and classes, of attributes that are set, and of annotated names in classes."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -42,7 +42,7 @@ def names_defined(tree):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_private_names_are_touched_in_their_modules_alone(path):
-    """Elsewhere, names with an underscore are those that our own modules define, or public ones of named tuples."""
+    """In other modules, names with an underscore are defined by keras_dp, or are public names of named tuples."""
     own = {name for module in MODULES for name in names_defined(ast.parse(module.read_text()))} | {
         "_asdict",
         "_fields",
@@ -121,7 +121,7 @@ def test_loss_tracker_and_compile_metrics():
 def test_seed_states_move_with_random_operations():
     outer = model()
     states = keras_models.seed_states(outer)
-    assert len(states) == 2  # The dropout's, and the global one.
+    assert len(states) == 2  # The seed of the dropout, and the global one.
     before = [state.numpy().tolist() for state in states]
     outer(np.ones((2, 3)), training=True)
     assert states[0].numpy().tolist() == [before[0][0], before[0][1] + 1]
@@ -236,7 +236,7 @@ def test_optimizer_state_is_found_for_each_weight(optimizer):
     weights = trained.trainable_variables
     assert {id(weight) for _, weight in pairs} == set(map(id, weights))
     assert all(variable.shape == weight.shape for variable, weight in pairs)
-    # Whatever is not a scalar is kept for some weight.
+    # Every variable that is no scalar belongs to a weight.
     kept = {id(variable) for variable, _ in pairs}
     assert kept == {id(variable) for variable in built.variables if variable.shape != ()}
 
@@ -276,7 +276,7 @@ def test_fit_begins_with_the_epoch_that_a_callback_wants(tmp_path):
 
     assert epochs(small_model(), 4, Begins()) == [2, 3]
     assert seen == [None]
-    # As one does that restores a backup.
+    # A callback that restores a backup does the same.
     epochs(small_model(), 3, keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False))
     resumed = small_model()
     assert epochs(resumed, 5, keras.callbacks.BackupAndRestore(tmp_path / "backup")) == [3, 4]
@@ -286,7 +286,7 @@ def test_fit_begins_with_the_epoch_that_a_callback_wants(tmp_path):
 
 
 def test_tensorflows_server_and_collectives():
-    """In a process of its own, as one worker, whose collectives run, and then fail for a reason."""
+    """A separate process, as one worker, runs collectives, which then fail with a reason."""
     script = """
 import sys
 import grpc

@@ -1,4 +1,4 @@
-"""Momentum correction against the reference update of Goyal et al. 2017, equation 9, in NumPy."""
+"""Momentum correction equals the reference update of Goyal et al. 2017, equation 9, in NumPy."""
 
 import keras
 import numpy as np
@@ -13,19 +13,19 @@ from keras_dp.large_batches.warmup import LearningRateWarmup
 X = np.sin(np.arange(32.0)).reshape(16, 2)
 Y = np.cos(np.arange(16.0)).reshape(16, 1)
 BATCH_SIZE = 4
-MOMENTUM = 0.875  # Keras rounds it to float32, in which 0.9 is another number
+MOMENTUM = 0.875  # Keras rounds it to float32, which would change 0.9
 RATES = [0.01, 0.01, 0.08, 0.05, 0.05, 0.2, 0.02, 0.02]
 
 
 def linear():
-    """A linear map x w, with known weights: its gradients are written out in `reference`."""
+    """Builds a linear map x w with known weights; `reference` computes its gradients."""
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1, use_bias=False)])
     model.set_weights([np.array([[0.3], [-0.2]])])
     return model
 
 
 def reference(rates, nesterov=False):
-    """The weights w after steps of: u <- m u + g, w <- w - rate u; with Nesterov, w <- w - rate (g + m u)."""
+    """Returns the weights w after steps of u <- m u + g, w <- w - rate u; with Nesterov, w <- w - rate (g + m u)."""
     w, u = np.array([[0.3], [-0.2]]), np.zeros((2, 1))
     for step, rate in enumerate(rates):
         rows = slice(BATCH_SIZE * step % len(X), BATCH_SIZE * step % len(X) + BATCH_SIZE)
@@ -128,7 +128,7 @@ def test_training_that_is_resumed_corrects_its_first_step(tmp_path, by):
 
 
 def test_rmsprop_with_momentum_is_corrected():
-    """Its velocity sums up rate g / sqrt(v): against one that sums up g / sqrt(v)."""
+    """Its velocity sums rate g / sqrt(v), and is compared with one that sums g / sqrt(v)."""
     model = linear()
     model.compile(keras.optimizers.RMSprop(1.0, rho=0.9, momentum=0.9, epsilon=1e-7), "mse")
     fit(model, [Rates(RATES), MomentumCorrection()])
@@ -167,7 +167,7 @@ def test_each_of_several_optimizers_has_its_velocity():
 
 
 class Follow(keras.callbacks.Callback):
-    """Multiplies the velocity of one optimizer by itself."""
+    """Multiplies the velocity of one optimizer by hand, without MomentumCorrection."""
 
     def __init__(self, optimizer):
         super().__init__()
@@ -245,7 +245,7 @@ def test_velocities_of_16_bits_follow_small_changes():
     velocity.assign(np.full((2, 1), 1000.0))
     follower = momentum_correction.Velocity.of(model.optimizer)
     follower.follow(1.0005, lambda: 1.0)
-    # 1.0005 is 1.0 in float16, and 1000.5 is a number there.
+    # float16 rounds 1.0005 to 1.0, but can represent 1000.5.
     np.testing.assert_array_equal(velocity.numpy(), np.full((2, 1), 1000.5))
 
 

@@ -1,4 +1,4 @@
-"""GPUs that TensorFlow does not see are noticed, with the reason."""
+"""A warning names GPUs that TensorFlow does not see, with the reason."""
 
 import logging
 
@@ -12,7 +12,7 @@ from keras_dp.devices.available import _warn_once
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """Where the driver lists its GPUs; nothing is there yet."""
+    """Returns an empty directory, in place of the one where the driver lists its GPUs."""
     monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
     monkeypatch.setattr(nvidia, "DRIVER_OF_WINDOWS", tmp_path / "libcuda.so.1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -26,7 +26,7 @@ def with_gpus(driver, count):
 
 
 def warnings(caplog, **arguments):
-    """The warnings as a model is wrapped, twice."""
+    """Wraps a model twice, and returns the warnings."""
     with caplog.at_level(logging.WARNING, "keras_dp"):
         for _ in range(2):
             keras_dp.DataParallelModel(keras.Sequential([keras.layers.Dense(1)]), **arguments)

@@ -1,4 +1,4 @@
-"""DataParallelOptimizer combines gradients as asked, and is its inner optimizer in everything else."""
+"""DataParallelOptimizer combines gradients as specified, and acts like its inner optimizer in all other respects."""
 
 import copy
 import pickle
@@ -32,7 +32,7 @@ def test_sums_or_averages_dense_gradients(reduction, expected, in_graph):
 
 
 def test_a_custom_loop_over_two_devices_is_one_device():
-    """Losses that are means over equal slices average to the mean over the batch."""
+    """The average of mean losses over equal slices is the mean over the batch."""
     x, y = np.random.default_rng(0).normal(size=(8, 3)), np.random.default_rng(1).normal(size=(8, 1))
     models = []
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_gradients_in_fewer_bits_are_summed_in_the_variables_dtype():
     gradients = [[tf.constant([256.0, 1.0], tf.bfloat16)], [tf.constant([1.0, 1.0], tf.bfloat16)]]
     (total,) = keras_dp.DataParallelOptimizer("sgd").combine(gradients, [weight])
     assert total.dtype == tf.float64
-    assert total.numpy().tolist() == [257, 2]  # 257 has no bfloat16.
+    assert total.numpy().tolist() == [257, 2]  # bfloat16 cannot represent 257.
 
 
 def test_shows_the_inner_optimizers_face():
@@ -113,7 +113,7 @@ def test_shows_the_inner_optimizers_face():
 
 
 def trained_optimizer():
-    """On a parameter device, with state, and the weight that it trained."""
+    """Returns an optimizer with state on a parameter device, and the weight that it trained."""
     weight = variable()
     optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.5, clipnorm=1.0), parameter_device="CPU:1")
     optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
@@ -136,7 +136,7 @@ def values(optimizer):
 )
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_who_writes_it_down_gets_the_optimizer_inside(copied):
-    """Its class, its configuration and its state: tools that log optimizers know it, and what is saved needs no keras_dp."""
+    """Tools that log optimizers get the inner class, configuration and state; saved files do not need keras_dp."""
     optimizer, weight = trained_optimizer()
     assert optimizer.get_config() == optimizer.inner_optimizer.get_config()
     assert keras.optimizers.serialize(optimizer) == keras.optimizers.serialize(optimizer.inner_optimizer)
@@ -179,7 +179,7 @@ def test_copies_stay_what_they_are(copied):
 
 
 def test_a_configuration_alone_does_not_make_one():
-    with pytest.raises(ValueError, match=r"that of the object inside. .*wrap it: keras_dp.DataParallelOptimizer\(inner_opt"):
+    with pytest.raises(ValueError, match=r"of the object inside. .*wrap it: keras_dp.DataParallelOptimizer\(inner_opt"):
         keras_dp.DataParallelOptimizer.from_config(trained_optimizer()[0].get_config())
 
 

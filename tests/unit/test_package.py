@@ -1,4 +1,4 @@
-"""The public names, the backend, and what the package says of itself."""
+"""The package has its public names, refuses other backends, and has complete metadata."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def test_another_backend_is_refused():
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
-    """Keras fails in the words of Python's imports."""
+    """Keras alone fails with Python's import error."""
     (tmp_path / f"{backend}.py").write_text(f"raise ModuleNotFoundError('No module named {backend}', name={backend!r})")
     environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", "import keras_dp"], capture_output=True, text=True, env=environment)
@@ -78,7 +78,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.thorough
 def test_imported_once_more():
-    """As after a purge of sys.modules in a notebook: gradients go through the sums of the module that is there now."""
+    """After a purge of sys.modules, as in a notebook, gradients use the sums of the module that is imported again."""
     script = """
 import sys
 import keras, numpy as np

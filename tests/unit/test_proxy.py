@@ -1,4 +1,4 @@
-"""An object shows another one's public names as its own."""
+"""A proxy shows the public names of another object as its own."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_names_are_read_set_and_deleted_inside():
 
 
 class Extended(Shell):
-    """As a user's subclass."""
+    """Extends the proxy as a user's subclass."""
 
     def triple(self):
         return "the subclass's"

@@ -1,4 +1,4 @@
-"""Whatever a step sums over rows is the sum over all towers, with and without the names that once said so."""
+"""Sums over rows are sums over all towers, with and without the retired functions."""
 
 import keras
 import numpy as np
@@ -30,7 +30,7 @@ class WithCrossTowerSum(BatchScale):
 
 
 class InABranch(BatchScale):
-    """Where towers could not have met: whether each one gets there might differ."""
+    """Sums in a branch, where towers could not have met: they might take different branches."""
 
     def total(self, x):
         total = ops.sum(x)

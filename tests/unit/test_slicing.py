@@ -1,4 +1,4 @@
-"""Slices hold the right rows, and put together again they are the batch."""
+"""Slices hold the right rows, and together they are the batch."""
 
 import numpy as np
 import pytest

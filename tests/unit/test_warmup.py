@@ -1,4 +1,4 @@
-"""WarmupThen against NumPy, in optimizers, on towers and in saved models."""
+"""WarmupThen has the rates that NumPy computes, in optimizers, on towers and in saved models."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ def build():
 
 
 def warmed_up(schedule, scale, warmup_steps, steps):
-    """The rates of Goyal et al. 2017, section 2.2: equal increments to the scaled rate, and then k times the schedule."""
+    """Returns the rates of Goyal et al. 2017, section 2.2: equal increments to the scaled rate, then k times the schedule."""
     start, end = schedule(0), scale * schedule(warmup_steps)
     increment = (end - start) / max(warmup_steps, 1)
     return [start + step * increment if step < warmup_steps else scale * schedule(step) for step in range(steps)]

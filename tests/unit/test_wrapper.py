@@ -1,4 +1,4 @@
-"""The wrapper shows the inner model's face, and refuses models that it cannot train."""
+"""The wrapper is a proxy of the inner model, and refuses models that it cannot train."""
 
 import keras
 import numpy as np
@@ -66,7 +66,7 @@ def test_refuses_tf_distribute():
 
 
 def of_keras_2(name, **attributes):
-    """An object as the package of Keras 2 makes it."""
+    """Makes an object like those of Keras 2's package."""
     return type(name, (), {"__module__": "tf_keras.src.engine.training", **attributes})()
 
 
@@ -82,7 +82,7 @@ def test_names_keras_2():
 
 
 def test_callbacks_that_look_at_the_model_are_given_it_once(tmp_path):
-    """Validation hands them on in a list: TensorBoard, given its model twice, wrote its embeddings without their metadata."""
+    """Validation passes callbacks on in a list. TensorBoard, given its model twice, lost the metadata of embeddings."""
     given = []
 
     class Board(keras.callbacks.TensorBoard):

@@ -1,4 +1,4 @@
-"""Draw random and row numbers as one device does."""
+"""Draw random numbers, and number rows, as one device does."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ DRAWS = types(
 )
 
 
-# Those that take one number of a block of Philox's after the other, given a key, a counter and the algorithm.
+# These draws use the numbers of Philox's blocks in sequence, from a key, a counter and the algorithm.
 SKIPPING = types(
     """
     StatelessRandomNormalV2 StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2 StatelessRandomUniformV2
@@ -32,9 +32,10 @@ _BLOCK_BITS = 128
 
 @rule(*DRAWS)
 def draw(node: Node) -> Plan | None:
-    """Random numbers of a shape that counts rows are one device's: each tower skips those of the rows before its own.
+    """Plans random numbers of a shape that counts rows, the same as one device draws.
 
-    Where that is not possible, as for numbers that may be rejected, they are drawn at home and cut into slices.
+    Each tower skips the numbers of the rows before its own. Where that is not possible, as for numbers that may be rejected,
+    all numbers are drawn at home and cut into slices.
     """
     shape = node.inputs[0].numbers
     if shape is None or any(facts.placement != REPLICATE for facts in node.inputs):
@@ -56,17 +57,17 @@ def draw(node: Node) -> Plan | None:
 
 
 def _draw_rows(builder: Any, node: Node, in_row: int | None, tower: int, inputs: list[str]) -> str:
-    """The numbers of a tower's rows.
+    """Draws the numbers of a tower's rows.
 
-    Philox (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) makes a block of 128 bits from a key and a counter;
-    the next block is that of the next counter.
+    Philox (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) makes a block of 128 bits from a key and a counter.
+    The next counter gives the next block.
 
     Args:
-        builder: of the graph.
+        builder: the builder of the graph.
         node: the draw.
-        in_row: how many numbers belong to a row, if that is known.
-        tower: its number.
-        inputs: the tower's shape, the key, the counter, the algorithm, and more.
+        in_row: how many numbers each row has; None if this is not known.
+        tower: the tower's number.
+        inputs: the tower's shape, the key, the counter, the algorithm, and further inputs.
     """
     shape, key, counter, *more = inputs
     shape_dtype, device, host = node.dtype(0), builder.devices[tower], "CPU:0"
@@ -104,7 +105,7 @@ def _draw_rows(builder: Any, node: Node, in_row: int | None, tower: int, inputs:
 
 
 def _add_to_counter(builder: Any, counter: str, blocks: str, on_host: Any, number: Any) -> str:
-    """A counter of two words of 64 bits, the lower one first, that many blocks later."""
+    """Adds a number of blocks to a counter of two words of 64 bits, the lower word first."""
     types_of_words = {"batch_dims": 0, "Tparams": tf.uint64, "Tindices": tf.int32, "Taxis": tf.int32}
     low, high = (
         builder.graph.add("GatherV2", [counter, number(i, tf.int32), number(0, tf.int32)], "CPU:0", "counter", **types_of_words)
@@ -119,7 +120,7 @@ def _add_to_counter(builder: Any, counter: str, blocks: str, on_host: Any, numbe
 
 @rule("Range")
 def count_up(node: Node) -> Plan | None:
-    """The numbers of the rows of the whole batch."""
+    """Plans a range that numbers the rows of the whole batch."""
     start, limit, step = (facts.numbers for facts in node.inputs)
     if start == [0] and step == [1] and limit is not None and isinstance(limit[0], Rows):
         return Plan([Facts(Shard(0, limit[0].blocks))])

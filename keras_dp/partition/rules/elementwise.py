@@ -30,7 +30,7 @@ BINARY = types(
 
 @rule(*UNARY, *BINARY, "AddN", "Betainc", "ClipByValue", "SelectV2")
 def elementwise(node: Node) -> Plan | None:
-    """The result has rows where the inputs have them; axes are aligned from the right."""
+    """Plans an operation on each entry. The result has rows where the inputs have them; axes are aligned from the right."""
     if any(node.is_list(i) for i in range(len(node.inputs))):
         return _of_lists(node)
     if node.type == "EnsureShape" and node.is_shard(0) and node.fixes_rows("shape"):
@@ -54,7 +54,7 @@ def elementwise(node: Node) -> Plan | None:
 
 @rule("Select")
 def select(node: Node) -> Plan | None:
-    """The condition has one entry for each entry, or one for each row of the first axis."""
+    """Plans a selection. The condition has an entry for each entry of its operands, or for each index of their first axis."""
     ranks = [node.rank(i) for i in range(3)]
     if ranks[0] is None or ranks[1] is None:
         return None
@@ -63,7 +63,7 @@ def select(node: Node) -> Plan | None:
 
 @rule("IdentityN")
 def identities(node: Node) -> Plan | None:
-    """Each output is placed as its input."""
+    """Places each output like its input."""
     plan = linear(node)
     if plan:
         return plan
@@ -72,7 +72,7 @@ def identities(node: Node) -> Plan | None:
 
 
 def _of_lists(node: Node) -> Plan | None:
-    """TensorLists are added element by element."""
+    """Plans an operation on TensorLists, which works element by element."""
     if node.type not in ("AddN", "AddV2", "Add", "Identity", "StopGradient", "ZerosLike"):
         return None
     joined: Facts | None = node.inputs[0]

@@ -13,7 +13,7 @@ from keras_dp.partition.rules.registry import rule
 
 @rule("GatherV2")
 def gather(node: Node) -> Plan | None:
-    """An entry of a table for each index; with batch axes, each row by itself."""
+    """Plans the lookup of an entry of a table for each index; with batch axes, each row is looked up by itself."""
     table, indices, numbers = node.rank(0), node.rank(1), node.inputs[2].integers
     if table is None or indices is None or numbers is None:
         return None
@@ -27,7 +27,7 @@ def gather(node: Node) -> Plan | None:
 
 @rule("ResourceGather")
 def gather_from_variable(node: Node) -> Plan | None:
-    """An entry of a variable for each index: the variable is read once, and sent to the towers."""
+    """Plans the lookup of an entry of a variable for each index. The variable is read once, and sent to the towers."""
     indices = node.rank(1)
     result = node.result_rank()
     if indices is None or result is None or node.integer("batch_dims"):
@@ -53,7 +53,7 @@ def gather_from_variable(node: Node) -> Plan | None:
 
 @rule("GatherNd")
 def gather_at(node: Node) -> Plan | None:
-    """An entry of a table for each tuple of indices."""
+    """Plans the lookup of an entry of a table for each tuple of indices."""
     table, indices = node.rank(0), node.rank(1)
     depth = (node.shape(1) or [None])[-1]
     if table is None or indices is None or not isinstance(depth, int):
@@ -65,7 +65,7 @@ def gather_at(node: Node) -> Plan | None:
 
 @rule("ScatterNd")
 def scatter_at(node: Node) -> Plan | None:
-    """Adds entries up by tuples of indices."""
+    """Plans the sums of the entries that have the same tuple of indices."""
     indices, updates = node.rank(0), node.rank(1)
     depth = (node.shape(0) or [None])[-1]
     if indices is None or updates is None or not isinstance(depth, int) or node.inputs[2].counts_rows():
@@ -78,15 +78,15 @@ def scatter_at(node: Node) -> Plan | None:
     return by_labels(node, [first, second, REPLICATE], [result], reduction="sum", broadcasts=False)
 
 
-_ROWS_OF_A_TOWER = 32  # or so: how many there are is not known before there is a batch
+_ROWS_OF_A_TOWER = 32  # a guess: the number is not known before there is a batch
 _SEGMENTS = {f"UnsortedSegment{name}": name.lower() for name in ("Sum", "Max", "Min", "Prod")}
 
 
 @rule(*_SEGMENTS)
 def segments(node: Node) -> Plan | None:
-    """Adds entries up, or the like, by the number of their segment.
+    """Plans a sum, maximum, minimum or product of the entries of each segment.
 
-    Where there are many segments, as in the dense gradient of an embedding, towers send their rows in place of whole tables.
+    If there are many segments, as in the dense gradient of an embedding, towers send their rows in place of whole tables.
     """
     rank, ids = node.rank(0), node.rank(1)
     if rank is None or ids is None or node.inputs[2].counts_rows():
@@ -102,7 +102,7 @@ def segments(node: Node) -> Plan | None:
 
 
 def _has_more_segments_than_entries(node: Node) -> bool:
-    """Whether there are more segments than entries on a tower with some rows."""
+    """Returns whether there are more segments than entries on a tower of `_ROWS_OF_A_TOWER` rows."""
     placement, count, shape = node.inputs[1].placement, node.inputs[2].integers, node.shape(1)
     if not isinstance(placement, Shard) or count is None or shape is None:
         return False
@@ -114,14 +114,14 @@ def _has_more_segments_than_entries(node: Node) -> bool:
 
 @rule("DenseBincount")
 def count(node: Node) -> Plan | None:
-    """Counts how often each number occurs, in each row by itself or in all together."""
+    """Plans counts of how often each number occurs, in each row by itself or in all rows together."""
     rank, weights = node.rank(0), node.shape(2)
     if rank is None or weights is None or node.inputs[1].counts_rows() or (rank == 1 and node.flag("binary_output")):
         return None
     labels = axes(rank)
     kept: Labels = (*labels[:-1], None)
     numbers = kept if rank == 2 else labels
-    # Without weights, there is an empty tensor of them.
+    # Without weights, their tensor is empty.
     plan = by_labels(node, [numbers, REPLICATE, REPLICATE if weights == [0] else numbers], [kept], "sum", broadcasts=False)
     if plan and plan.outputs[0].shape and node.inputs[1].integers:
         plan.outputs[0].shape[-1:] = node.inputs[1].integers
@@ -130,7 +130,7 @@ def count(node: Node) -> Plan | None:
 
 @rule("OneHot")
 def one_hot(node: Node) -> Plan | None:
-    """An axis for each index, of which one entry is on."""
+    """Plans a new axis, on which each index turns one entry on."""
     rank = node.rank(0)
     if rank is None or any(facts.counts_rows() for facts in node.inputs[1:]):
         return None

@@ -17,19 +17,19 @@ from keras_dp.partition.rows import Size, depends_on_rows
 
 
 def join(one: Facts, other: Facts, name: str = "") -> Facts | None:
-    """The facts of a tensor of which either may be true, on a tower; None if no placement serves both.
+    """Merges the facts of two alternatives for a tensor on a tower; None if no placement serves both.
 
     Args:
-        one: facts.
-        other: facts.
-        name: of the tensor, for sizes that are not the same in both.
+        one: the facts of one alternative.
+        other: the facts of the other alternative.
+        name: the tensor's name, for sizes that differ between the two.
     """
     a, b = one.placement, other.placement
     shape = _join_shapes(one.shape, other.shape)
     if isinstance(a, ListOf) and isinstance(b, ListOf):
         if a.element is None or b.element is None:
             return Facts(ListOf(a.element or b.element))
-        # Elements that are there already are not made anew.
+        # Elements that are in the list already keep their placement.
         element = join(a.element, b.element, name) if a.element.placement == b.element.placement else None
         return None if element is None else Facts(ListOf(element))
     if isinstance(a, ListOf | Shard) or isinstance(b, ListOf | Shard):
@@ -41,7 +41,7 @@ def join(one: Facts, other: Facts, name: str = "") -> Facts | None:
             return None
         return Facts(a if isinstance(a, Shard) else b, None, shape)
     if a != b:
-        # One tower has all of a sum that is the same everywhere; of a maximum, the others would have something, too.
+        # A replicated tensor is a sum of which one tower has all. For a maximum, the other towers' parts would count, too.
         return Facts(Partial(), None, shape) if {a, b} == {Replicate(), Partial()} else None
     return _join_entries(one, other, name, shape)
 
@@ -68,7 +68,7 @@ def _join_shapes(a: Any, b: Any) -> Any:
 
 
 def need_of(facts: Facts) -> Need:
-    """The form in which a tower takes a tensor of which these are the facts."""
+    """Returns the form in which a tower takes a tensor with these facts."""
     if facts.placement == REPLICATE:
         return LOCAL_SHAPE if facts.counts_rows() else REPLICATE
     return facts.placement

@@ -19,15 +19,15 @@ def by_labels(
     instance: Callable[..., str] | None = None,
     broadcasts: bool = True,
 ) -> Plan | None:
-    """Plans a node whose axes have labels: rows may lie along one label, and stay along it.
+    """Plans a node whose axes have labels. Rows may lie along one label, and stay along it.
 
     Args:
         node: the node.
-        inputs: for each input a label for each axis, None where rows may not lie; or the form in which every tower takes it.
+        inputs: for each input, a label for each axis, None where rows may not lie; or the form in which every tower takes it.
         outputs: the labels of each output.
-        reduction: what combines the towers' results if an output does not have the label of the rows; None if nothing does.
-        instance: of the plan.
-        broadcasts: whether an axis of one entry goes with any number of rows.
+        reduction: the reduction of the towers' results if an output lacks the label of the rows; None if there is none.
+        instance: the `instance` of the plan.
+        broadcasts: whether an axis of one entry is broadcast to any number of rows.
 
     Returns:
         A plan, or None if no label can have the rows.
@@ -45,7 +45,7 @@ def by_labels(
         label = labels[placement.axis] if placement.axis < len(labels) else None
         is_kept = all(label in output for output in outputs)
         if label is not None and (is_kept or reduction):
-            # What has rows afterwards, too, need not be summed.
+            # If the result keeps the rows, it needs no reduction.
             votes[label] += 10 + is_kept
             blocks_of.setdefault(label, placement.blocks)
     if not votes:
@@ -75,7 +75,7 @@ def by_labels(
 
 
 def _need(node: Node, i: int, labels: Labels | Need, rows: str, blocks: tuple[Any, ...], broadcasts: bool) -> Need | None:
-    """The form in which a tower takes an input, if the rows lie along a label; None if it has other rows than the batch."""
+    """Returns the form in which a tower takes an input if rows lie along a label; None if its rows are not the batch's."""
     if not isinstance(labels, tuple):
         return labels
     if rows not in labels:
@@ -84,13 +84,13 @@ def _need(node: Node, i: int, labels: Labels | Need, rows: str, blocks: tuple[An
     size = shape[axis] if shape is not None and axis < len(shape) else None
     is_row_axis = isinstance(placement, Shard) and placement.axis == axis
     if isinstance(size, int) and not is_row_axis:
-        # With one entry it goes with any number of rows; with another number of entries, the batch would have to have as many.
+        # One entry is broadcast to any number of rows. Another number of entries would have to be the batch's number of rows.
         return REPLICATE if size == 1 and broadcasts else None
     return Shard(axis, blocks)
 
 
 def _sizes(node: Node, inputs: Sequence[Labels | Need]) -> dict[str, Any]:
-    """The size of each label after broadcasting, None where it is not known."""
+    """Returns the size of each label after broadcasting; None where it is not known."""
     sizes: dict[str, Any] = {}
     for i, labels in enumerate(inputs):
         shape = node.sizes(i)
@@ -103,7 +103,7 @@ def _sizes(node: Node, inputs: Sequence[Labels | Need]) -> dict[str, Any]:
 
 
 def _broadcast(a: Any, b: Any) -> Any:
-    """The size that two sizes have together, None if that is not known."""
+    """Returns the size to which two sizes are broadcast; None if it is not known."""
     if a == b or b == 1:
         return a
     if a == 1:
@@ -112,10 +112,10 @@ def _broadcast(a: Any, b: Any) -> Any:
 
 
 def axes(rank: int, prefix: str = "") -> Labels:
-    """A label for each axis."""
+    """Returns a label for each axis."""
     return tuple(f"{prefix}{i}" for i in range(rank))
 
 
 def from_the_right(rank: int, full: int) -> Labels:
-    """A label for each axis as broadcasting aligns them: the last axes belong together."""
+    """Returns a label for each axis as broadcasting aligns them: at the last axis."""
     return axes(full)[full - rank :]

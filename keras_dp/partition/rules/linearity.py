@@ -1,4 +1,4 @@
-"""Put sums over towers off through linear operations."""
+"""Defer sums over towers until after linear operations."""
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, Partial
@@ -7,18 +7,18 @@ from keras_dp.partition.rules.registry import types
 _UNARY = frozenset(types("Identity IdentityN Neg StopGradient Snapshot PreventGradient Real Imag Conj EnsureShape BiasAddGrad"))
 _SUMS = frozenset(["Add", "AddV2", "AddN", "Sub"])
 _IN_THE_FIRST = frozenset(["Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"])
-# A gradient is linear in the gradient that comes in, the input of this number.
+# A gradient is linear in the incoming gradient, which is the input of this index.
 _GRADIENTS = dict.fromkeys(types("RsqrtGrad SqrtGrad ReciprocalGrad InvGrad TanhGrad SigmoidGrad"), 1)
 _GRADIENTS |= dict.fromkeys(types("ReluGrad Relu6Grad LeakyReluGrad EluGrad SeluGrad SoftplusGrad SoftsignGrad"), 0)
 _RESHAPING = frozenset(["Reshape", "Transpose", "Squeeze", "ExpandDims"])
-# The input of which these take a part, or put it in place.
+# The index of the input of which these operations take a part, or which they put in place.
 _PICKING = {"StridedSlice": 0, "Slice": 0, "Pad": 0, "Unpack": 0, "Split": 1, "MatrixBandPart": 0, "StridedSliceGrad": 4}
 
 
 def linear(node: Node) -> Plan | None:
-    """Plans a node that is linear in those of its inputs that are parts of sums; None if it is not, or if there are none.
+    """Plans a node that is linear in its inputs that are parts of sums; None if it is not, or has no such input.
 
-    A linear function of one sum is computed at home, from the sum, if somebody wants the whole.
+    If the whole of a linear function of one sum is needed, it is computed at home, from the sum.
     """
     sums = [node.is_sum(i) for i in range(len(node.inputs))]
     if not any(sums) or any(facts.counts_rows() or node.is_shard(i) for i, facts in enumerate(node.inputs)):
@@ -28,7 +28,7 @@ def linear(node: Node) -> Plan | None:
         and node.in_loop
         and all(is_sum or facts.placement == REPLICATE for is_sum, facts in zip(sums, node.inputs, strict=True))
     ):
-        # In a loop, a sum that starts from zero: whatever is the same everywhere becomes one tower's part.
+        # In a loop, a sum starts from zero: a replicated term becomes one tower's part.
         return Plan([Facts(Partial())], [Partial()] * len(sums))
     if not _is_linear(node, sums):
         return None
@@ -39,7 +39,7 @@ def linear(node: Node) -> Plan | None:
 def _is_linear(node: Node, sums: list[bool]) -> bool:
     kind = node.type
     if kind in _IN_THE_FIRST and not (node.dtype(0).is_floating or node.dtype(0).is_complex) and kind != "Mul":
-        # The quotient of integers is cut off.
+        # The quotient of integers is truncated.
         return False
     if kind in _UNARY | _SUMS:
         return all(sums)
@@ -60,7 +60,7 @@ def _is_linear(node: Node, sums: list[bool]) -> bool:
 
 
 def _is_expanded(node: Node, i: int) -> bool:
-    """Whether broadcasting makes the result larger than an input, so that the sum had better be taken before."""
+    """Returns whether broadcasting makes the result larger than an input, so that the sum is cheaper before it."""
     mine, other = node.shape(i), node.shape(1 - i)
     if mine is None or other is None or len(mine) < len(other):
         return True

@@ -17,7 +17,7 @@ from keras_dp.partition.rules.registry import rule
 
 @rule("EmptyTensorList", "TensorListReserve")
 def new_list(node: Node) -> Plan | None:
-    """A list for each tower, whatever will be in it; its length is the same on all."""
+    """Plans a list on each tower for elements of any placement. The lists of all towers have the same length."""
     if node.inputs[1].counts_rows():
         return None
     return Plan(
@@ -27,7 +27,7 @@ def new_list(node: Node) -> Plan | None:
 
 @rule("TensorListFromTensor")
 def list_of_rows(node: Node) -> Plan | None:
-    """The entries along the first axis become elements."""
+    """Plans a list whose elements are the entries along the first axis."""
     placement, shape = node.inputs[0].placement, node.shape(0)
     if not isinstance(placement, Shard) or placement.axis == 0 or not node.inputs[1].is_local_shape():
         return None
@@ -37,7 +37,7 @@ def list_of_rows(node: Node) -> Plan | None:
 
 @rule("TensorListPushBack", "TensorListSetItem")
 def put(node: Node) -> Plan | None:
-    """An element comes, which is placed as all others."""
+    """Plans adding or replacing an element of a list, which is placed like all others."""
     listed, at = node.inputs[0].placement, len(node.inputs) - 1
     if not isinstance(listed, ListOf):
         return None
@@ -45,14 +45,14 @@ def put(node: Node) -> Plan | None:
     if listed.element is not None and element is not None:
         element = join(listed.element, element, node.name)
     if element is None or (listed.element is not None and element.placement != listed.element.placement):
-        # The elements that are there stay as they are.
+        # Elements that are in the list already keep their placement.
         return None
     return Plan([Facts(ListOf(element))], [listed, *[REPLICATE] * (at - 1), need_of(element)])
 
 
 @rule("TensorListGetItem", "TensorListPopBack")
 def take(node: Node) -> Plan | None:
-    """An element, placed as all of them."""
+    """Plans an element of a list, which is placed like all others."""
     listed = node.inputs[0].placement
     if not isinstance(listed, ListOf) or listed.element is None or not node.inputs[-1].is_local_shape():
         return None
@@ -63,7 +63,7 @@ def take(node: Node) -> Plan | None:
 
 @rule("TensorListStack")
 def stack(node: Node) -> Plan | None:
-    """All elements along a new first axis."""
+    """Plans the stack of all elements along a new first axis."""
     listed = node.inputs[0].placement
     if not isinstance(listed, ListOf) or listed.element is None or not node.inputs[1].is_local_shape():
         return None
@@ -76,7 +76,7 @@ def stack(node: Node) -> Plan | None:
 
 @rule("TensorListElementShape")
 def shape_of_elements(node: Node) -> Plan | None:
-    """The shape of the elements, of which each tower has its own."""
+    """Plans the shape of the elements, of which each tower has its own version."""
     listed = node.inputs[0].placement
     if not isinstance(listed, ListOf) or listed.element is None or listed.element.shape is None:
         return None
@@ -91,6 +91,6 @@ def shape_of_elements(node: Node) -> Plan | None:
 
 @rule("TensorListLength")
 def length(node: Node) -> Plan | None:
-    """The number of elements, which all towers' lists have."""
+    """Plans the number of elements, which is the same on all towers."""
     listed = node.inputs[0].placement
     return Plan([Facts()], [listed]) if isinstance(listed, ListOf) else None

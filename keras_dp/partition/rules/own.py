@@ -11,7 +11,7 @@ from keras_dp.partition.rules.registry import rule
 
 @rule("Snapshot")
 def own(node: Node) -> Plan | None:
-    """A part becomes a tower's own value, or the towers' own values the parts of a sum."""
+    """Plans a conversion: a part becomes a tower's own value, or the towers' own values become the parts of a sum."""
     placement = node.inputs[0].placement
 
     def identity(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
@@ -25,12 +25,16 @@ def own(node: Node) -> Plan | None:
 
 
 def with_own(node: Node, plan: Plan | None) -> Plan | None:
-    """The plan of a node some of whose inputs are the towers' own, from one for inputs that are the same everywhere instead.
+    """Plans a node of which some inputs are the towers' own values.
 
-    Each tower computes with its own; whatever would be the same everywhere is then the tower's own, too.
+    Each tower computes with its own values. An output that would be replicated becomes the tower's own value, too.
+
+    Args:
+        node: the node.
+        plan: the plan if these inputs were replicated; None if no input has rows.
     """
     if plan is None:
-        # Nothing has rows.
+        # No input has rows.
         return Plan([Facts(OWN) for _ in node.results], [facts.placement for facts in node.inputs])
     if plan.needs is None:
         return None

@@ -13,7 +13,7 @@ from keras_dp.partition.rules.registry import rule
 
 @rule("ConcatV2")
 def concat(node: Node) -> Plan | None:
-    """Along another axis than that of the rows, each row by itself; along it, the segments follow each other."""
+    """Plans a concatenation. Along the axis of the rows, segments follow each other; along others, rows stay rows."""
     numbers = node.inputs[-1].integers
     rank = next((rank for rank in map(node.rank, range(len(node.inputs) - 1)) if rank is not None), None)
     if numbers is None or rank is None:
@@ -36,7 +36,7 @@ def concat(node: Node) -> Plan | None:
 
 @rule("Split", "SplitV")
 def split(node: Node) -> Plan | None:
-    """Along another axis than that of the rows, each row by itself; along it, whole segments."""
+    """Plans a split. The axis of the rows is split between segments; along other axes, each row is split by itself."""
     value, at = (1, 0) if node.type == "Split" else (0, 2)
     numbers, rank, placement = node.inputs[at].integers, node.rank(value), node.inputs[value].placement
     if numbers is None or rank is None:
@@ -62,7 +62,7 @@ def split(node: Node) -> Plan | None:
 
 
 def _ends(node: Node, placement: Shard) -> list[int] | None:
-    """Returns the ends of a split's parts, in segments; None if it cuts through these."""
+    """Returns the ends of a split's parts, counted in segments; None if it cuts through a segment."""
     count = len(node.results)
     if node.type == "Split":
         each, rest = divmod(len(placement.blocks), count)
@@ -81,7 +81,7 @@ def _ends(node: Node, placement: Shard) -> list[int] | None:
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(node: Node) -> Plan | None:
-    """Adds entries before and behind other axes than that of the rows."""
+    """Plans the padding of other axes than the axis of the rows."""
     placement, paddings = node.inputs[0].placement, node.inputs[1].entries
     if not isinstance(placement, Shard):
         return linear(node) if node.type == "Pad" else None
@@ -97,7 +97,7 @@ def pad(node: Node) -> Plan | None:
 
 @rule("Roll")
 def roll(node: Node) -> Plan | None:
-    """Shifts entries along other axes than that of the rows."""
+    """Plans a shift along other axes than the axis of the rows."""
     rank, numbers = node.rank(0), node.inputs[2].integers
     if rank is None or numbers is None or node.inputs[1].counts_rows():
         return None
@@ -108,7 +108,7 @@ def roll(node: Node) -> Plan | None:
 
 @rule("Slice")
 def slice_by_size(node: Node) -> Plan | None:
-    """Takes a range of each axis: of the rows, all, or whole segments."""
+    """Plans a range of each axis. Of the rows, the range takes all, or whole segments."""
     placement, begins, lengths = node.inputs[0].placement, node.inputs[1].numbers, node.inputs[2].numbers
     if not isinstance(placement, Shard):
         return linear(node)
@@ -128,20 +128,20 @@ def slice_by_size(node: Node) -> Plan | None:
 
 
 def _without_rows(shape: list[Any], placement: Shard) -> list[Any] | None:
-    """A shape without the number of rows, which is another one on each tower; None if it is not known at all."""
+    """Returns a shape without the number of rows, which differs from tower to tower; None if no size is known."""
     return [None if axis == placement.axis else size for axis, size in enumerate(shape)] if shape else None
 
 
 @dataclasses.dataclass
 class _Range:
-    """Describes the entries that a strided slice takes of one axis.
+    """The entries that a strided slice takes of one axis.
 
     Attributes:
-        axis: of the tensor; None for an axis that comes.
-        result_axis: of the slice; None for an axis that goes.
-        takes_all: whether it takes all of the axis.
-        begin: a number; None for the start.
-        end: a number; None for the end.
+        axis: the axis of the tensor; None for a new axis.
+        result_axis: the axis of the slice; None for a removed axis.
+        takes_all: whether the slice takes the whole axis.
+        begin: a number; None for the start of the axis.
+        end: a number; None for the end of the axis.
         stride: a number.
     """
 
@@ -154,7 +154,7 @@ class _Range:
 
 
 def _ranges(node: Node, begins: list[Number], ends: list[Number], strides: list[Number], rank: int) -> list[_Range]:
-    """Reads a strided slice for each axis, from its three lists of numbers and its masks."""
+    """Reads the range of each axis from a strided slice's three lists of numbers and its masks."""
     masks = {name: node.integer(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
 
     def has(name: str, i: int) -> bool:
@@ -188,7 +188,7 @@ def _ranges(node: Node, begins: list[Number], ends: list[Number], strides: list[
 
 
 def _segments(blocks: tuple[Any, ...], taken: _Range) -> slice | None:
-    """The segments of the rows that a slice takes; None if it cuts through them."""
+    """Returns the segments of the rows that a slice takes; None if it does not take whole segments."""
     if taken.takes_all:
         return slice(0, len(blocks))
     if taken.result_axis is None or taken.stride != 1:
@@ -200,7 +200,7 @@ def _segments(blocks: tuple[Any, ...], taken: _Range) -> slice | None:
 
 @rule("StridedSlice")
 def strided_slice(node: Node) -> Plan | None:
-    """Takes ranges of axes: of the rows, all, or whole segments."""
+    """Plans a strided slice. Of the rows, it takes all, or whole segments."""
     placement, rank = node.inputs[0].placement, node.rank(0)
     numbers = [facts.numbers for facts in node.inputs[1:4]]
     if not isinstance(placement, Shard):
@@ -218,7 +218,7 @@ def strided_slice(node: Node) -> Plan | None:
 
 
 def _length(taken: _Range, sizes: list[Any]) -> Any:
-    """Counts the entries that a slice takes of an axis; None if that is not known."""
+    """Counts the entries that a slice takes of an axis; None if the number is not known."""
     if taken.axis is None:
         return 1
     size = sizes[taken.axis]
@@ -230,7 +230,7 @@ def _length(taken: _Range, sizes: list[Any]) -> Any:
 
 @rule("StridedSliceGrad")
 def gradient_of_strided_slice(node: Node) -> Plan | None:
-    """Puts a slice back in its place, among zeros."""
+    """Plans the gradient of a strided slice, which puts the slice back in its place among zeros."""
     shape, placement = node.inputs[0].numbers, node.inputs[4].placement
     numbers = [facts.numbers for facts in node.inputs[1:4]]
     if not isinstance(placement, Shard):

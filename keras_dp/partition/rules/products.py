@@ -11,7 +11,7 @@ from keras_dp.partition.rules.registry import rule, types
 
 @rule("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul")
 def product_of_matrices(node: Node) -> Plan | None:
-    """(..., m, k) times (..., k, n) is (..., m, n): rows along k are summed."""
+    """Plans (..., m, k) times (..., k, n), which is (..., m, n). Rows along k are summed."""
     ranks = node.rank(0), node.rank(1)
     if ranks[0] is None or ranks[1] is None:
         return None
@@ -24,7 +24,7 @@ def product_of_matrices(node: Node) -> Plan | None:
 
 @rule("Einsum")
 def einsum(node: Node) -> Plan | None:
-    """The equation has the labels."""
+    """Plans an einsum by the labels of its equation."""
     left, _, result = node.text("equation").replace(" ", "").partition("->")
     terms = left.split(",")
     if "..." in left:
@@ -42,7 +42,7 @@ def einsum(node: Node) -> Plan | None:
     return by_labels(node, [tuple(term) for term in terms], [tuple(result)], reduction="sum")
 
 
-# How many of the last axes belong together.
+# How many of the last axes an operation works on.
 _LAST_AXES = dict.fromkeys(types("Softmax LogSoftmax TopKV2 FFT IFFT RFFT IRFFT Cross"), 1)
 _LAST_AXES |= dict.fromkeys(
     types(
@@ -59,7 +59,7 @@ _LAST_AXES |= dict.fromkeys(["RGBToHSV", "HSVToRGB"], 1)
 
 @rule(*_LAST_AXES)
 def last_axes(node: Node) -> Plan | None:
-    """Works on the last axes, each time by itself along all others."""
+    """Plans an operation on the last axes, separate for each index of the other axes."""
     together, rank = _LAST_AXES[node.type], node.rank(0)
     if rank is None or rank < together:
         return None
@@ -81,7 +81,7 @@ def last_axes(node: Node) -> Plan | None:
 
 @rule("MatrixDiagPartV3", "MatrixDiagV3")
 def diagonal(node: Node) -> Plan | None:
-    """The last axis becomes two, or two become one, each time by itself along all others."""
+    """Plans the diagonals of matrices, or matrices from diagonals, separate for each index of the other axes."""
     rank, result = node.rank(0), node.result_rank()
     if rank is None or result is None:
         return None
@@ -93,7 +93,7 @@ def diagonal(node: Node) -> Plan | None:
 
 @rule("Bitcast")
 def bitcast(node: Node) -> Plan | None:
-    """Changes the type of entries; a last axis may come or go."""
+    """Plans a change of the dtype, which may add or remove a last axis."""
     rank, result = node.rank(0), node.result_rank()
     if rank is None or result is None:
         return None

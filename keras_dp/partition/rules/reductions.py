@@ -16,9 +16,9 @@ _REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": 
 
 @rule("All", "Any", "Max", "Mean", "Min", "Prod")
 def reduction(node: Node) -> Plan | None:
-    """Over other axes than that of the rows, the result has rows; over the rows, it is in parts.
+    """Plans a reduction. If the rows are reduced, each tower has a part of the result. Otherwise, the result has rows.
 
-    The part of a mean is the tower's sum, divided by the number of entries in the whole batch: right for any slices.
+    A tower's part of a mean is its sum, divided by the number of entries in the whole batch. This is right for any slices.
     """
     rank, numbers = node.rank(0), node.inputs[1].integers
     if rank is None or numbers is None:
@@ -46,7 +46,7 @@ def _part_of_mean(builder: Any, node: Node, reduced: list[int], tower: int, inpu
     if dtype.size >= tf.float32.size:
         total = builder.copy(node.definition, f"tower_{tower}", device, inputs, operation="Sum")
         return str(builder.graph.add("RealDiv", [total, builder.graph.cast(count, tf.int64, dtype)], device, name, T=dtype))
-    # Neither sums nor numbers of entries need fit into half precision; means and shares do.
+    # Sums and numbers of entries may not fit into half precision; means and shares do.
     mean = builder.copy(node.definition, f"tower_{tower}", device, inputs)
     own = builder.count([sizes[axis] for axis in reduced], node, reduced, tower)
     share = builder.graph.binary(
@@ -57,9 +57,9 @@ def _part_of_mean(builder: Any, node: Node, reduced: list[int], tower: int, inpu
 
 @rule("Sum")
 def summation(node: Node) -> Plan | None:
-    """A sum; also over the axes that a gradient has more than its operand, which may be known in part only."""
+    """Plans a sum. The axes over which a broadcast operand's gradient is summed may be known in part only."""
     if node.is_sum(0):
-        # Sums may be taken in any order.
+        # Sums can be taken in any order.
         return None if node.inputs[1].counts_rows() else Plan([Facts(Partial())], [Partial(), REPLICATE])
     numbers = node.inputs[1].numbers
     if numbers is None or len(numbers) != 1 or not isinstance(numbers[0], BroadcastAxes):
@@ -85,14 +85,14 @@ def summation(node: Node) -> Plan | None:
 
 @rule("L2Loss")
 def half_of_squares(node: Node) -> Plan | None:
-    """A sum over all entries."""
+    """Plans half the sum of the squares of all entries."""
     rank = node.rank(0)
     return None if rank is None else by_labels(node, [axes(rank)], [()], reduction="sum")
 
 
 @rule("ArgMax", "ArgMin", "Cumprod", "Cumsum", "ReverseV2")
 def along_axes(node: Node) -> Plan | None:
-    """Works along axes that the second input names, each row by itself."""
+    """Plans an operation along the axes that the second input names, on each row by itself."""
     rank, numbers = node.rank(0), node.inputs[1].integers
     if rank is None or numbers is None:
         return None
@@ -105,7 +105,7 @@ def along_axes(node: Node) -> Plan | None:
 
 @rule("BiasAdd", "BiasAddGrad")
 def bias(node: Node) -> Plan | None:
-    """Adds a number to each channel; the gradient sums over all other axes."""
+    """Plans adding a number to each channel, or its gradient, which is summed over all other axes."""
     rank = node.rank(0)
     if rank is None:
         return None

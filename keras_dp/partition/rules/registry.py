@@ -12,12 +12,12 @@ RULES: dict[str, Rule] = {}
 def rule(*types: str) -> Callable[[Rule], Rule]:
     """Registers a function as the rule of some types of operations.
 
-    A rule looks at a `Node` and returns a `Plan`. It returns None for placements that it does not know to be right, whereupon
-    the inputs are gathered and the node is computed once. Every combination of placements that it accepts is proven in
-    tests/unit/partition/test_rules.py.
+    A rule takes a `Node` and returns a `Plan`. It returns None for placements that it does not know to be right. Then the
+    inputs are gathered, and the node is computed once. tests/unit/partition/test_rules.py proves every combination of
+    placements that a rule accepts.
 
     Raises:
-        ValueError: if a type has a rule already.
+        ValueError: if a type already has a rule.
     """
 
     def register(function: Rule) -> Rule:
@@ -31,5 +31,5 @@ def rule(*types: str) -> Callable[[Rule], Rule]:
 
 
 def types(names: str) -> list[str]:
-    """The types of operations in a text that names several."""
+    """Returns the types of operations that a text names, separated by spaces or newlines."""
     return names.split()

@@ -12,7 +12,7 @@ from keras_dp.partition.rules.registry import rule
 
 @rule("Reshape")
 def reshape(node: Node) -> Plan | None:
-    """Rows stay rows if, in the order of the entries, whatever belongs to a row stays together along one axis."""
+    """Plans a reshape. Rows stay rows if the entries of each row stay together, in their order, along one axis."""
     plan = linear(node)
     if plan:
         return plan
@@ -27,7 +27,7 @@ def reshape(node: Node) -> Plan | None:
 
 
 def _without_minus_one(sizes: list[Number], target: list[Number]) -> list[Number] | None:
-    """The target of a reshape with the size that -1 stands for; None if that is not known."""
+    """Returns the target of a reshape with the size that -1 stands for; None if the size is not known."""
     if -1 not in target:
         return target
     at = target.index(-1)
@@ -37,9 +37,9 @@ def _without_minus_one(sizes: list[Number], target: list[Number]) -> list[Number
 
 
 def _rows_in(sizes: list[Number], placement: Shard, target: list[Number]) -> Shard | None:
-    """Finds the axis of the rows after a reshape to `target`; None if they are not along one axis.
+    """Finds the axis of the rows after a reshape to `target`; None if they do not lie along one axis.
 
-    Before and after it, the entries are a sequence of segments, each of which has so many entries for each row.
+    Before and after the reshape, the entries are a sequence of segments. A segment has a fixed number of entries for each row.
     """
     axis = _only_rows(target)
     if axis is None:
@@ -62,13 +62,13 @@ def _rows_in(sizes: list[Number], placement: Shard, target: list[Number]) -> Sha
 
 
 def _plain(numbers: list[Number]) -> list[Any]:
-    """A shape of which the numbers of rows are not known."""
+    """Returns a shape with None for each number that depends on rows, and for -1."""
     return [None if depends_on_rows([number]) or number == -1 else number for number in numbers]
 
 
 @rule("Transpose")
 def transpose(node: Node) -> Plan | None:
-    """Axes change places."""
+    """Plans a permutation of the axes."""
     order, rank = node.inputs[1].integers, node.rank(0)
     if order is None or rank is None:
         return linear(node)
@@ -78,7 +78,7 @@ def transpose(node: Node) -> Plan | None:
 
 @rule("ExpandDims")
 def expand_dims(node: Node) -> Plan | None:
-    """An axis of one entry comes."""
+    """Plans a new axis of one entry."""
     numbers, rank = node.inputs[1].integers, node.rank(0)
     if numbers is None or rank is None:
         return linear(node)
@@ -88,7 +88,7 @@ def expand_dims(node: Node) -> Plan | None:
 
 
 def _with_one(plan: Plan | None, axis: int) -> Plan | None:
-    """The plan, with an axis known to have one entry."""
+    """Returns the plan, after noting that an axis of the result has one entry."""
     if plan and isinstance(plan.outputs[0].shape, list):
         plan.outputs[0].shape[axis] = 1
     return plan
@@ -96,7 +96,7 @@ def _with_one(plan: Plan | None, axis: int) -> Plan | None:
 
 @rule("Squeeze")
 def squeeze(node: Node) -> Plan | None:
-    """Axes of one entry go; which ones, has to be said: a tower may have one row where the batch has more."""
+    """Plans the removal of axes of one entry. They have to be named: a tower may have one row where the batch has more."""
     rank = node.rank(0)
     if rank is None or not node.integers("squeeze_dims"):
         return linear(node)
@@ -107,7 +107,7 @@ def squeeze(node: Node) -> Plan | None:
 
 @rule("Pack")
 def pack(node: Node) -> Plan | None:
-    """Tensors are laid side by side along a new axis."""
+    """Plans the stack of tensors along a new axis."""
     rank = node.rank(0)
     if rank is None:
         return None
@@ -117,7 +117,7 @@ def pack(node: Node) -> Plan | None:
 
 @rule("Unpack")
 def unpack(node: Node) -> Plan | None:
-    """Each entry along an axis becomes a tensor."""
+    """Plans a tensor for each entry along an axis."""
     rank = node.rank(0)
     if rank is None:
         return linear(node)
@@ -128,7 +128,7 @@ def unpack(node: Node) -> Plan | None:
 
 @rule("Tile")
 def tile(node: Node) -> Plan | None:
-    """Repeats a tensor: its rows so many times, one batch behind the other, or one entry for each row."""
+    """Plans the repetition of all rows, one batch after the other, or of a replicated tensor for each row."""
     multiples, rank, placement = node.inputs[1].numbers, node.rank(0), node.inputs[0].placement
     if multiples is None or rank is None or len(multiples) != rank:
         return None
@@ -147,7 +147,7 @@ def tile(node: Node) -> Plan | None:
 
 @rule("BroadcastTo")
 def broadcast_to(node: Node) -> Plan | None:
-    """Repeats entries until the tensor has a shape, which may count rows."""
+    """Plans the broadcast of a tensor to a shape that counts rows."""
     target, rank, placement = node.inputs[1].numbers, node.rank(0), node.inputs[0].placement
     along = None if target is None else _only_rows(target)
     if target is None or rank is None or along is None:
@@ -163,7 +163,7 @@ def broadcast_to(node: Node) -> Plan | None:
 
 @rule("Fill")
 def fill(node: Node) -> Plan | None:
-    """The same number for each row."""
+    """Plans a tensor with the same number for each row."""
     target = node.inputs[0].numbers
     along = None if target is None else _only_rows(target)
     if target is None or along is None or node.inputs[1].placement != REPLICATE:
@@ -173,6 +173,6 @@ def fill(node: Node) -> Plan | None:
 
 
 def _only_rows(numbers: list[Number]) -> int | None:
-    """Finds the number that is a multiple of the number of rows, if there is one, and no other depends on it."""
+    """Finds the index of the only number that depends on rows, if it is a multiple of the number of rows; else None."""
     rows = [i for i, number in enumerate(numbers) if depends_on_rows([number])]
     return rows[0] if len(rows) == 1 and isinstance(numbers[rows[0]], Rows) else None

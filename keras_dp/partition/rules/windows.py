@@ -6,7 +6,7 @@ from keras_dp.partition.rows import Rows
 from keras_dp.partition.rules.labels import Labels, by_labels
 from keras_dp.partition.rules.registry import rule
 
-# The inputs whose first axis has the rows, and the inputs that are shapes of such; all others are the same for all rows.
+# The inputs whose first axis has the rows, and the inputs that are shapes of such tensors. Others are the same for all rows.
 _WITH_ROWS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 for _inputs, _shapes, _names in (
     (
@@ -32,7 +32,7 @@ for _inputs, _shapes, _names in (
 
 @rule(*_WITH_ROWS)
 def rows_first(node: Node) -> Plan | None:
-    """Each row by itself."""
+    """Plans an operation on each row by itself."""
     with_rows, shapes = _WITH_ROWS[node.type]
     inputs: list[Labels | Need] = []
     for i in range(len(node.inputs)):
@@ -49,12 +49,12 @@ def rows_first(node: Node) -> Plan | None:
         else:
             inputs.append(REPLICATE)
     ranks = [node.result_rank(k) for k in range(len(node.results))]
-    # TensorFlow may not know the shape of a gradient, which is that of an image.
+    # TensorFlow may not know the shape of a gradient along images, which have four axes.
     outputs = [("rows", *[None] * ((4 if rank is None else rank) - 1)) for rank in ranks]
     if None in ranks and "3D" in node.type:
         return None
     plan = by_labels(node, inputs, outputs)
-    # The gradient along an input has the shape of this input, the first of the node's or the one that a shape is of.
+    # A gradient has the shape of the tensor that it is taken along. The node's first input is this shape, or this tensor.
     first = node.inputs[0].numbers if shapes else node.shape(0) if "Grad" in node.type and len(with_rows) == 3 else None
     if plan and first is not None and len(first) == len(outputs[0]):
         plan.outputs[0].shape = [None, *first[1:]]
@@ -69,7 +69,7 @@ def rows_first(node: Node) -> Plan | None:
 
 @rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 def gradient_of_filter(node: Node) -> Plan | None:
-    """The sum over the rows of each row's gradient."""
+    """Plans the gradient of a filter, which is the sum of the rows' gradients."""
     ranks = node.rank(0), node.rank(2)
     if ranks[0] is None or ranks[1] is None:
         return None

@@ -1,4 +1,4 @@
-"""Proves a rule: runs an operation whole and partitioned, for every placement of its inputs, and compares."""
+"""Prove a rule: run an operation whole and partitioned, for every placement of its inputs, and compare the results."""
 
 import contextlib
 import dataclasses
@@ -16,26 +16,26 @@ from keras_dp.partition.step import Argument, RowCounts, run_partitioned
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 HOME = "CPU:3"
 
-# A tower with fewer rows than others, a tower without any, one row alone.
+# With 7 rows a tower has more than others, with 2 a tower has none, and 1 is a single row.
 ROW_COUNTS = (7, 2, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """An operation on random inputs.
+    """An operation on random inputs, and the properties of these.
 
     Attributes:
-        types: of the operations that it is about.
-        function: takes tensors, and returns one or several.
-        axes: for each input a string with a letter for each axis. Axes of the same letter have the same size, and any letter
-            in capitals may be the one of the rows; other sizes are in `sizes`.
-        dtypes: of the inputs, the same for all or one for each.
-        sizes: of letters; 3 if they are not there.
-        low: the least value of inputs.
-        high: the largest.
-        partial: which inputs may be given as parts of a sum.
-        meets: whether rows meet rows wherever they are, so that no tower computes it by itself.
-        missing: the `Case`s, as text, in which towers alone would be right, and which are computed once all the same.
+        types: the types of the operations to test.
+        function: a function that takes tensors, and returns one or several.
+        axes: for each input, a string with a letter for each axis. Axes with the same letter have the same size. Each
+            capital letter may be the axis of the rows.
+        dtypes: the dtypes of the inputs, one for all or one for each.
+        sizes: the sizes of letters; 3 for all others.
+        low: the smallest value of inputs.
+        high: the largest value of inputs.
+        partial: the indices of inputs that may be parts of a sum.
+        meets: whether rows meet rows in every placement, so that no tower can compute the operation alone.
+        missing: the `Case`s, as text, that are computed once although towers could compute them alone.
     """
 
     types: tuple[str, ...]
@@ -52,12 +52,12 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Where the rows of a sample's inputs are.
+    """The placements of a sample's inputs.
 
     Attributes:
-        rows: the letter of the rows; None if the inputs have none.
-        sharded: which inputs have their own rows on each tower.
-        partial: which inputs are in parts.
+        rows: the letter of the axis of the rows; None if the inputs have no rows.
+        sharded: the indices of inputs of which each tower has its own rows.
+        partial: the indices of inputs that are parts of a sum.
     """
 
     rows: str | None
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases_of(sample: Sample) -> list[Case]:
-    """All placements of a sample's inputs that are worth a proof."""
+    """Returns all placements of a sample's inputs that need a proof."""
     cases = []
     for letter in sorted({letter for axes in sample.axes for letter in axes if letter.isupper()}):
         having = [i for i, axes in enumerate(sample.axes) if letter in axes]
@@ -81,7 +81,7 @@ def cases_of(sample: Sample) -> list[Case]:
 
 
 def arrays_of(sample: Sample, case: Case, rows: int, seed: int) -> list[np.ndarray]:
-    """Random inputs."""
+    """Draws random inputs."""
     random = np.random.default_rng(seed)
     sizes = dict(sample.sizes) | ({case.rows: rows} if case.rows else {})
     dtypes = sample.dtypes * len(sample.axes) if len(sample.dtypes) == 1 else sample.dtypes
@@ -100,12 +100,12 @@ def arrays_of(sample: Sample, case: Case, rows: int, seed: int) -> list[np.ndarr
 
 
 def prove(sample: Sample, case: Case) -> set[str]:
-    """Asserts that a sample gives the same whole and partitioned; returns the types among its own that towers computed."""
+    """Asserts that a sample gives the same whole and partitioned, and returns those of its types that towers computed."""
     shapes = [array.shape for array in arrays_of(sample, case, 2, 0)]
     axis_of = {i: sample.axes[i].index(case.rows) for i in case.sharded} if case.rows else {}
 
     def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Brings rows from the first axis, where they are given, to where the sample has them, or adds parts up."""
+        """Moves rows from the first axis to the sample's axis, or sums parts."""
         inputs = []
         for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
             if i in axis_of:
@@ -128,7 +128,7 @@ def prove(sample: Sample, case: Case) -> set[str]:
             of_rows = [letter == case.rows for letter in sample.axes[i]]
             shape = [None if has_rows[i] and axis == 0 else size for axis, size in enumerate(given[i].shape)]
             if case.rows and not has_rows[i]:
-                # A whole tensor of as many rows: its size is not known while the step is traced.
+                # A whole tensor with as many rows; its size is unknown while the step is traced.
                 shape = [None if of else size for of, size in zip(of_rows, shape, strict=True)]
             specs.append(tf.TensorSpec(shape, tf.constant(given[i]).dtype))
         if partitioned is None:
@@ -140,9 +140,9 @@ def prove(sample: Sample, case: Case) -> set[str]:
 
 
 def is_right_on_towers(sample: Sample, case: Case) -> bool:
-    """Whether towers that run an operation on what they have alone, have slices or parts of what it gives."""
+    """Returns whether towers that run an operation on their own inputs alone get slices or parts of its result."""
     having = [i for i, axes in enumerate(sample.axes) if case.rows and case.rows in axes]
-    # A whole tensor of as many rows may be cut, or not.
+    # A whole tensor with as many rows may be cut or not.
     return any(_is_right(sample, case, cut) for cut in (case.sharded, having))
 
 
@@ -167,12 +167,12 @@ def _is_right(sample: Sample, case: Case, cut: Sequence[int]) -> bool:
 
 
 def _makes(whole: np.ndarray, parts: Sequence[np.ndarray], has_extremes: bool) -> bool:
-    """Whether a tensor is what parts are together: rows behind each other, a sum, the largest, the least, or each of them."""
+    """Returns whether parts combine to a tensor: by concatenation, sum, maximum or minimum, or if each equals it."""
     combined = []
     with contextlib.suppress(ValueError):
         combined += [np.concatenate(parts, axis) for axis in range(whole.ndim)]
     if all(part.shape == whole.shape for part in parts):
-        # Parts of a sum may have the largest of it by chance.
+        # The maximum of a sum's parts may equal the sum by chance.
         combined += [np.max(parts, 0), np.min(parts, 0)] if whole.dtype.kind in "fiub" and has_extremes else []
         combined += [np.sum(parts, 0)] if whole.dtype.kind in "fiuc" else []
     return all(_is_close(whole, part) for part in parts) or any(_is_close(whole, one) for one in combined)
@@ -186,18 +186,18 @@ def _is_close(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _spread(propagation: Propagation) -> set[str]:
-    """The types of the operations that towers compute; those in a body that each tower runs by itself, too."""
+    """Returns the types of the operations that towers compute, including those in bodies that each tower runs by itself."""
     types = {node.op for node in propagation.traced.nodes if _is_spread(propagation.plans[node.name])}
     return types.union(*(_spread(body) for body in propagation.bodies if body.obstacle is None))
 
 
 def _gone(traced: Traced) -> set[str]:
-    """The types of the operations of which none is left once the graph is simplified: all are on towers."""
+    """Returns the types of the operations that simplification removes from the graph, which count as on towers."""
     return {operation.type for operation in traced.graph.get_operations()} - {node.op for node in traced.nodes}
 
 
 def _parts(array: np.ndarray, rows: int, seed: int) -> np.ndarray:
-    """Random parts, one for each row, of which all together are the array."""
+    """Draws random parts, one for each row, whose sum is the array."""
     parts = np.random.default_rng(seed + 1).uniform(-1, 1, size=(rows, *array.shape)).astype(array.dtype)
     parts[0] += array - parts.sum(axis=0)
     return parts
@@ -214,20 +214,20 @@ def _compare(one: np.ndarray, other: np.ndarray) -> None:
 
 
 def _is_spread(plan: object) -> bool:
-    """Whether towers compute a node, or have the parts of what it gives."""
+    """Returns whether towers compute a node, or have slices or parts of its result."""
     has_parts = any(isinstance(facts.placement, Shard | Partial) for facts in plan.outputs)
     return not plan.is_at_home or has_parts
 
 
 def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
-    """Runs a step, partitioned, on arrays whose first axis are the rows; its result, and how it was partitioned."""
+    """Runs a partitioned step on arrays whose first axis is the rows, and returns its result and its partition."""
     specs = [tf.TensorSpec([None, *array.shape[1:]], tf.constant(array).dtype) for array in arrays]
     partitioned, partition = partitioned_step(step, specs, [True] * len(arrays))
     return tf.nest.flatten(partitioned(*map(tf.constant, arrays))), partition
 
 
 def partitioned_step(step: Callable[..., object], specs: Sequence[tf.TensorSpec], has_rows: Sequence[bool]) -> tuple:
-    """A step as a function of whole tensors, partitioned, and how it was partitioned."""
+    """Partitions a step, and returns it as a function of whole tensors, with its partition."""
     found = []
     count = len(DEVICES)
 

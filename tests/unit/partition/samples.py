@@ -1,4 +1,4 @@
-"""For each operation that has a rule, samples with which the rule is proven."""
+"""Define samples of each operation that has a rule, with which the rule is proven."""
 
 import inspect
 
@@ -72,7 +72,7 @@ def _operation(name, count):
 
 
 def _ensured(x):
-    """Says how many rows there are, which is so for one of the batches alone."""
+    """Ensures a shape with 7 rows, in a branch that only batches of 7 rows take."""
     return tf.cond(tf.shape(x)[0] == 7, lambda: tf.ensure_shape(x, [7, 3]), lambda: x)
 
 
@@ -114,7 +114,7 @@ def _elementwise():
         partial = (0, 1) if name in _LINEAR and name != "MulNoNan" else ()
         yield Sample((name,), _operation(name, 2), ("BaC", "BaC"), (dtype,), low=low, high=high, partial=partial)
         if not name.endswith("Grad"):
-            # Broadcast, and of other ranks.
+            # These inputs are broadcast, also from a lower rank.
             yield Sample((name,), _operation(name, 2), ("BaC", "C"), (dtype,), low=low, high=high)
             yield Sample((name,), _operation(name, 2), ("Bi", "Ba"), (dtype,), low=low, high=high)
     yield Sample(("EnsureShape",), lambda x: _ensured(x) * 2.0, ("Ba",), meets=True)
@@ -140,7 +140,7 @@ def _reductions():
 
             for dtype in ("float64", "float32") if name == "Mean" else ("float64", "int64"):
                 yield Sample((name,), function, ("BaC",), (dtype,), high=5, partial=(0,) if name == "Sum" else ())
-    # A sum that is larger than any number in half precision, of more entries than it can count.
+    # The sum is larger than any number in half precision, and so is the count of its entries.
     yield Sample(("Mean",), lambda x: tf.reduce_mean(1000.0 * x), ("Bm",), ("float16",), sizes=(("m", 70_000),))
     for name in ("All", "Any"):
         for axes in ([0], [1], [0, 1]):
@@ -164,7 +164,7 @@ def _reductions():
 
 
 def _in_graph(function):
-    """Gradients of graphs, also where the sample runs eagerly."""
+    """Runs the function in a graph, even where the sample runs eagerly: `tf.gradients` needs one."""
     return lambda *tensors: tf.function(function, autograph=False)(*tensors)
 
 
@@ -223,7 +223,7 @@ def _products():
     yield Sample(("Bitcast",), lambda x: R.Bitcast(input=x, type=tf.int32), ("Ba",))
     yield Sample(("Bitcast",), lambda x: R.Bitcast(input=R.Bitcast(input=x, type=tf.int32), type=tf.float64), ("Ba",))
     yield Sample(("Snapshot",), lambda x: R.Snapshot(input=x), ("BaC",), partial=(0,))
-    # A linear function of what each tower has for itself is one of the sum.
+    # A linear function of each tower's own value is a linear function of the sum.
     yield Sample(("Snapshot",), lambda x: total_of_own(2.0 * own_part(tf.reduce_sum(x, 0)) / 3.0), ("BaC",))
 
 
@@ -238,11 +238,11 @@ def _reshaping():
         yield Sample(("Reshape",), lambda x, shape=shape: tf.reshape(x, shape), ("Bad",), sizes=four, partial=(0,))
     for shape in (lambda x: [rows(x), -1], lambda x: [rows(x) * 3, 4], lambda x: [rows(x), 2, 6], lambda x: [1, rows(x), 12]):
         yield Sample(("Reshape",), lambda x, shape=shape: tf.reshape(x, shape(x)), ("Bad",), sizes=four)
-    # Rows that are not along the first axis, alone and behind others.
+    # The rows are not along the first axis, alone or behind another axis.
     yield Sample(("Reshape",), lambda x: tf.reshape(x, [3, -1, 2]), ("aBd",), sizes=four)
     yield Sample(("Reshape",), lambda x: tf.reshape(x, [-1, 4]), ("aBd",), sizes=four)
     yield Sample(("Reshape",), lambda x: tf.reshape(tf.reshape(x, [-1, 4]), [3, -1, 4]), ("aBd",), sizes=four)
-    # Rows that meet rows.
+    # Rows meet rows.
     yield Sample(("Reshape",), lambda x: tf.reshape(x, [2, -1]), ("Bd",), sizes=(("d", 4),), meets=True)
     for order in ([1, 0, 2], [2, 1, 0], [0, 2, 1]):
         yield Sample(("Transpose",), lambda x, order=order: tf.transpose(x, order), ("BaC",), partial=(0,))
@@ -269,7 +269,7 @@ def _picking():
     yield Sample(("ConcatV2", "Split"), lambda x, y: tf.split(tf.concat([x, y], 0), 2), ("Ba", "Ba"))
     yield Sample(("SplitV",), lambda x: tf.split(x, [1, 2], 1), ("Ba",), partial=(0,))
     yield Sample(("ConcatV2", "SplitV"), lambda x, y: tf.split(tf.concat([x, y, y], 0), [rows(x), 2 * rows(y)]), ("Ba", "Ba"))
-    # Segments that are not alike, of a tensor that towers have and of one that is whole.
+    # The segments differ, in a tensor that towers have and in a whole one.
     joined = lambda x, y: tf.concat([x, tf.reshape(y, [-1, 2])], 0)  # noqa: E731
     yield Sample(("ConcatV2",), lambda x, y: joined(x, y) + tf.sort(joined(x, y), 0), ("Bd", "Bad"), sizes=(("d", 2),))
     for name in ("Pad", "PadV2", "MirrorPad"):
@@ -515,7 +515,7 @@ def _drawing():
         if not name.startswith("Stateless"):
             continue
         yield Sample((name,), lambda x, name=name: drawn[name](tf.stack([tf.shape(x)[0], 4])), ("Ba",))
-    # Rows that end within one of Philox's blocks, wide ones, several to an entry of the batch, and other types.
+    # Rows that end within a block of Philox, wide rows, several rows for each entry of the batch, and other dtypes.
     uniform, normal = tf.random.stateless_uniform, tf.random.stateless_normal
     for dtype in ("float64", "float32", "float16", "bfloat16"):
         for name, draw in (("Uniform", uniform), ("Normal", normal)):
@@ -532,7 +532,7 @@ def _drawing():
 
 def _lists():
     def loop(x):
-        """Keeps a list of what it has computed, as recurrent layers do, and goes through it backwards for the gradient."""
+        """Keeps a list of its states, as recurrent layers do, and reads it backwards for the gradient."""
         steps = tf.shape(x)[0]
 
         def round_(i, state, listed):
@@ -553,7 +553,7 @@ def _lists():
     yield Sample(tuple(types(in_loops)), _in_graph(with_gradient), ("TBa",), sizes=(("T", 4),))
 
     def grown(x):
-        """Writes behind the end of a list, and asks how long it is."""
+        """Writes past the end of a list, and returns its length."""
         listed = tf.TensorArray(x.dtype, size=1, dynamic_size=True, element_shape=[None, 3]).write(0, x).write(1, 2.0 * x)
         return listed.stack(), listed.size()
 
@@ -561,6 +561,6 @@ def _lists():
 
 
 def samples():
-    """All samples."""
+    """Returns all samples."""
     families = (_elementwise, _reductions, _products, _reshaping, _picking, _windows, _indexing, _drawing, _lists)
     return [sample for family in families for sample in family()]

@@ -1,4 +1,4 @@
-"""Loops read the variables that they do not change before their first round."""
+"""Variables that a loop does not change are read before its first round."""
 
 import tensorflow as tf
 
@@ -15,7 +15,7 @@ def loops(nodes):
 
 
 def test_a_loop_that_reads_a_variable_takes_its_value():
-    """So that each tower can run it: a variable is on one device."""
+    """A variable is on one device, but each tower can run the loop with its value."""
     weight = tf.Variable(tf.ones([2, 2]))
 
     def step(x):

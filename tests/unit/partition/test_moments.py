@@ -1,4 +1,4 @@
-"""The variance of rows is one device's, and workers take it together with the mean, in one message."""
+"""The variance of rows is one device's, and workers exchange it together with the mean, in one message."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ rng = np.random.default_rng(0)
 
 
 def batch_of(rows, counts):
-    """The arguments of a step of rows on towers with so many of them."""
+    """Returns the arguments of a partitioned step on rows, of which each tower has the given number."""
     whole = tf.constant(rows)
     begins = np.cumsum([0, *counts[:-1]]).tolist()
     slices = [whole[min(begin, len(rows) - 1) : begin + max(count, 1)] for begin, count in zip(begins, counts, strict=True)]
@@ -24,12 +24,12 @@ def batch_of(rows, counts):
 
 
 def on_towers(step, rows, counts):
-    """What a step returns on towers."""
+    """Runs a step on towers, and returns its result."""
     return tf.function(lambda: run_partitioned(step, *batch_of(rows, counts))[0], autograph=False)()
 
 
 def variances(step, rows):
-    """How many variances a partitioned step knows."""
+    """Returns how many variances the partition of a step recognizes."""
     arguments, _, devices, home = batch_of(rows, (4, 0, len(rows) - 4))
     facts = partition_of(step, arguments, devices, home).propagation.facts.values()
     return sum(isinstance(known.placement, Variance) for known in facts)
@@ -104,7 +104,7 @@ def test_what_is_no_variance_of_the_batch(step):
 
 
 def test_a_variance_that_waits_for_what_becomes_of_the_mean():
-    """Over workers, the mean would come with the variance."""
+    """Such a variance is not combined with the mean: over workers, the mean would arrive together with it."""
     moving = tf.Variable(tf.zeros((1, 3), tf.float64))
 
     def step(x):
@@ -147,7 +147,7 @@ def test_whatever_else_is_made_of_the_distances():
 @pytest.mark.parametrize("counts", [(4, 5), (7, 2, 1), (3, 0, 4), (0, 0, 1)])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_moments_of_workers(counts, offset):
-    """A worker has the parts of its rows; one without rows has zeros."""
+    """Each worker has the parts of its rows; a worker without rows has zeros."""
     rows = offset + rng.normal(2, 3, size=(sum(counts), 3)) + np.arange(sum(counts))[:, None]
     ends = np.cumsum(counts)
 

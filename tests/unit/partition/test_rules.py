@@ -1,4 +1,4 @@
-"""Rules are proven, not believed: each operation gives the same whole and partitioned, wherever its inputs' rows are."""
+"""Every rule is proven: its operation gives the same whole and partitioned, for all placements of its inputs."""
 
 import numpy as np
 import pytest
@@ -12,13 +12,13 @@ from partition.samples import samples
 
 SAMPLES = samples()
 
-# Eager TensorFlow counts another seed for these than a graph: the programs with stateful noise see to them.
+# Eager TensorFlow counts other seeds for these than a graph does; the programs with stateful noise test them.
 STATEFUL_DRAWS = {name for name in DRAWS if not name.startswith("Stateless")}
 
 
 @pytest.mark.parametrize("k", range(len(SAMPLES)), ids=lambda k: f"{SAMPLES[k].types[0]}-{k}")
 def test_partitioned_is_whole(k):
-    """For all placements of the inputs, and for batches in which a tower has one row, or none."""
+    """Covers all placements of the inputs, and batches in which a tower has one row or none."""
     sample = SAMPLES[k]
     spread, missing = set(), []
     for case in cases_of(sample):
@@ -31,13 +31,13 @@ def test_partitioned_is_whole(k):
 
 
 def test_each_rule_has_a_sample():
-    """A rule without a proof is not registered."""
+    """Every registered rule has a proof."""
     proven = {name for sample in SAMPLES for name in sample.types}
     assert set(RULES) - STATEFUL_DRAWS - proven == set()
 
 
 def test_wrong_rule_is_found(monkeypatch):
-    """A mean of the towers' means, as others take it, does not pass."""
+    """A mean of the towers' means fails the proof."""
     sample = next(sample for sample in SAMPLES if sample.types == ("Mean",))
     (case,) = [case for case in cases_of(sample) if case.rows == "B"]
     right = RULES["Mean"]
@@ -53,7 +53,7 @@ def test_wrong_rule_is_found(monkeypatch):
 
 
 def test_operation_without_rule_is_computed_once():
-    """On gathered rows, and it says so."""
+    """It is computed from gathered rows, and the partition reports it."""
     x = np.random.default_rng(0).normal(size=(7, 2))
     received, partition = run(lambda x: tf.sort(x, axis=0), [x])
     np.testing.assert_array_equal(received[0].numpy(), np.sort(x, axis=0))
@@ -61,7 +61,7 @@ def test_operation_without_rule_is_computed_once():
 
 
 def test_shapes_that_are_stated():
-    """Of what `tensordot` gives, TensorFlow knows the shape only because it is stated; a window goes over it all the same."""
+    """TensorFlow knows the shape of the result of `tensordot` only because it is set; windows can still move over it."""
 
     def step(x):
         windows = tf.nn.conv1d(tf.tensordot(x, tf.ones([4, 3], x.dtype), 1), tf.ones([2, 3, 5], x.dtype), 1, "VALID")
@@ -74,7 +74,7 @@ def test_shapes_that_are_stated():
 
 
 def gradient_of(loss, *sources):
-    """A step: the loss, and its gradients with respect to rows or variables."""
+    """Returns a step that computes the loss, and its gradients with respect to rows or variables."""
 
     def step(x):
         with tf.GradientTape() as tape:
@@ -86,7 +86,7 @@ def gradient_of(loss, *sources):
 
 
 def test_compiled_call_reads_a_variable_before_it():
-    """On each tower, as of a grouped convolution, which Keras has XLA compile."""
+    """Each tower calls the function, such as a grouped convolution, which Keras compiles with XLA."""
     kernel = tf.Variable(np.random.default_rng(1).normal(size=(2, 3)))
     product = tf.function(lambda x: tf.tanh(x @ kernel), jit_compile=True, autograph=False)
     step = gradient_of(lambda x: tf.reduce_mean(product(x) ** 2), kernel)
@@ -115,7 +115,7 @@ def test_compiled_call_that_assigns_happens_once():
 
 
 def test_gradient_of_rows_by_rows_gathers_operands_alone():
-    """The second axis of a matrix of similarities has all rows, and is known to have as many as its gradient."""
+    """The second axis of a matrix of similarities has all rows, and is known to be as long as in its gradient."""
 
     def loss(x):
         similarity = tf.matmul(x, x, transpose_b=True)
@@ -130,7 +130,7 @@ def test_gradient_of_rows_by_rows_gathers_operands_alone():
 
 
 def loop_with_effects(x, counter):
-    """Counts inside a branch inside a loop."""
+    """Counts in a branch inside a loop."""
 
     def body(i, y):
         tf.cond(i > 0, lambda: counter.assign_add(1.0), lambda: tf.identity(counter))
@@ -150,7 +150,7 @@ def test_effects_in_a_branch_in_a_loop_happen_once():
 
 
 def test_update_after_a_function_of_the_user():
-    """For its gradient, the function returns its argument as well: what waits for the call waits for nothing else."""
+    """For its gradient, the function returns its argument as well. An update that waits for the call has no other input."""
     kernels = [tf.Variable(np.random.default_rng(1).normal(size=(2, 3))) for _ in range(2)]
 
     def learning(kernel):
@@ -228,7 +228,7 @@ def gather_with_batch_axes_from_behind(x):
     ],
 )
 def test_traps(step):
-    """Programs that rules of one operation alone do not show."""
+    """These programs fail by combinations of operations, which proofs of single rules do not cover."""
     x = np.random.default_rng(1).normal(size=(7, 2))
     received, _ = run(step, [x])
     expected = tf.function(step, autograph=False)(tf.constant(x))
@@ -237,7 +237,7 @@ def test_traps(step):
 
 
 def meeting(step, x, table):
-    """A step on rows and a table of which not even the number of entries is known; its results, partitioned and whole."""
+    """Runs a step on rows and a table of unknown shape, and returns its results, partitioned and whole."""
     types = [tf.TensorSpec([None, 2], tf.float64), tf.TensorSpec([None, None], tf.float64)]
     partitioned, _ = partitioned_step(step, types, [True, False])
     received = partitioned(tf.constant(x), tf.constant(table))
@@ -247,7 +247,7 @@ def meeting(step, x, table):
 @pytest.mark.parametrize("entries", [1, 7])
 @pytest.mark.parametrize("doubled", [False, True])
 def test_tables_of_unknown_size_that_meet_rows(entries, doubled):
-    """One entry goes with all rows, concatenated ones, too; and there may be one for each."""
+    """The table may have one entry for all rows, or one for each; the rows may be concatenated."""
 
     def step(x, table):
         table = tf.concat([table, table], axis=0) if doubled and entries > 1 else table
@@ -261,11 +261,11 @@ def test_tables_of_unknown_size_that_meet_rows(entries, doubled):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_table_of_unknown_size_is_not_taken_for_rows(rows):
-    """A batch of one row goes with any table, and its mean is over the table's entries: refused, and not silently wrong."""
+    """One row broadcasts to any table, and the mean is then over the table's entries; this is refused, not silently wrong."""
 
     def step(x, table):
         return tf.reduce_mean(tf.square(x - table))
 
     x, table = np.ones((rows, 2)), np.zeros((4, 2))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"meets rows of the batch, and must have as many, or one"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"meets rows of the batch, and must have one entry, or as many"):
         meeting(step, x, table)

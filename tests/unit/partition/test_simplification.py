@@ -1,4 +1,4 @@
-"""A step's graph is simplified before it is copied: fewer nodes, the same results and effects."""
+"""A step's graph is simplified before it is copied, to fewer nodes with the same results and effects."""
 
 import numpy as np
 import tensorflow as tf
@@ -9,7 +9,7 @@ from partition.proofs import partitioned_step, run
 
 
 def simplified(function, *specs):
-    """The kinds of the nodes that are left of a function's graph, and the names of its results."""
+    """Returns the types of the nodes that remain of a function's graph, the names of its results, and the nodes."""
     graph = tf.function(function, autograph=False).get_concrete_function(*specs).graph
     nodes, fetches = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs])
     return [node.op for node in nodes], fetches, nodes
@@ -23,7 +23,7 @@ def test_what_is_computed_twice_is_computed_once():
     assert kinds.count("Exp") == kinds.count("Mul") == 2
     assert kinds.count("Const") == 2
     assert fetches[0] == fetches[1] != fetches[2]
-    # What is left refers to nothing that is gone.
+    # The remaining nodes refer to no removed node.
     names = {node.name for node in nodes}
     assert all(name.lstrip("^").split(":")[0] in names for node in nodes for name in [*node.input, *fetches])
 
@@ -55,7 +55,7 @@ def test_random_numbers_are_drawn_as_often_as_before():
 
 
 def test_variables_are_read_as_often_as_before():
-    """Between two reads, somebody may have written."""
+    """The variable may be written between two reads."""
     variable = tf.Variable(1.0)
 
     def read_write_read():
@@ -120,7 +120,7 @@ def test_reads_of_a_variable_are_one_as_long_as_nobody_writes():
     nodes, _ = simplify(graph.as_graph_def().node, [tensor.name for tensor in graph.outputs] + operations)
     reads = [node for node in nodes if node.op == "ReadVariableOp"]
     assert len(reads) == 2
-    # The first comes before the write, the second behind it.
+    # The first read comes before the write, the second after it.
     (write,) = (node for node in nodes if node.op == "AssignAddVariableOp" and node.input[0] == reads[0].input[0])
     assert [name for name in write.input if name.startswith("^")] == [f"^{reads[0].name}"]
     assert f"^{write.name}" in reads[1].input
@@ -139,7 +139,7 @@ def test_whatever_waits_for_what_goes_waits_for_what_stands_for_it():
 
 
 def test_effects_keep_their_order_on_towers():
-    """Each write sees what was written before, in one step after the other."""
+    """Each write sees the writes before it, within a step and from step to step."""
     variable, seen = tf.Variable(1.0), tf.Variable(tf.zeros([3]))
 
     def step(x):
@@ -152,7 +152,7 @@ def test_effects_keep_their_order_on_towers():
         return tf.identity(variable)
 
     partitioned, partition = partitioned_step(step, [tf.TensorSpec([None], tf.float32)], [True])
-    # Simplified: the sum is there once, and each value of the variable is read once.
+    # After simplification, there is one sum, and one read of each value of the variable.
     assert [node.op for node in partition.traced.nodes].count("ReadVariableOp") == 3
     for _ in range(2):
         before = variable.numpy()
@@ -173,7 +173,7 @@ def test_a_traced_step_knows_the_shapes_that_were_said():
 
 
 def test_a_sum_that_is_spread_over_rows_is_cut_nowhere():
-    """The gradient of batch normalization: what each row gets of a sum, it makes of the sum."""
+    """In the gradient of batch normalization, each row computes its share from the sum itself."""
 
     def step(x):
         return tf.reduce_sum((x - tf.broadcast_to(tf.reduce_sum(x, axis=0, keepdims=True), tf.shape(x))) ** 2)

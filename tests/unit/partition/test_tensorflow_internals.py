@@ -1,4 +1,4 @@
-"""The private names of TensorFlow that the partition touches are there, and mean what they meant."""
+"""The private names of TensorFlow that the partition uses exist, and have their known meaning."""
 
 import gc
 import weakref
@@ -42,7 +42,7 @@ def test_a_graph_whose_custom_gradients_are_forgotten_can_go():
 
 
 def test_functions_are_known_as_long_as_a_graph_is_there():
-    """Also if two graphs know one; TensorFlow counts them."""
+    """Two graphs may have the same function; TensorFlow counts the references."""
     concrete = tf.function(lambda x: x + 1.0).get_concrete_function(tf.TensorSpec([]))
     function = concrete.function_def
     function.signature.name = "added_by_a_test"
@@ -59,7 +59,7 @@ def test_functions_are_known_as_long_as_a_graph_is_there():
 
 
 def test_body_of_a_function():
-    """Functions that call functions are inlined, with the names of the calls in front."""
+    """Functions that call functions are inlined, with the names of the calls as prefixes."""
 
     @tf.function(autograph=False)
     def inner(x):

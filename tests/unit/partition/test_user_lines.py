@@ -1,4 +1,4 @@
-"""The user's line is found wherever the user's files are."""
+"""The user's line is found in any directory."""
 
 import keras
 import pytest
@@ -10,7 +10,7 @@ from keras_dp.partition.user_lines import user_line, user_line_of_error
 
 @pytest.mark.parametrize("directory", ["project", "keras", "keras_dp/examples"])
 def test_line_of_an_operation(tmp_path, directory):
-    """Also in a clone of this repository, or a project of that name."""
+    """Covers a clone of this repository, and a project of the same name as Keras."""
     file = f"{tmp_path}/{directory}/train.py"
     names = {"keras": keras}
     exec(compile("def step(x):\n    return keras.ops.relu(x)", file, "exec"), names)

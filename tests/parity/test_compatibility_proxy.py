@@ -1,4 +1,4 @@
-"""The rest of what a `keras.Model` shows and does, beside training: on the wrapper it is the inner model's, or refused."""
+"""All other attributes and methods of a `keras.Model` are the inner model's on the wrapper, or are refused."""
 
 import contextlib
 import copy
@@ -27,10 +27,10 @@ import keras_dp
 pytestmark = pytest.mark.thorough
 
 rng = np.random.default_rng(0)
-# Batches of 9, 9 and 2 rows: three towers share none of them evenly, and the last has fewer rows than there are towers.
+# Batches of 9, 9 and 2 rows: the last one has fewer rows than three towers.
 X, Y = rng.normal(size=(20, 4)), rng.normal(size=(20, 2))
 
-# What the wrapper has of its own, because this is what runs the towers. Tested one by one.
+# The names that the wrapper defines itself, because they run the towers. They are tested one by one.
 OF_THE_TOWERS = {
     *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "call"),
     *("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function"),
@@ -53,17 +53,17 @@ def compiled(model, **arguments):
 
 
 def train(model, **arguments):
-    """Fits, and returns the history's numbers."""
+    """Fits the model, and returns the history's numbers."""
     return model.fit(X, Y, **{"batch_size": 9, "shuffle": False, "verbose": 0, **arguments}).history
 
 
 def inner(model):
-    """The model itself, or the one inside a wrapper."""
+    """Returns the model itself, or the inner model of a wrapper."""
     return getattr(model, "inner_model", model)
 
 
 def wrapped_like(model, other):
-    """Another model, wrapped if the first one is."""
+    """Returns `other`, wrapped if `model` is a wrapper."""
     return other if inner(model) is model else keras_dp.DataParallelModel(other, devices=2)
 
 
@@ -79,7 +79,7 @@ def assert_same_answers(script, build=build):
 
 
 class Scaled(keras.Model):
-    """A user's own class, with an attribute, a method, a property, a variable and a metric."""
+    """Defines a user's class with an attribute, a method, a property, a variable and a metric."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ def scaled():
 
 
 def record_use(monkeypatch, owner, name, used):
-    """Has `owner` note in `used` that its attribute `name` was asked for, or its method called; says if that is possible."""
+    """Makes `owner` add `name` to `used` when this property is read or method called; returns whether it is one of these."""
 
     def note(*args, **kwargs):
         used.append(name)
@@ -138,7 +138,7 @@ def record_use(monkeypatch, owner, name, used):
 
 
 def use(owner, name):
-    """Asks for an attribute, or calls a method with None for every argument that it needs."""
+    """Reads an attribute, or calls a method with None for every argument that it needs."""
     with contextlib.suppress(Exception):
         method = getattr(owner, name)
         if callable(method):
@@ -148,7 +148,7 @@ def use(owner, name):
 
 
 def names_with_a_life_of_their_own(shown, behind, exceptions):
-    """The public names of `behind` that `shown` does not take from it."""
+    """Returns the public names of `behind` that `shown` does not take from it."""
     own = []
     for name in sorted(set(dir(behind)) - exceptions):
         if name.startswith("_"):
@@ -170,7 +170,7 @@ def names_with_a_life_of_their_own(shown, behind, exceptions):
 
 
 def test_every_public_name_is_the_inner_models():
-    """Enumerated, so that what Keras adds is noticed; and used, so that what a user overrides is."""
+    """All names are enumerated, to notice additions of Keras, and used, to notice overrides by users."""
 
     class Users(keras.Model):
         pass
@@ -224,7 +224,7 @@ def test_methods_of_the_optimizer():
 
 
 def test_an_optimizer_put_in_place_of_the_compiled_one():
-    """On the wrapper, or on the inner model."""
+    """The optimizer may be set on the wrapper or on the inner model."""
 
     def script(model):
         results = []
@@ -245,7 +245,7 @@ def test_evaluation_without_an_optimizer():
 
 
 def test_a_class_of_ones_own():
-    """Its attributes, methods and properties, read and set, and its overrides."""
+    """Its attributes, methods and properties can be read and set, and its overrides have an effect."""
 
     def script(model):
         model.factor = 3.0
@@ -268,7 +268,7 @@ def test_a_class_of_ones_own():
 
 @pytest.mark.filterwarnings(r"ignore:Layer 'averages' \(of type Functional\) was passed an input with a mask")
 def test_calling_the_model():
-    """With all arguments of `call`, masks, several inputs, inside a `tf.function`, and on symbolic inputs."""
+    """Covers all arguments of `call`, masks, several inputs, calls inside a `tf.function`, and symbolic inputs."""
 
     def dropping():
         return keras.Sequential([keras.Input((4,)), layers.Dropout(0.5, seed=3)])
@@ -293,7 +293,7 @@ def test_calling_the_model():
 
 
 def test_inside_another_model(tmp_path):
-    """The other model then holds the inner model: it trains on one device, or on towers of its own, and is saved."""
+    """The other model then holds the inner model. It trains on one device or on its own towers, and can be saved."""
 
     def script(model):
         inputs = keras.Input((4,))
@@ -308,7 +308,7 @@ def test_inside_another_model(tmp_path):
 
 
 def test_training_loops_of_ones_own():
-    """`compute_loss`, `losses`, `apply_gradients`, `compute_metrics`, `reset_metrics`, `stateless_call`: on one device."""
+    """Custom loops with `compute_loss`, `losses`, `compute_metrics`, `stateless_call` and the like run on one device."""
 
     def script(model):
         compiled(model)
@@ -373,7 +373,7 @@ def test_saving(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Skipping nested container")
 def test_weights_files(tmp_path):
-    """Written by the one and read by the other, whole, in shards, in part, and with the optimizer's state."""
+    """Plain models and wrappers read each other's files: whole, in shards, in part, and with the optimizer's state."""
     plain, parallel = compiled(build()), compiled(keras_dp.DataParallelModel(build(), devices=3))
     train(plain)
     train(parallel)
@@ -424,7 +424,7 @@ def test_tensorflows_checkpoints(tmp_path):
 
 
 def content(path):
-    """What a file of Keras holds: its configuration, and the values of all variables by their paths."""
+    """Returns the configuration in a file of Keras, and the values of all variables by their paths."""
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))
         with h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as weights:
@@ -434,7 +434,7 @@ def content(path):
 
 
 def test_functions_that_save_models(tmp_path):
-    """`keras.saving.save_model` and the like take the wrapper, too: the files are those of the inner model."""
+    """`keras.saving.save_model` and the like take a wrapper, and write the inner model's files."""
     parallel = compiled(keras_dp.DataParallelModel(build(), devices=3))
     train(parallel)
     for saved, name in ((parallel, "wrapper"), (parallel.inner_model, "inner")):
@@ -457,14 +457,14 @@ def test_functions_that_save_models(tmp_path):
 
 
 def test_configurations():
-    """What tools write down of a model is the inner model's."""
+    """Tools that record a model's configuration get the inner model's."""
     parallel = compiled(keras_dp.DataParallelModel(build(), devices=2))
     assert parallel.get_config() == parallel.inner_model.get_config()
     assert parallel.to_json() == parallel.inner_model.to_json()
     assert parallel.get_build_config() == parallel.inner_model.get_build_config()
     assert parallel.get_compile_config() == parallel.inner_model.get_compile_config()
     assert type(keras.models.model_from_json(parallel.to_json())) is type(build())
-    with pytest.raises(ValueError, match=r"that of the object inside. Rebuild that, .* and wrap it: keras_dp.DataPar"):
+    with pytest.raises(ValueError, match=r"of the object inside. Rebuild that object with .* and wrap it: keras_dp.DataPar"):
         keras_dp.DataParallelModel.from_config(parallel.get_config())
 
 
@@ -477,7 +477,7 @@ SETTINGS = {
 
 
 class Registered(keras.Model):
-    """A user's class with a configuration, which changes nothing but what `from_config` is given."""
+    """Defines a user's class with a configuration; `from_config` changes the dtype in it, and nothing else."""
 
     def __init__(self, units, **arguments):
         super().__init__(**arguments)
@@ -536,7 +536,7 @@ def test_clones_with_a_function_for_each_layer_are_made_of_the_inner_model():
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
 def test_copies(copied):
-    """As with Keras, everything is copied: weights, the optimizer's state, and here the towers."""
+    """A copy has its own weights, optimizer state and towers, as with Keras."""
 
     def script(model):
         first = train(compiled(model))
@@ -553,7 +553,7 @@ def test_copies(copied):
 
 
 def test_pickles_hold_the_inner_model(tmp_path):
-    """As files do: another process needs neither keras_dp nor as many devices."""
+    """Another process can load a pickle, like a file, without keras_dp and without as many devices."""
     parallel = compiled(keras_dp.DataParallelModel(build(), devices=3))
     train(parallel)
     loaded = pickle.loads(pickle.dumps(parallel))
@@ -576,7 +576,7 @@ np.save("y.npy", model.predict(np.load("x.npy"), verbose=0))
 
 @pytest.mark.filterwarnings(r"ignore:(?s).*tf.lite.Interpreter is deprecated")
 def test_tensorflow_lite():
-    """Its converter takes the wrapper of a model with a single input of floats; of others it could not tell them apart."""
+    """Its converter takes wrappers of models with a single input of floats, and refuses others, which it would confuse."""
     keras.config.set_floatx("float32")
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     interpreter = tf.lite.Interpreter(model_content=tf.lite.TFLiteConverter.from_keras_model(parallel).convert())
@@ -597,7 +597,7 @@ def test_tensorflow_lite():
 
 
 def test_freezing():
-    """`trainable` of the wrapper, of the inner model and of a layer; it counts from the next `compile` on."""
+    """`trainable` of the wrapper, of the inner model and of a layer takes effect at the next `compile`."""
 
     def script(model):
         results = []
@@ -608,7 +608,7 @@ def test_freezing():
         compiled(model)
         train_and_count()
         model.get_layer("body").trainable = False
-        train_and_count()  # Not before compile().
+        train_and_count()  # There is no effect before compile().
         compiled(model)
         train_and_count()
         model.trainable = False
@@ -627,7 +627,7 @@ def test_freezing():
 
 
 def test_transfer_learning():
-    """A part of a trained model is the frozen base of a new one, which is then tuned as a whole."""
+    """A part of a trained model becomes the frozen base of a new model, which is then tuned as a whole."""
 
     def script(model):
         results = [train(compiled(model))]
@@ -645,7 +645,7 @@ def test_transfer_learning():
 
 
 def test_random_numbers_after_training():
-    """Training uses up none of those that layers built later start from."""
+    """Training draws no random numbers that later layers would start from."""
 
     def script(model):
         history = train(compiled(model))
@@ -655,7 +655,7 @@ def test_random_numbers_after_training():
 
 
 def test_weights_changed_between_fits(tmp_path):
-    """By whatever way, on either of the two: there is no copy."""
+    """Changes by any method, on the wrapper or the inner model, have an effect, because the weights have no copy."""
     source = compiled(build())
     source.optimizer.build(source.trainable_variables)
     source.save_weights(tmp_path / "source.weights.h5")
@@ -677,7 +677,7 @@ def test_weights_changed_between_fits(tmp_path):
 
 
 def test_the_inner_model_trained_by_itself(caplog):
-    """In between, and after the wrapper is gone, which leaves nothing behind."""
+    """The inner model can train between fits of the wrapper, and after the wrapper is gone, which leaves no trace."""
 
     def script(model):
         plain = inner(model)
@@ -686,14 +686,14 @@ def test_the_inner_model_trained_by_itself(caplog):
     one, parallel = assert_same_script(build, script, 3)
     plain, wrapper = parallel.inner_model, weakref.ref(parallel)
     del parallel
-    caplog.clear()  # TensorFlow's warnings of many tracings hold what was traced.
+    caplog.clear()  # TensorFlow's warnings of many tracings refer to the traced functions.
     gc.collect()
     assert wrapper() is None
     assert_same(train(one), train(plain), 1e-9)
 
 
 def test_a_compiled_model_is_wrapped(tmp_path):
-    """It was compiled before it was wrapped, was loaded so, or is compiled again directly: the wrapper follows."""
+    """The wrapper follows a model that is compiled before it is wrapped, is loaded compiled, or is compiled again directly."""
 
     def script(model):
         results = [train(compiled(model))]
@@ -710,7 +710,7 @@ def test_a_compiled_model_is_wrapped(tmp_path):
 
 
 def test_two_wrappers_around_one_model():
-    """In turn; and one around a part of another model."""
+    """The wrappers train in turn. The model is then a part of another one, which trains as well."""
 
     def script(model):
         other = wrapped_like(model, inner(model))
@@ -723,7 +723,7 @@ def test_two_wrappers_around_one_model():
 
 
 def test_two_models_in_turn():
-    """And with `clear_session` in between."""
+    """Covers `clear_session` between their fits."""
 
     def script(model):
         other = compiled(wrapped_like(model, build()), optimizer="sgd")
@@ -737,7 +737,7 @@ def test_two_models_in_turn():
 
 
 def test_fit_inside_a_thread():
-    """While another one uses Keras, too."""
+    """Meanwhile another thread uses Keras as well."""
     expected = float(losses.MeanSquaredError()(X, 2 * X))
     elsewhere = []
 
@@ -747,7 +747,7 @@ def test_fit_inside_a_thread():
         thread.join()
 
     def penalty(kernel):
-        """Another thread, in the middle of the computation of the loss."""
+        """Uses Keras on another thread, in the middle of the computation of the loss."""
         in_a_thread(lambda: elsewhere.append(float(losses.MeanSquaredError()(X, 2 * X))))
         return 0.1 * keras.ops.sum(kernel**2)
 
@@ -778,7 +778,7 @@ def test_uncompiled():
 
 @pytest.mark.filterwarnings("ignore:`compile\\(\\)` was not called as part of model loading")
 def test_compile_configs():
-    """What was given to `compile` is shown with the user's optimizer, and a plain model's can be given to the wrapper."""
+    """The wrapper shows the arguments of `compile` with the user's optimizer, and accepts a plain model's configuration."""
     plain, parallel = compiled(build()), compiled(keras_dp.DataParallelModel(build(), devices=3))
     configs = [copy.deepcopy(model.get_compile_config()) for model in (plain, parallel)]
     assert configs[0]["metrics"]
@@ -794,7 +794,7 @@ def test_compile_configs():
 
 
 def test_settings_changed_after_compile():
-    """`steps_per_execution`, `run_eagerly` and `stop_training` from a callback, on the wrapper."""
+    """Covers `steps_per_execution`, `run_eagerly` and, from a callback, `stop_training`."""
 
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -816,7 +816,7 @@ def test_settings_changed_after_compile():
 
 
 def test_steps_called_directly():
-    """`make_train_function`, `train_function` and `train_step` with a whole batch, before any `fit`."""
+    """Covers `make_train_function`, `train_function`, `train_step` and the like with a whole batch, before any `fit`."""
 
     def script(model):
         compiled(model)
@@ -838,7 +838,7 @@ def test_steps_called_directly():
 
 
 def test_building():
-    """`build`, on the wrapper or on the inner model, creates the weights that the file or the summary needs."""
+    """`build` on the wrapper, or a call of the inner model, creates the weights that files and summaries need."""
 
     def unbuilt():
         return keras.Sequential([layers.Dense(3), layers.Dense(2)])
@@ -876,7 +876,7 @@ def test_adding_and_removing_layers():
 
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
 def test_quantizing():
-    """To int8: neither the wrapper nor the inner model goes on with what it traced before, whichever is quantized."""
+    """When either is quantized to int8, neither the wrapper nor the inner model uses its earlier traces any more."""
 
     def dense():
         return keras.Sequential([keras.Input((4,)), layers.Dense(2)])
@@ -894,7 +894,7 @@ def test_quantizing():
 
 
 def test_what_the_wrapper_is():
-    """A `keras.Model`, and of the inner model's class no more than that; with its own name in errors and in listings."""
+    """It is a `keras.Model`, not an instance of the inner model's class, and appears under its own name in errors."""
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     assert isinstance(parallel, keras.Model)
     assert not isinstance(parallel, type(parallel.inner_model))
