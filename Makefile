@@ -1,11 +1,11 @@
 # The first Python that TensorFlow has packages for.
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
-	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-slow lint recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-versions test-slow lint recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -25,6 +25,9 @@ test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
+
+test-versions: $(BIN)/python  ## Run unit and parity tests with each pair of Keras and TensorFlow that is supported.
+	.ci/versions
 
 # Warnings of other projects are theirs.
 test-ecosystem: $(VENV)/dev.installed $(VENV)/ecosystem.installed  ## Run programs with the tools that users of Keras have.
@@ -50,7 +53,7 @@ clean:  ## Remove the virtual environment.
 	rm -rf $(VENV)
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "keras_dp needs Python 3.11, 3.12 or 3.13; name one with make PYTHON=..."; exit 1; }
+	@test -n "$(PYTHON)" || { echo "keras_dp needs Python 3.10, 3.11, 3.12 or 3.13; name one with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/%.installed: setup.py pyproject.toml | $(BIN)/python

@@ -19,6 +19,10 @@ except ModuleNotFoundError as error:
 if keras.config.backend() != "tensorflow":
     raise ImportError(WRONG_BACKEND.format(repr(keras.config.backend())))
 
+from keras_dp.keras_internals import versions
+
+versions.refuse_old_versions()
+
 from keras_dp import callbacks, console, optimizers, schedules
 from keras_dp.batch_normalization.synchronized import SyncBatchNormalization, convert_batch_norm
 from keras_dp.devices.available import use_logical_cpus

@@ -14,7 +14,7 @@ from keras_dp.batches.input_strategy import InputStrategy, empty_prediction_refu
 from keras_dp.batches.slicing import row_spec
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices.available import tower_devices
-from keras_dp.keras_internals import keras_models
+from keras_dp.keras_internals import keras_batch_norms, keras_models
 from keras_dp.model import DataParallelModel
 from keras_dp.steps.partitioned import run_on_slices
 from keras_dp.workers.group import current_workers
@@ -79,7 +79,7 @@ def recalibrate_batch_norm(
     for layer, (mean, variance) in [(layer, _population(calls)) for layer, calls in layers.items()]:
         layer.moving_mean.assign(mean)
         layer.moving_variance.assign(variance)
-        if layer.renorm:
+        if keras_batch_norms.renormalizes(layer):
             layer.moving_stddev.assign(np.sqrt(variance + layer.epsilon))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 import keras_dp
 from keras_dp.batches.input_strategy import InputStrategy
+from keras_dp.error_notes import add_note
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
@@ -113,9 +114,9 @@ def explained_by_check_step(parallel, script):
         try:
             with mock.patch.object(InputStrategy, "experimental_distribute_dataset", remembering):
                 script(parallel)
-            error.add_note(str(keras_dp.check_step(parallel, batches[0])))
+            add_note(error, str(keras_dp.check_step(parallel, batches[0])))
         except Exception as reason:
-            error.add_note(f"check_step does not run: {reason!r}")
+            add_note(error, f"check_step does not run: {reason!r}")
         raise
 
 

@@ -11,6 +11,7 @@ from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
 from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, known_rows, refuse_other_rows, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.error_notes import add_note
 from keras_dp.workers.collectives import OneWorker
 
 HOST = "CPU:0"
@@ -38,7 +39,7 @@ def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if shapes and all(shape[0] is not None for shape in shapes):
-            error.add_note("keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32).")
+            add_note(error, "keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32).")
         raise
 
 

@@ -17,12 +17,17 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     return list(layer._reduction_axes)
 
 
+def renormalizes(layer: keras.layers.BatchNormalization) -> bool:
+    """Returns whether a layer renormalizes, which Keras can do since 3.14."""
+    return bool(getattr(layer, "renorm", False))
+
+
 own_moments = keras.layers.BatchNormalization._moments
 
 
 def update_moving_statistics(layer: keras.layers.BatchNormalization, mean: Tensor, variance: Tensor) -> None:
     """Updates a layer's moving statistics with the moments of one batch, as the layer does in `call`."""
-    if layer.renorm:
+    if renormalizes(layer):
         layer._update_renorm_statistics(mean, variance)
         return
     for moving, moment in ((layer.moving_mean, mean), (layer.moving_variance, variance)):

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from keras_dp.error_notes import add_note
 from keras_dp.partition.user_lines import user_line_of_error
 
 Result = TypeVar("Result")
@@ -56,9 +57,10 @@ def _explained() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if _asks_for_rows(error):
-            error.add_note(
+            add_note(
+                error,
                 "keras_dp: a tower's number of rows is unknown while it is traced, even if all batches have the same size. If "
-                "the model or the loss uses x.shape[0], which is None, use keras.ops.shape(x)[0] instead."
+                "the model or the loss uses x.shape[0], which is None, use keras.ops.shape(x)[0] instead.",
             )
         raise
 

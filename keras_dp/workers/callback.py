@@ -8,14 +8,14 @@ import keras
 
 from keras_dp.keras_internals import keras_models, keras_optimizers
 from keras_dp.keras_internals.keras_optimizers import innermost_optimizers
+from keras_dp.keras_internals.versions import callback_classes
 from keras_dp.workers.group import WorkerGroup, share_random_state
 from keras_dp.workers.synchronization import all_variables, synchronize
 from keras_dp.wrapping.wrapper import listed
 
 # These write files, or send data to a server.
-_WRITERS = (
-    *(keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint),
-    *(keras.callbacks.OrbaxCheckpoint, keras.callbacks.RemoteMonitor, keras.callbacks.TensorBoard),
+_WRITERS = callback_classes(
+    *("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
 )
 
 

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp.keras_internals import keras_models
+from keras_dp.keras_internals.versions import callback_classes
 from keras_dp.wrapping.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, view_for_loops
 from keras_dp.wrapping.proxy import Proxy
 
@@ -18,7 +19,7 @@ _TRAINER_STATE = (
 )
 
 # These save a model's graph or configuration, or swap its weights with the optimizer's. They do not steer training.
-_OBSERVERS = (keras.callbacks.OrbaxCheckpoint, keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard)
+_OBSERVERS = callback_classes("OrbaxCheckpoint", "SwapEMAWeights", "TensorBoard")
 
 
 class ModelWrapper(Proxy, keras.Model):

@@ -210,15 +210,22 @@ def test_running_eagerly_is_refused():
 @pytest.mark.parametrize(
     ("inner_optimizer", "accumulate", "message"),
     [
-        ("sgd", "rows", "accumulates none, or is made of several. Give a single optimizer with gradient_accumulation_steps"),
         (
-            keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(gradient_accumulation_steps=2))),
+            lambda: "sgd",
+            "rows",
+            "accumulates none, or is made of several. Give a single optimizer with gradient_accumulation_steps",
+        ),
+        (
+            lambda: keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(keras.optimizers.SGD(gradient_accumulation_steps=2))
+            ),
             "rows",
             "or is made of several. Give a single optimizer",
         ),
-        ("sgd", "elements", "`accumulate` must be one of 'batches', 'rows'. Received: accumulate='elements'"),
+        (lambda: "sgd", "elements", "`accumulate` must be one of 'batches', 'rows'. Received: accumulate='elements'"),
     ],
 )
 def test_bad_arguments(inner_optimizer, accumulate, message):
+    inner_optimizer = inner_optimizer()
     with pytest.raises(ValueError, match=message):
         keras_dp.DataParallelOptimizer(inner_optimizer, accumulate=accumulate)

@@ -16,6 +16,7 @@ from keras_dp import choices
 from keras_dp.batch_normalization.modes import batch_norm_mode
 from keras_dp.batches.slicing import cut
 from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.keras_internals import keras_batch_norms
 from keras_dp.partition.calling import node_by_node
 from keras_dp.steps.partitioned import run_on_slices
 from keras_dp.workers.collectives import Collectives, OneWorker
@@ -361,7 +362,7 @@ def update(norm, mean, variance):
         variable.assign(variable.numpy() * momentum + value * (1 - momentum))
 
     move(norm.moving_mean, mean, norm.momentum)
-    if not norm.renorm:
+    if not keras_batch_norms.renormalizes(norm):
         move(norm.moving_variance, variance, norm.momentum)
         return
     deviation = np.sqrt(variance + norm.epsilon)

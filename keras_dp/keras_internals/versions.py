@@ -1,0 +1,50 @@
+"""State the supported versions of Keras and TensorFlow, and adapt to differences between them."""
+
+import logging
+import re
+
+import keras
+import tensorflow as tf
+
+logger = logging.getLogger("keras_dp")
+
+# The oldest supported version, and the first version after the tested ones. pyproject.toml states the same.
+KERAS = ((3, 8), (3, 16))
+TENSORFLOW = ((2, 18), (2, 22))
+
+
+def refuse_old_versions() -> None:
+    """Checks the installed versions, and warns if they are newer than the tested ones.
+
+    Raises:
+        ImportError: if Keras or TensorFlow is too old.
+    """
+    found = f"Keras {keras.__version__} and TensorFlow {tf.__version__}"
+    wanted = f"Keras {_range(KERAS)} and TensorFlow {_range(TENSORFLOW)}"
+    versions = [(_number(keras.__version__), KERAS), (_number(tf.__version__), TENSORFLOW)]
+    if any(version < oldest for version, (oldest, _) in versions):
+        raise ImportError(
+            f"keras_dp needs {wanted}. Install them with pip install --upgrade keras tensorflow. Received: {found}"
+        )
+    if any(version >= untested for version, (_, untested) in versions):
+        logger.warning("keras_dp is tested with %s; results with %s may be wrong.", wanted, found)
+
+
+def callback_classes(*names: str) -> tuple[type[keras.callbacks.Callback], ...]:
+    """Returns those of Keras's callback classes that this version of Keras has."""
+    return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
+
+
+def keras_is_older_than_newest() -> bool:
+    """Returns whether Keras is older than the newest tested version, so that some of its features are missing."""
+    major, untested = KERAS[1]
+    return _number(keras.__version__) < (major, untested - 1)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    (major, oldest), (_, untested) = versions
+    return f"{major}.{oldest} to {major}.{untested - 1}"
