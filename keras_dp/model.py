@@ -467,7 +467,7 @@ class DataParallelModel(ModelWrapper):
         if self.predict_function is None or force:
             super().make_predict_function(force=True)
             if not self._is_eager():
-                self.predict_function = AnyRows(self.predict_function, self._feed)
+                self.predict_function = AnyRows(self.predict_function, self._steps)
 
     def _step(self, name: choices.Step, data: Any) -> Any:
         """Runs a step on N slices in a compiled function, or, eagerly, the inner model's own step on the whole batch."""
@@ -675,7 +675,7 @@ class DataParallelModel(ModelWrapper):
         self._joint_calls.forget()
 
     def _for_any_rows(self, function: Callable[[Any], Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return function if self._is_eager() else StepFunction(function, step, self._feed, self.steps_per_execution)
+        return function if self._is_eager() else StepFunction(function, step, self._steps, self.steps_per_execution)
 
     def _forget_traces(self) -> None:
         """Makes all steps retrace, including those of a running `fit`, `evaluate` or `predict`."""

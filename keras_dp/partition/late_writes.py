@@ -7,7 +7,7 @@ from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.writing import GraphWriter
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-_CHECKS = ("Assert", "EagerPyFunc", "PyFunc")
+_CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2", "EagerPyFunc", "PyFunc")
 
 
 def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Collection[str]) -> None:

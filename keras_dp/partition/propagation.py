@@ -26,6 +26,7 @@ from keras_dp.partition.placements import (
 from keras_dp.partition.rows import Size
 from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
+from keras_dp.partition.rules.elementwise import CHECKS
 from keras_dp.partition.rules.own import with_own
 from keras_dp.partition.sizes import LARGEST, BroadcastAxes, evaluate
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -183,7 +184,7 @@ class Propagation:
             return Plan([Facts(REPLICATE, known) for known in entries])
         if control_flow.is_control_flow(node):
             plan = control_flow.plan(node, self)
-        elif is_stateful(node.type) and node.type not in (*DRAWS, "ResourceGather"):
+        elif is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, "ResourceGather"):
             plan = None
         else:
             rule = RULES.get(node.type)
@@ -235,7 +236,7 @@ class Propagation:
     def _why_gathered(self, node: Node) -> str:
         if control_flow.is_control_flow(node):
             return control_flow.why_gathered(node, self)
-        if is_stateful(node.type) and node.type not in DRAWS:
+        if is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS):
             return "it has effects, which happen once"
         return "rows meet rows" if node.type in RULES else "the operation has no rule"
 
@@ -254,7 +255,7 @@ class Propagation:
         plan, where = self.plans[definition.name], f"{definition.op} {definition.name!r}"
         if self.gathered:
             return f"{where}: {self.gathered[-1].reason}"
-        stateless = (*_READS, *control_flow.TYPES, "Placeholder")
+        stateless = (*_READS, *CHECKS, *control_flow.TYPES, "Placeholder")
         # A function that no rule has looked into may have effects, too.
         is_unseen = definition.op in control_flow.TYPES and plan.is_at_home
         if is_stateful(definition.op) and (is_unseen or definition.op not in stateless):

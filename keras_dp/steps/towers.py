@@ -1,6 +1,7 @@
 """Define TowerSteps, the five moves from a global batch to its result."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -10,8 +11,10 @@ from keras_dp import choices
 from keras_dp.batches.input_strategy import HOST, InputStrategy
 from keras_dp.batches.slicing import Slice, as_tensor, cut, refuse_other_rows
 from keras_dp.devices import variable_homes
+from keras_dp.error_notes import add_note
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.comparison import Comparison, compare
+from keras_dp.partition.failures import failed_operation
 from keras_dp.partition.step import Partition, partition_of
 from keras_dp.steps.partitioned import arguments_of, rows_of, run_on_slices
 from keras_dp.steps.plain import plain_step
@@ -57,6 +60,7 @@ class TowerSteps:
         self.optimizer: DataParallelOptimizer | None = None
         self.jit_compile = False
         self._unknown_rows = UnknownRows()
+        self._partitions: dict[str, Partition] = {}
 
     @property
     def home(self) -> str:
@@ -71,12 +75,26 @@ class TowerSteps:
             The step's result for the whole batch, and the step's partition.
         """
         step, inputs = self.plain(name), self.inputs
-        return self.trace(
+        result, self._partitions[name] = self.trace(
             lambda rows: run_on_slices(
                 step, slices, inputs.whole, rows, inputs.devices, self.home, inputs.collectives, self.jit_compile
             ),
             inputs.known_rows,
         )
+        return result, self._partitions[name]
+
+    @contextlib.contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Adds a note to TensorFlow's errors: the operation that failed, its tower, and the user's line."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            graphs = [partition.traced.graph for partition in self._partitions.values()]
+            failed = failed_operation(error, graphs, self.inputs.devices)
+            if failed is not None:
+                debug = "To run the step line by line on one device, compile with run_eagerly=True."
+                add_note(error, f"keras_dp: {failed} {debug}")
+            raise
 
     def partition(self, name: choices.Step, slices: Sequence[Slice]) -> Partition:
         """Partitions a step for N slices of an eager batch, without running it."""

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.slicing import own_spec, row_spec
+from keras_dp.steps.towers import TowerSteps
 
 
 class AnyRows:
@@ -17,12 +17,13 @@ class AnyRows:
 
     Args:
         function: a `tf.function` of a batch, of several batches, or of slices.
-        feed: the strategy that cuts the batches.
+        steps: the steps on towers.
     """
 
-    def __init__(self, function: Any, feed: InputStrategy):
+    def __init__(self, function: Any, steps: TowerSteps):
         self._function = function
-        self._feed = feed
+        self._steps = steps
+        self._feed = steps.inputs
         self._traced: set[str] = set()
 
     def __call__(self, batch: Any) -> Any:
@@ -34,7 +35,8 @@ class AnyRows:
             if repr(types) not in self._traced:
                 self._traced.add(repr(types))
                 self._trace(types)
-        return self._function(batch)
+        with self._steps.naming_failures():
+            return self._function(batch)
 
     def _types(self, batch: Any) -> Any:
         """Returns the types of a batch with any number of rows; tensors that are not cut keep their shapes."""
@@ -61,23 +63,23 @@ class StepFunction:
     Args:
         function: Keras's function, for the iterator of a dataset.
         step: the model's step, which takes the slices of a batch.
-        feed: the strategy that cuts the batches.
+        steps: the steps on towers.
         steps_per_execution: the number of batches that a call takes.
     """
 
-    def __init__(
-        self, function: Callable[[Any], Any], step: Callable[[Any], Any], feed: InputStrategy, steps_per_execution: int
-    ):
+    def __init__(self, function: Callable[[Any], Any], step: Callable[[Any], Any], steps: TowerSteps, steps_per_execution: int):
         self._function = function
-        self._steps = range(steps_per_execution)
+        self._steps = steps
+        self._executions = range(steps_per_execution)
         self._on_batch = AnyRows(
-            tf.function(lambda batch: feed.run(step, (batch,)), autograph=False, reduce_retracing=True), feed
+            tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True), steps
         )
 
     def __call__(self, iterator: Any) -> Any:
         """Runs the steps, and returns the result of the last one."""
         if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
-            return self._function(iterator)
-        for _, batch in zip(self._steps, iterator, strict=False):
+            with self._steps.naming_failures():
+                return self._function(iterator)
+        for _, batch in zip(self._executions, iterator, strict=False):
             result = self._on_batch(batch)
         return result

@@ -1,5 +1,9 @@
 """A step that fails leaves the weights of the last good step."""
 
+import re
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -78,3 +82,84 @@ def test_a_second_update_in_a_step_does_not_wait_for_itself():
 
     plain, parallel = trained(lambda model: model), trained(lambda model: keras_dp.DataParallelModel(model, devices=3))
     assert largest_change(plain, parallel) < 1e-9
+
+
+class Checked(keras.layers.Layer):
+    def call(self, x):
+        return tf.debugging.check_numerics(x, "broken")  # This line.
+
+
+class Bounded(keras.layers.Layer):
+    def call(self, x):
+        tf.debugging.assert_less(tf.reduce_max(x), tf.cast(100.0, x.dtype))
+        return x
+
+
+def failing(layer, loss="mse", units=2):
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(units)])
+    parallel = keras_dp.DataParallelModel(model, devices=2)
+    parallel.compile("sgd", loss)
+    return parallel
+
+
+def note_of(call, *arguments, **named):
+    """Returns what an error of TensorFlow says below its message."""
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        call(*arguments, **named)
+    return "".join(getattr(error.value, "__notes__", []))
+
+
+needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
+
+
+@needs_notes
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"])
+def test_an_error_names_the_operation_the_tower_and_the_users_line(method):
+    """TensorFlow alone says of a function's nodes: <stack traces unavailable>."""
+    x = X.copy()
+    x[6] = np.nan
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# This line."))
+    arguments = {"fit": {"y": Y, "shuffle": False}}.get(method, {} if "predict" in method else {"y": Y})
+    note = note_of(getattr(failing(Checked()), method), x, **arguments)
+    assert re.search(
+        rf"^keras_dp: \S+/CheckNumerics failed on tower 1 \(CPU:1\), at {re.escape(__file__)}, line {line}\.", note
+    )
+    assert note.endswith("To run the step line by line on one device, compile with run_eagerly=True.")
+
+
+@needs_notes
+def test_a_label_out_of_range_is_found_on_its_tower():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    labels = np.array([0, 9, 1, 1, 0, 1, 0, 1])
+    assert "SparseSoftmaxCrossEntropyWithLogits failed on tower 0 (CPU:0), at " in note_of(
+        failing(keras.layers.Identity(), loss).train_on_batch, X, labels
+    )
+
+
+@needs_notes
+def test_an_assertion_inside_a_branch_is_named():
+    x = X.copy()
+    x[6] = 1000.0
+    note = note_of(failing(Bounded()).fit, x, Y)
+    assert re.search(rf"/Assert failed, at {re.escape(__file__)}, line \d+\.", note)
+
+
+class SortsColumns(keras.layers.Layer):
+    def call(self, x):
+        order = tf.argsort(x, axis=0)
+        return tf.gather(x, order + 9, axis=0, batch_dims=0)[:, :, 0]
+
+
+@needs_notes
+def test_an_operation_that_is_computed_once_belongs_to_no_tower():
+    note = note_of(failing(SortsColumns()).fit, X, Y)
+    assert re.search(r"/GatherV2 failed on all rows, for which it is computed once, at ", note)
+
+
+def test_an_error_of_the_data_gets_no_note():
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "data"), y))
+    assert note_of(failing(keras.layers.Identity()).evaluate, dataset.batch(4)) == ""
+
+
+def test_each_tower_checks_its_own_rows():
+    assert failing(Checked()).explain((X, Y)).once == []

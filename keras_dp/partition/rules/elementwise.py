@@ -7,6 +7,8 @@ from keras_dp.partition.rules.labels import axes, by_labels, from_the_right
 from keras_dp.partition.rules.linearity import linear
 from keras_dp.partition.rules.registry import rule, types
 
+# Their only effect is an error, so that each tower may check its own rows.
+CHECKS = types("CheckNumerics CheckNumericsV2")
 UNARY = types(
     """
     Abs Acos Acosh AsString Asin Asinh Atan Atanh BesselI0e BesselI1e Bucketize Cast Ceil ComplexAbs Conj Cos Cosh
@@ -28,7 +30,7 @@ BINARY = types(
 )
 
 
-@rule(*UNARY, *BINARY, "AddN", "Betainc", "ClipByValue", "SelectV2")
+@rule(*UNARY, *BINARY, *CHECKS, "AddN", "Betainc", "ClipByValue", "SelectV2")
 def elementwise(node: Node) -> Plan | None:
     """Plans an operation on each entry. The result has rows where the inputs have them; axes are aligned from the right."""
     if any(node.is_list(i) for i in range(len(node.inputs))):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_dp.partition.own import own_part, total_of_own
 from keras_dp.partition.rules.drawing import DRAWS
-from keras_dp.partition.rules.elementwise import BINARY, UNARY
+from keras_dp.partition.rules.elementwise import BINARY, CHECKS, UNARY
 from keras_dp.partition.rules.registry import types
 from partition.proofs import Sample
 
@@ -54,6 +54,8 @@ _ATTRIBUTES = {
     "StaticRegexFullMatch": {"pattern": "1.*"},
     "StaticRegexReplace": {"pattern": "1", "rewrite": "one"},
     "StringToHashBucket": {"num_buckets": 5},
+    "CheckNumerics": {"message": "not finite"},
+    "CheckNumericsV2": {"message": "not finite"},
     "StringToHashBucketFast": {"num_buckets": 5},
     "StringToHashBucketStrong": {"num_buckets": 5, "key": [1, 2]},
 }
@@ -118,6 +120,8 @@ def _elementwise():
             yield Sample((name,), _operation(name, 2), ("BaC", "C"), (dtype,), low=low, high=high)
             yield Sample((name,), _operation(name, 2), ("Bi", "Ba"), (dtype,), low=low, high=high)
     yield Sample(("EnsureShape",), lambda x: _ensured(x) * 2.0, ("Ba",), meets=True)
+    for name in CHECKS:
+        yield Sample((name,), _operation(name, 1), ("BaC",))
     yield Sample(("AddN",), lambda *x: R.AddN(inputs=list(x)), ("Ba",) * 3, partial=(0, 1, 2))
     yield Sample(("Betainc",), _operation("Betainc", 3), ("Ba",) * 3)
     yield Sample(("ClipByValue",), lambda x, a, b: R.ClipByValue(t=x, clip_value_min=a, clip_value_max=b), ("Ba", "Ba", "Ba"))
