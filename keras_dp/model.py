@@ -539,8 +539,13 @@ class DataParallelModel(ModelWrapper):
         is_within_fit = arguments.get("_use_cached_eval_dataset", False)
         if not is_within_fit:
             call = Call(
-                *(method, sharded, self.devices, self.parameter_device, self._steps.batch_norm, self._steps.gradient_dtype),
-                steps_per_execution=self.steps_per_execution,
+                method,
+                sharded,
+                self.devices,
+                self.parameter_device,
+                self._steps.batch_norm,
+                self._steps.gradient_dtype,
+                self.steps_per_execution,
             )
             self._joint_calls.begin(call, self.inner_model, self, arguments)
         if sharded:

@@ -50,7 +50,7 @@ class Slice(NamedTuple):
     begin: Tensor
     rows: Tensor
     batch_rows: Tensor
-    source: "SameBatch | Shard | tuple[()]" = ()
+    source: SameBatch | Shard | tuple[()] = ()
 
 
 _ALL_CUT = WholeTensors()

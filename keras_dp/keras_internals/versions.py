@@ -1,10 +1,10 @@
 """State the supported versions of Keras and TensorFlow, and adapt to differences between them."""
 
 import logging
-import re
 
 import keras
 import tensorflow as tf
+from packaging.version import Version
 
 logger = logging.getLogger("keras_dp")
 
@@ -21,7 +21,7 @@ def refuse_old_versions() -> None:
     """
     found = f"Keras {keras.__version__} and TensorFlow {tf.__version__}"
     wanted = f"Keras {_range(KERAS)} and TensorFlow {_range(TENSORFLOW)}"
-    versions = [(_number(keras.__version__), KERAS), (_number(tf.__version__), TENSORFLOW)]
+    versions = [(Version(keras.__version__).release, KERAS), (Version(tf.__version__).release, TENSORFLOW)]
     if any(version < oldest for version, (oldest, _) in versions):
         raise ImportError(
             f"keras_dp needs {wanted}. Install them with pip install --upgrade keras tensorflow. Received: {found}"
@@ -31,18 +31,8 @@ def refuse_old_versions() -> None:
 
 
 def callback_classes(*names: str) -> tuple[type[keras.callbacks.Callback], ...]:
-    """Returns those of Keras's callback classes that this version of Keras has."""
+    """Returns Keras's callback classes of these names, except those that this version of Keras lacks."""
     return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
-
-
-def keras_is_older_than_newest() -> bool:
-    """Returns whether Keras is older than the newest tested version, so that some of its features are missing."""
-    major, untested = KERAS[1]
-    return _number(keras.__version__) < (major, untested - 1)
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:

@@ -3,11 +3,12 @@
 from collections.abc import Collection, Iterable, Set
 from typing import Any
 
+from keras_dp.partition.rules.elementwise import CHECKS
 from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.writing import GraphWriter
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-_CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2", "EagerPyFunc", "PyFunc")
+_AWAITED = (*CHECKS, "Assert", "EagerPyFunc", "PyFunc")
 
 
 def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Collection[str]) -> None:
@@ -23,7 +24,7 @@ def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Col
     """
     nodes = list(graph.function.node_def)
     handles = {graph.given[name] for name in variables if name in graph.given}
-    awaited = {name.split(":")[0] for name in meetings} | {node.name for node in nodes if node.op in _CHECKS}
+    awaited = {name.split(":")[0] for name in meetings} | {node.name for node in nodes if node.op in _AWAITED}
     # On one device, a write that does not depend on the batch, such as the step count, happens even when the data have ended.
     of_batch = awaited.union(graph.given.values()) - handles
     sources = {node.name: [name.partition(":")[0] for name in node.input] for node in nodes}

@@ -1,4 +1,4 @@
-"""A step that fails leaves the weights of the last good step."""
+"""A step that fails leaves the weights of the last good step, and its error names the tower and the user's line."""
 
 import re
 import sys
@@ -95,6 +95,17 @@ class Bounded(keras.layers.Layer):
         return x
 
 
+class CheckedAside(keras.layers.Layer):
+    """Checks a value that nothing else uses."""
+
+    def call(self, x):
+        square = tf.zeros([700, 700], x.dtype) + x[:, :1][0, 0]
+        for _ in range(3):
+            square = square @ square / 700.0
+        tf.debugging.check_numerics(x + 0 * square[0, 0], "broken")
+        return tf.where(tf.math.is_finite(x), x, tf.zeros_like(x))
+
+
 def failing(layer, loss="mse", units=2):
     model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(units)])
     parallel = keras_dp.DataParallelModel(model, devices=2)
@@ -159,6 +170,19 @@ def test_an_operation_that_is_computed_once_belongs_to_no_tower():
 def test_an_error_of_the_data_gets_no_note():
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "data"), y))
     assert note_of(failing(keras.layers.Identity()).evaluate, dataset.batch(4)) == ""
+
+
+def test_nothing_is_written_before_a_check_whose_result_is_not_used():
+    parallel = failing(CheckedAside())
+    before = parallel.get_weights()
+    x = X.copy()
+    x[6] = np.nan
+    for _ in range(5):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
+            parallel.train_on_batch(x, Y)
+    assert largest_change(before, parallel.get_weights()) == 0
+    parallel.train_on_batch(X, Y)
+    assert largest_change(before, parallel.get_weights()) > 1e-6
 
 
 def test_each_tower_checks_its_own_rows():
