@@ -576,24 +576,22 @@ np.save("y.npy", model.predict(np.load("x.npy"), verbose=0))
 
 @pytest.mark.filterwarnings(r"ignore:(?s).*tf.lite.Interpreter is deprecated")
 def test_tensorflow_lite():
-    """Its converter takes wrappers of models with a single input of floats, and refuses others, which it would confuse."""
+    """Its converter takes a wrapper for the model inside it: with one input or several, of floats or of integers."""
     keras.config.set_floatx("float32")
-    parallel = keras_dp.DataParallelModel(build(), devices=2)
-    interpreter = tf.lite.Interpreter(model_content=tf.lite.TFLiteConverter.from_keras_model(parallel).convert())
+    tokens = keras.Input((3,), dtype="int32")
+    embedded = keras.Model(tokens, layers.Dense(2)(layers.Flatten()(layers.Embedding(5, 2)(tokens))))
+    first, second = keras.Input((3,)), keras.Input((2,))
+    with_two = keras.Model([first, second], layers.Dense(2)(layers.Concatenate()([first, second])))
+    for model in (embedded, with_two, build()):
+        parallel = keras_dp.DataParallelModel(model, devices=2)
+        converted = [tf.lite.TFLiteConverter.from_keras_model(each).convert() for each in (model, parallel)]
+        assert converted[0] == converted[1]
+    interpreter = tf.lite.Interpreter(model_content=converted[1])
     interpreter.allocate_tensors()
     (given,), (returned,) = interpreter.get_input_details(), interpreter.get_output_details()
     interpreter.set_tensor(given["index"], X[:1].astype("float32"))
     interpreter.invoke()
     assert_same(parallel.predict(X[:1], verbose=0), interpreter.get_tensor(returned["index"]), 1e-5)
-
-    tokens = keras.Input((3,), dtype="int32")
-    embedded = keras.Model(tokens, layers.Dense(2)(layers.Flatten()(layers.Embedding(5, 2)(tokens))))
-    first, second = keras.Input((3,)), keras.Input((2,))
-    with_two = keras.Model([first, second], layers.Dense(2)(layers.Concatenate()([first, second])))
-    for refused in (embedded, with_two):
-        converter = tf.lite.TFLiteConverter.from_keras_model(keras_dp.DataParallelModel(refused, devices=2))
-        with pytest.raises(ValueError, match=r"from_keras_model\(parallel.inner_model\)"):
-            converter.convert()
 
 
 def test_freezing():
