@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,5 +38,15 @@ def user_line_of_error(error: BaseException) -> str:
 def _last_of_the_user(frames: Iterable[Any]) -> str:
     for frame in reversed(list(frames)):
         if not frame.filename.startswith((*_LIBRARIES, "<")):
-            return f"{frame.filename}, line {frame.lineno}"
+            return f"{_shown(frame.filename)}, line {frame.lineno}"
     return ""
+
+
+def _shown(filename: str) -> str:
+    """Returns a file's name; for a notebook's cell, which has no file, the name that tracebacks show: "Cell In[1]"."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    # IPython 7 has no names for cells.
+    name_of_cell = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = name_of_cell(filename) if name_of_cell is not None else None
+    return " ".join(cell) if cell else filename
