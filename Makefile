@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-versions test-slow lint recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow lint recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -32,6 +32,10 @@ test-versions: $(BIN)/python  ## Run unit and parity tests with each pair of Ker
 # Warnings of other projects are theirs.
 test-ecosystem: $(VENV)/dev.installed $(VENV)/ecosystem.installed  ## Run programs with the tools that users of Keras have.
 	$(BIN)/python -m pytest -n 2 -W default tests/ecosystem
+
+test-host: $(VENV)/dev.installed $(VENV)/ecosystem.installed  ## Run Keras's own tests, with each model and optimizer wrapped.
+	$(BIN)/python -m pytest -n 2 -c tests/host/pytest.ini --pyargs \
+		$(addprefix keras.src.,callbacks layers.normalization models optimizers trainers)
 
 COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare
 

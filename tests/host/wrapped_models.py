@@ -1,0 +1,136 @@
+"""Run each of Keras's own tests twice: as it is, and with each model and each optimizer that it makes wrapped.
+
+Keras's package includes its tests: https://github.com/keras-team/keras. A test that passes as it is must pass wrapped.
+"""
+
+import contextlib
+import os
+import sys
+from unittest import mock
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+from _pytest.runner import runtestprotocol
+from differences import REASONS
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.models import Functional
+from keras.src.testing import TestCase
+
+import keras_dp
+
+keras_dp.use_logical_cpus(2)
+
+# Tests make models in their own files, and in a function that they share.
+TEST_FILES = ("_test.py", "test_case.py")
+
+
+class WrappedModel(keras_dp.DataParallelModel):
+    """Wraps the model that a test makes."""
+
+    def __init__(self, *args, **kwargs):
+        """Does nothing when Python initializes again what `keras.Model(inputs, outputs)` returned."""
+        if "inner_model" not in vars(self):
+            super().__init__(*args, **kwargs)
+
+
+class WrappedOptimizer(keras_dp.DataParallelOptimizer):
+    """Wraps the optimizer that a test makes."""
+
+    def __init__(self, *args, **kwargs):
+        """Does nothing when Python initializes again what `keras.optimizers.Optimizer(...)` returned."""
+        if "inner_optimizer" not in vars(self):
+            super().__init__(*args, **kwargs)
+
+
+def unwrapped(value):
+    """Returns the object inside a wrapper, and any other unchanged."""
+    match value:
+        case WrappedModel():
+            return value.inner_model
+        case WrappedOptimizer():
+            return value.inner_optimizer
+    return value
+
+
+def made_in_a_test(frame):
+    """Returns whether a test's own line makes an object, rather than Keras, or the constructor of a model or optimizer."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return code.co_filename.endswith(TEST_FILES) and not isinstance(first, keras.Layer | keras.optimizers.Optimizer)
+
+
+def wrapping(make, wrap, wrappers):
+    """Returns a `__new__` that wraps what a test makes of a class or its subclasses, with the plain objects as arguments."""
+
+    def make_wrapped(cls, *args, **kwargs):
+        if issubclass(cls, wrappers) or not made_in_a_test(sys._getframe(1)):
+            return make(cls, *args, **kwargs)
+        args, kwargs = keras.tree.map_structure(unwrapped, (args, kwargs))
+        made = make(cls, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return wrap(made)
+
+    return make_wrapped
+
+
+# Python does not call `object.__new__` with arguments once a class had its own; so the class keeps this one.
+keras.optimizers.Optimizer.__new__ = lambda cls, *args, **kwargs: object.__new__(cls)
+
+
+@contextlib.contextmanager
+def everything_wrapped():
+    """Wraps each model over two devices, and each optimizer, that tests make."""
+    with contextlib.ExitStack() as stack:
+        for kind, wrap in {
+            **dict.fromkeys((keras.Model, keras.Sequential, Functional), lambda model: WrappedModel(model, devices=2)),
+            keras.optimizers.Optimizer: WrappedOptimizer,
+        }.items():
+            make = wrapping(kind.__new__, wrap, (WrappedModel, WrappedOptimizer))
+            stack.enter_context(mock.patch.object(kind, "__new__", make))
+        # A wrapper is a keras.Model, but not of the class of the model inside.
+        is_instance = TestCase.assertIsInstance
+        compares = lambda test, value, *args, **kwargs: is_instance(test, unwrapped(value), *args, **kwargs)  # noqa: E731
+        stack.enter_context(mock.patch.object(TestCase, "assertIsInstance", compares))
+        yield
+
+
+class ModelOfLayer:
+    """Replaces the private trainer that Keras's tests mix into layers: a layer with it becomes a `keras.Model`."""
+
+    def __init__(self, trainer):
+        # Tests call it as a function of the class.
+        vars(self)["__init__"] = trainer.__init__
+
+    def __mro_entries__(self, bases):
+        layers = [base for base in bases if base is not self and not issubclass(keras.Model, base)]
+        return (type("ModelOfLayer", (*layers, keras.Model), {}),)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    """Imports tests with models in place of layers that train."""
+    with mock.patch.object(keras_trainer, "TensorFlowTrainer", ModelOfLayer(keras_trainer.TensorFlowTrainer)):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Reports a test's wrapped run. A test that does not pass as it is counts as skipped."""
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if all(report.passed for report in reports):
+        if reason := REASONS.get(f"{item.path.stem}::{item.name}"):
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+        with everything_wrapped():
+            reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    else:
+        for report in reports:
+            if report.failed:
+                error = getattr(report.longrepr, "reprcrash", report.longrepr)
+                report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Plain Keras fails: {error}")
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
