@@ -1,46 +1,141 @@
 """KerasTuner finds the same hyperparameters with the same scores for plain and for wrapped models."""
 
+import inspect
+
+import keras
 import keras_tuner
 import numpy as np
 import pytest
+import tensorflow as tf
 from classification import classifier
+from keras import callbacks, layers
+from keras_tuner import applications, oracles
+from keras_tuner.engine.base_tuner import BaseTuner
+from sklearn.model_selection import KFold
+from test_scikit_learn import scikeras_estimator
 
 import keras_dp
 
 TUNERS = {
     keras_tuner.RandomSearch: {"max_trials": 2},
     keras_tuner.GridSearch: {"max_trials": 2},
-    keras_tuner.BayesianOptimization: {"max_trials": 2},
-    keras_tuner.Hyperband: {"max_epochs": 2},
+    keras_tuner.BayesianOptimization: {"max_trials": 3, "num_initial_points": 2},
+    keras_tuner.Hyperband: {"max_epochs": 2, "factor": 2},
+    keras_tuner.Tuner: {},
 }
+SEED = 1  # KerasTuner takes 0 for no seed.
 
 
-def searched(tuner_class, wrapped, data, directory):
-    """Searches for the number of units in two trials, and returns the tuner."""
-    tuner = tuner_class(
-        lambda hyperparameters: classifier(wrapped, hyperparameters.Int("units", 4, 8, step=4)),
-        "val_loss",
-        seed=0,
-        directory=directory,
-        project_name=f"wrapped_{wrapped}",
-        **TUNERS[tuner_class],
-    )
+def build_classifier(wrapped):
+    """Returns a function that builds a `classifier` with a searched number of units."""
+    return lambda hyperparameters: classifier(wrapped, hyperparameters.Int("units", 4, 12))
+
+
+def new_tuner(tuner_class, build, wrapped, directory, objective="val_loss", **options):
+    """Makes a tuner of a class with a project of its own for plain or for wrapped models."""
+    options = {"directory": directory, "project_name": f"wrapped_{wrapped}", **TUNERS[tuner_class], **options}
+    if tuner_class is keras_tuner.Tuner:
+        return tuner_class(oracles.RandomSearchOracle(objective, max_trials=2, seed=SEED), build, **options)
+    return tuner_class(build, objective, seed=SEED, **options)
+
+
+def searched(tuner_class, wrapped, data, directory, **options):
+    """Searches for the number of units, and returns the tuner."""
+    tuner = new_tuner(tuner_class, build_classifier(wrapped), wrapped, directory, **options)
     tuner.search(*data, epochs=2, validation_data=data, verbose=0)
     return tuner
+
+
+def assert_same_trials(tuner, other, count=None):
+    trials, other_trials = ([*one.oracle.trials.values()] for one in (tuner, other))
+    assert len(trials) == count if count else len(trials) > 1
+    assert [trial.hyperparameters.values for trial in trials] == [trial.hyperparameters.values for trial in other_trials]
+    assert [trial.best_step for trial in trials] == [trial.best_step for trial in other_trials]
+    np.testing.assert_allclose([trial.score for trial in other_trials], [trial.score for trial in trials], rtol=1e-4)
+
+
+def assert_same_predictions(model, other, data):
+    np.testing.assert_allclose(other.predict(data[0], verbose=0), model.predict(data[0], verbose=0), rtol=1e-4)
 
 
 @pytest.mark.parametrize("tuner_class", TUNERS)
 def test_search(tuner_class, data, tmp_path):
     plain, parallel = (searched(tuner_class, wrapped, data, tmp_path) for wrapped in (False, True))
-    assert plain.get_best_hyperparameters()[0].values == parallel.get_best_hyperparameters()[0].values
-    trials = [[trial.score for trial in tuner.oracle.get_best_trials(2)] for tuner in (plain, parallel)]
-    assert len(trials[0]) == 2
-    np.testing.assert_allclose(trials[1], trials[0], rtol=1e-5)
+    assert_same_trials(plain, parallel)
+    hyperparameters = [trial.hyperparameters.values for trial in parallel.oracle.trials.values()]
+    trained_on = any("tuner/trial_id" in values for values in hyperparameters)  # with the weights of an earlier trial
+    assert trained_on == (tuner_class is keras_tuner.Hyperband)
     (best,) = parallel.get_best_models()
     assert isinstance(best, keras_dp.DataParallelModel)
-    np.testing.assert_allclose(
-        best.predict(data[0], verbose=0), plain.get_best_models()[0].predict(data[0], verbose=0), rtol=1e-4
-    )
+    assert_same_predictions(plain.get_best_models()[0], best, data)
+
+
+def public_classes(*modules):
+    return {value for module in modules for _, value in inspect.getmembers(module, inspect.isclass)}
+
+
+def test_no_tuner_oracle_or_hypermodel_is_forgotten():
+    classes = public_classes(keras_tuner, keras_tuner.tuners)
+    assert {value for value in classes if issubclass(value, BaseTuner)} == {*TUNERS, keras_tuner.SklearnTuner}
+    names = {value.__name__ for value in public_classes(oracles)}
+    assert names == {f"{tuner.__name__}Oracle" for tuner in TUNERS if tuner is not keras_tuner.Tuner}
+    # HyperEfficientNet downloads pretrained weights.
+    tested = {*NETWORKS, applications.HyperImageAugment}
+    assert public_classes(applications) - {applications.HyperEfficientNet} == tested
+
+
+def test_executions_callbacks_and_other_settings(data, tmp_path):
+    """Repeats each trial, replaces what the models are compiled with, and skips a model that is too large."""
+    tuners = []
+    for wrapped in (False, True):
+        tuner = new_tuner(
+            keras_tuner.GridSearch,
+            build_classifier(wrapped),
+            wrapped,
+            tmp_path,
+            objective=[keras_tuner.Objective("val_accuracy", "max"), "val_loss"],
+            executions_per_trial=2,
+            max_model_size=36,
+            optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
+            loss="sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+        )
+        watching = [callbacks.EarlyStopping("loss", patience=1), callbacks.TensorBoard(tmp_path / f"logs_{wrapped}")]
+        tuner.search(*data, epochs=2, validation_data=data, callbacks=watching, verbose=0)
+        tuners.append(tuner)
+    plain, parallel = ([*tuner.oracle.trials.values()] for tuner in tuners)
+    assert [trial.status for trial in parallel] == [trial.status for trial in plain] == ["COMPLETED", "FAILED"]
+    assert "Oversized model: 37 parameters" in parallel[1].message
+    np.testing.assert_allclose(parallel[0].score, plain[0].score, rtol=1e-4)
+    logs = [tmp_path / f"logs_{wrapped}" for wrapped in (False, True)]
+    files = [{path.parent.relative_to(directory) for path in directory.rglob("*.v2")} for directory in logs]
+    assert files[0] == files[1]
+    assert len(files[1]) > 2
+
+
+def test_a_project_goes_on_with_plain_or_with_wrapped_models(data, tmp_path):
+    before = searched(keras_tuner.RandomSearch, True, data, tmp_path, max_trials=1)
+    for wrapped in (False, True):
+        after = new_tuner(keras_tuner.RandomSearch, build_classifier(wrapped), True, tmp_path, overwrite=False)
+        assert_same_trials(before, after, count=1)
+        (loaded,) = after.get_best_models()
+        assert isinstance(loaded, keras_dp.DataParallelModel) == wrapped
+        assert_same_predictions(before.get_best_models()[0], loaded, data)
+    after.search(*data, epochs=2, validation_data=data, verbose=0)
+    assert len(after.oracle.trials) == 2
+
+
+def test_a_distribution_strategy_is_refused(data, tmp_path):
+    """KerasTuner builds the models in the scope of the strategy, and keeps the error in the trial."""
+
+    def build(hyperparameters):
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(hyperparameters.Int("units", 2, 8))])
+        return keras_dp.DataParallelModel(model, devices=2)
+
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    tuner = new_tuner(keras_tuner.RandomSearch, build, True, tmp_path, distribution_strategy=strategy, max_trials=3)
+    with pytest.raises(RuntimeError, match="keras_dp distributes the model itself and cannot run inside a tf.distribute scope"):
+        tuner.search(*data, validation_data=data, verbose=0)
 
 
 class Tuner(keras_tuner.RandomSearch):
@@ -52,9 +147,134 @@ class Tuner(keras_tuner.RandomSearch):
 
 
 def test_a_tuner_of_ones_own(data, tmp_path):
-    scores = []
+    tuners = []
     for wrapped in (False, True):
-        tuner = Tuner(max_trials=2, seed=0, directory=tmp_path, project_name=f"wrapped_{wrapped}")
+        tuner = Tuner(max_trials=2, seed=SEED, directory=tmp_path, project_name=f"wrapped_{wrapped}")
         tuner.search(*data, wrapped, verbose=0)
-        scores.append([trial.score for trial in tuner.oracle.get_best_trials(2)])
-    np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5)
+        tuners.append(tuner)
+    assert_same_trials(*tuners)
+
+
+class FitOfItsOwn(keras_tuner.HyperModel):
+    """Defines a model and how it is fitted, with a searched batch size."""
+
+    def __init__(self, wrapped):
+        super().__init__()
+        self.wrapped = wrapped
+
+    def build(self, hyperparameters):
+        return classifier(self.wrapped, hyperparameters.Int("units", 4, 12))
+
+    def fit(self, hyperparameters, model, x, y, **options):
+        model.fit(x, y, batch_size=hyperparameters.Choice("batch_size", [8, 20]), **options)
+        return model.evaluate(x, y, verbose=0, return_dict=True)
+
+
+class LoopOfItsOwn(FitOfItsOwn):
+    """Defines a training loop as KerasTuner's guide does, which calls the callbacks itself."""
+
+    def fit(self, hyperparameters, model, x, y, callbacks, epochs, verbose):
+        del verbose
+        optimizer = keras.optimizers.Adam(hyperparameters.Float("learning_rate", 1e-3, 1e-1, sampling="log"))
+        loss_of = keras.losses.SparseCategoricalCrossentropy()
+        mean = keras.metrics.Mean()
+        optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def train(features, classes):
+            with tf.GradientTape() as tape:
+                loss = loss_of(classes, model(features, training=True))
+            optimizer.apply_gradients(
+                zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+            )
+            mean.update_state(loss)
+
+        for callback in callbacks:
+            callback.set_model(model)
+        for epoch in range(epochs):
+            mean.reset_state()
+            for batch in tf.data.Dataset.from_tensor_slices((x, y)).batch(10):
+                train(*batch)
+            for callback in callbacks:
+                callback.on_epoch_end(epoch, logs={"loss": float(mean.result())})
+        return float(mean.result())
+
+
+@pytest.mark.parametrize("hypermodel", [FitOfItsOwn, LoopOfItsOwn])
+def test_a_hypermodel_with_its_own_fit(hypermodel, data, tmp_path):
+    tuners = []
+    for wrapped in (False, True):
+        objective = keras_tuner.Objective("loss", "min")
+        tuner = new_tuner(keras_tuner.RandomSearch, hypermodel(wrapped), wrapped, tmp_path, objective)
+        tuner.search(*data, epochs=2, verbose=0)
+        tuners.append(tuner)
+    assert_same_trials(*tuners)
+    assert_same_predictions(*(tuner.get_best_models()[0] for tuner in tuners), data)
+
+
+def losses_of(build):
+    """Trains a plain and a wrapped model that a function builds on one batch, and returns their losses before and after."""
+    images, classes = np.random.default_rng(0).uniform(size=(5, 32, 32, 3)), np.eye(2)[[0, 1, 1, 0, 1]]
+    losses = []
+    for wrapped in (False, True):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(3)
+        model = build()
+        model = keras_dp.DataParallelModel(model, devices=2) if wrapped else model
+        model.compile("adam", "categorical_crossentropy")
+        history = model.fit(images, classes, verbose=0).history
+        losses.append([*history["loss"], model.evaluate(images, classes, verbose=0, return_dict=True)["loss"]])
+    return losses
+
+
+NETWORKS = {
+    applications.HyperXception: {"sep_num_filters": 128, "num_residual_blocks": 2, "conv2d_num_filters": 32},
+    applications.HyperResNet: {"conv3_depth": 4, "conv4_depth": 6},
+}
+
+
+@pytest.mark.parametrize(
+    "network", [applications.HyperXception, pytest.param(applications.HyperResNet, marks=pytest.mark.slow)]
+)
+def test_a_network_of_keras_tuner(network):
+    keras.config.set_floatx("float64")
+    hyperparameters = keras_tuner.HyperParameters()
+    for name, value in NETWORKS[network].items():
+        hyperparameters.Fixed(name, value)
+    plain, parallel = losses_of(lambda: network(input_shape=(32, 32, 3), classes=2).build(hyperparameters))
+    np.testing.assert_allclose(parallel, plain, rtol=1e-7)
+
+
+def test_augmentation_of_keras_tuner():
+    """The images are turned, moved and changed in contrast at random."""
+    hyperparameters = keras_tuner.HyperParameters()
+    augmentation = applications.HyperImageAugment(
+        input_shape=(32, 32, 3), rotate=[0.1, 0.2], translate_x=[0.1, 0.2], contrast=[0.1, 0.2], augment_layers=0
+    )
+    plain, parallel = losses_of(
+        lambda: keras.Sequential(
+            [augmentation.build(hyperparameters), layers.Flatten(), layers.Dense(2, activation="softmax")],
+        )
+    )
+    np.testing.assert_allclose(parallel, plain, rtol=1e-4)
+
+
+def test_tuner_of_scikit_learn(data, tmp_path):
+    tuners = []
+    for wrapped in (False, True):
+
+        def build(hyperparameters, wrapped=wrapped):
+            return scikeras_estimator(wrapped).set_params(batch_size=hyperparameters.Choice("batch_size", [8, 40]))
+
+        tuner = keras_tuner.SklearnTuner(
+            oracles.GridSearchOracle(keras_tuner.Objective("score", "max"), max_trials=2),
+            build,
+            cv=KFold(2),
+            directory=tmp_path,
+            project_name=f"wrapped_{wrapped}",
+        )
+        tuner.search(*data)
+        tuners.append(tuner)
+    assert_same_trials(*tuners)
+    plain, parallel = (tuner.get_best_models()[0] for tuner in tuners)
+    np.testing.assert_array_equal(parallel.predict(data[0]), plain.predict(data[0]))
