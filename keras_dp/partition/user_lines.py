@@ -38,11 +38,11 @@ def user_line_of_error(error: BaseException) -> str:
 def _last_of_the_user(frames: Iterable[Any]) -> str:
     for frame in reversed(list(frames)):
         if not frame.filename.startswith((*_LIBRARIES, "<")):
-            return f"{_shown(frame.filename)}, line {frame.lineno}"
+            return f"{_file_or_cell(frame.filename)}, line {frame.lineno}"
     return ""
 
 
-def _shown(filename: str) -> str:
+def _file_or_cell(filename: str) -> str:
     """Returns a file's name; for a notebook's cell, which has no file, the name that tracebacks show: "Cell In[1]"."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

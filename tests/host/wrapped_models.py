@@ -1,4 +1,4 @@
-"""Run each of Keras's own tests twice: as it is, and with each model and each optimizer that it makes wrapped.
+"""Run each of Keras's own tests with each model and each optimizer that it makes wrapped.
 
 Keras's package includes its tests: https://github.com/keras-team/keras. A test that passes as it is must pass wrapped.
 """
@@ -13,7 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import pytest
 from _pytest.runner import runtestprotocol
-from differences import REASONS
+from differences import DIFFERENCES
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.models import Functional
 from keras.src.testing import TestCase
@@ -61,11 +61,11 @@ def made_in_a_test(frame):
     return code.co_filename.endswith(TEST_FILES) and not isinstance(first, keras.Layer | keras.optimizers.Optimizer)
 
 
-def wrapping(make, wrap, wrappers):
+def wrapping(make, wrap):
     """Returns a `__new__` that wraps what a test makes of a class or its subclasses, with the plain objects as arguments."""
 
     def make_wrapped(cls, *args, **kwargs):
-        if issubclass(cls, wrappers) or not made_in_a_test(sys._getframe(1)):
+        if issubclass(cls, WrappedModel | WrappedOptimizer) or not made_in_a_test(sys._getframe(1)):
             return make(cls, *args, **kwargs)
         args, kwargs = keras.tree.map_structure(unwrapped, (args, kwargs))
         made = make(cls, *args, **kwargs)
@@ -79,20 +79,31 @@ def wrapping(make, wrap, wrappers):
 keras.optimizers.Optimizer.__new__ = lambda cls, *args, **kwargs: object.__new__(cls)
 
 
+def wrapped_over_two_devices(model):
+    return WrappedModel(model, devices=2)
+
+
+WRAP = {
+    keras.Model: wrapped_over_two_devices,
+    keras.Sequential: wrapped_over_two_devices,
+    Functional: wrapped_over_two_devices,
+    keras.optimizers.Optimizer: WrappedOptimizer,
+}
+assert_is_instance = TestCase.assertIsInstance
+
+
+def assert_object_inside_is_instance(test, value, *args, **kwargs):
+    """Replaces `assertIsInstance`: a wrapper is a `keras.Model`, but not of the class of the model inside."""
+    assert_is_instance(test, unwrapped(value), *args, **kwargs)
+
+
 @contextlib.contextmanager
 def everything_wrapped():
     """Wraps each model over two devices, and each optimizer, that tests make."""
     with contextlib.ExitStack() as stack:
-        for kind, wrap in {
-            **dict.fromkeys((keras.Model, keras.Sequential, Functional), lambda model: WrappedModel(model, devices=2)),
-            keras.optimizers.Optimizer: WrappedOptimizer,
-        }.items():
-            make = wrapping(kind.__new__, wrap, (WrappedModel, WrappedOptimizer))
-            stack.enter_context(mock.patch.object(kind, "__new__", make))
-        # A wrapper is a keras.Model, but not of the class of the model inside.
-        is_instance = TestCase.assertIsInstance
-        compares = lambda test, value, *args, **kwargs: is_instance(test, unwrapped(value), *args, **kwargs)  # noqa: E731
-        stack.enter_context(mock.patch.object(TestCase, "assertIsInstance", compares))
+        for kind, wrap in WRAP.items():
+            stack.enter_context(mock.patch.object(kind, "__new__", wrapping(kind.__new__, wrap)))
+        stack.enter_context(mock.patch.object(TestCase, "assertIsInstance", assert_object_inside_is_instance))
         yield
 
 
@@ -115,19 +126,25 @@ def pytest_make_collect_report():
         return (yield)
 
 
+def error_of(reports):
+    """Returns the error of the first report that failed; None if all passed or were skipped."""
+    for report in reports:
+        if report.failed:
+            return getattr(report.longrepr, "reprcrash", report.longrepr)
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
-    """Reports a test's wrapped run. A test that does not pass as it is counts as skipped."""
-    reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if all(report.passed for report in reports):
-        if reason := REASONS.get(f"{item.path.stem}::{item.name}"):
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-        with everything_wrapped():
-            reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    else:
+    """Reports a test's wrapped run. A test that fails wrapped, and as it is too, counts as skipped."""
+    if difference := DIFFERENCES.get(f"{item.path.stem}::{item.name}"):
+        reason, errors = difference
+        item.add_marker(pytest.mark.xfail(reason=reason, raises=errors, strict=True))
+    with everything_wrapped():
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if error_of(reports) and (error := error_of(runtestprotocol(item, nextitem=nextitem, log=False))):
         for report in reports:
             if report.failed:
-                error = getattr(report.longrepr, "reprcrash", report.longrepr)
                 report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Plain Keras fails: {error}")
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in reports:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorflow.lite.python import lite
 from worker_processes import free_ports
 
 import keras_dp
@@ -329,6 +330,15 @@ else:
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
+
+
+def test_tensorflow_lites_converter_takes_the_model_first():
+    """Tests of exports show that wrappers are converted; this shows that the public name leads to the private class."""
+    inner = model()
+    for given in (inner, keras_dp.DataParallelModel(inner, devices=2)):
+        converter = tf.lite.TFLiteConverter.from_keras_model(given)
+        assert isinstance(converter, lite.TFLiteKerasModelConverterV2)
+        assert converter._keras_model is inner
 
 
 def test_a_server_is_not_started_after_tensorflow():
