@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 BatchNorm: TypeAlias = Literal["sync", "local", "first"]
 LossScope: TypeAlias = Literal["auto", "tower", "batch"]
 GradientType: TypeAlias = Literal["bfloat16", "float16", None]
+PackCopies: TypeAlias = Literal[True, False, None]
 Step: TypeAlias = Literal["train", "test", "predict"]
 Rows: TypeAlias = Literal["all", "shard"]
 Reduction: TypeAlias = Literal["sum", "mean"]

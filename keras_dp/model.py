@@ -74,6 +74,8 @@ class DataParallelModel(ModelWrapper):
         whole: names of tensors of a batch that are not cut into slices. Such a tensor has other rows than the batch, as the
             edges of graphs beside their nodes, or is the same for all rows. A name is a dictionary's key or a tuple's index,
             or a path of these, such as "edges" or "0/edges".
+        pack_copies: whether the tensors that devices send each other travel in few large messages. GPUs need microseconds for
+            each message, whatever its size. None packs tensors between GPUs only: logical CPUs share their memory.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or a device does not exist.
@@ -92,10 +94,12 @@ class DataParallelModel(ModelWrapper):
         loss_scope: choices.LossScope = "auto",
         gradient_dtype: choices.GradientType = None,
         whole: Sequence[str] = (),
+        pack_copies: choices.PackCopies = None,
     ):
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
         refuse_unknown("loss_scope", loss_scope, choices.LossScope)
         refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
+        refuse_unknown("pack_copies", pack_copies, choices.PackCopies)
         if loss_scope != "auto":
             warnings.warn(
                 "`loss_scope` has no effect any more: every loss is the loss of the global batch, even if it compares rows "
@@ -122,7 +126,8 @@ class DataParallelModel(ModelWrapper):
         self._feed = InputStrategy(
             self._devices, self._is_eager, self._prepare, self._workers.collectives, _chosen_whole(whole)
         )
-        self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype)
+        packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
+        self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype, packs)
         self._remember(
             devices=self.devices,
             parameter_device=parameter_device,
@@ -130,6 +135,7 @@ class DataParallelModel(ModelWrapper):
             loss_scope=loss_scope,
             gradient_dtype=gradient_dtype,
             whole=whole,
+            pack_copies=pack_copies,
         )
         self._place_variables()
         self._follow_inner_model()

@@ -11,7 +11,7 @@ from keras_dp.partition.across import Across
 from keras_dp.partition.construction import Construction
 from keras_dp.partition.control_flow import LOOPS
 from keras_dp.partition.exchanges import Exchanges
-from keras_dp.partition.forms import Forms
+from keras_dp.partition.forms import Forms, is_constant
 from keras_dp.partition.graph import Output, output_of
 from keras_dp.partition.homes import Homes
 from keras_dp.partition.instances import Feeds, Instances
@@ -88,6 +88,11 @@ class Builder:
         variables = [self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name)]
         hold_back_writes(self.graph, variables, self.exchanges.meetings)
         return results, [name[1:] for effect in effects for name in self._controls(effect)]
+
+    @property
+    def variable_devices(self) -> dict[str, str]:
+        """The devices of the variables, as far as they are known, by the names that nodes use."""
+        return {self.feeds.whole[name]: place for name, place in self.propagation.traced.places.items()}
 
     # Find the instances that are needed.
 
@@ -180,7 +185,9 @@ class Builder:
 
     def _is_own_constant(self, output: Output, need: Need) -> bool:
         """Returns whether each tower makes its own copy of a constant."""
-        return self.propagation.nodes[output[0]].op == "Const" and need in (REPLICATE, ANY_SHAPE, LOCAL_SHAPE)
+        if need == LOCAL_SHAPE:
+            return self.propagation.nodes[output[0]].op == "Const"
+        return need in (REPLICATE, ANY_SHAPE) and is_constant(self.propagation, output)
 
     def _local_need(self, output: Output) -> Need:
         placement = self.propagation.facts[output].placement

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dp.partition.packing import pack_copies
 from keras_dp.partition.tensorflow_internals import add_function, body_with_functions, graphs_around, handle_data, is_function
 from keras_dp.partition.writing import GraphWriter
 
@@ -18,7 +19,11 @@ _NODE_BY_NODE: contextvars.ContextVar[bool] = contextvars.ContextVar("node_by_no
 
 
 def call(
-    written: GraphWriter, tensors: Mapping[str, Callable[[], Tensor]], outputs: Sequence[str], effects: Iterable[str]
+    written: GraphWriter,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    outputs: Sequence[str],
+    effects: Iterable[str],
+    packed_for: Mapping[str, str] | None = None,
 ) -> list[Tensor]:
     """Runs nodes in the current graph.
 
@@ -27,6 +32,8 @@ def call(
         tensors: functions that make the tensors that nodes may take, by the names that the nodes use.
         outputs: the names of the tensors to return.
         effects: the names of further nodes that must run.
+        packed_for: the devices of variables, by the names that the nodes use, for copies between devices that are packed; None
+            for copies that are not.
 
     Returns:
         The requested tensors.
@@ -47,6 +54,9 @@ def call(
     for name in effects:
         function.control_ret[name] = name
         function.signature.control_output.append(name)
+    if packed_for is not None:
+        devices = {argument: packed_for[name] for name, argument in written.given.items() if name in packed_for}
+        pack_copies(function, list(given.values()), devices)
     if _NODE_BY_NODE.get():
         return _imported(function, list(given.values()))
     for around in graphs_around(graph):

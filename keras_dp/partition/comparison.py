@@ -9,10 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.building import Builder
+from keras_dp.partition.calling import call
 from keras_dp.partition.graph import Output, Traced, data_inputs, name_of, output_of, traced_step
 from keras_dp.partition.placements import Partial, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError
-from keras_dp.partition.step import Argument, RowCounts, Trace, build, given, import_partitioned
+from keras_dp.partition.step import Argument, RowCounts, Trace, build, given
 from keras_dp.partition.user_lines import user_line
 
 Tensor = Any
@@ -89,7 +90,7 @@ def compare(
 
     @tf.function(autograph=False)
     def on_towers() -> list[Tensor]:
-        return import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
+        return call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects)
 
     @tf.function(autograph=False)
     def on_one_device() -> list[Tensor]:

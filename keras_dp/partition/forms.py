@@ -4,7 +4,14 @@ from keras_dp.partition.construction import Construction
 from keras_dp.partition.exchanges import Exchanges
 from keras_dp.partition.graph import Output, name_of
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Shard
-from keras_dp.partition.propagation import axes_to_sum
+from keras_dp.partition.propagation import Propagation, axes_to_sum
+
+
+def is_constant(propagation: Propagation, output: Output) -> bool:
+    """Returns whether a tensor is known while tracing, so that each tower makes its own copy."""
+    facts = propagation.facts[output]
+    is_known = facts.placement == REPLICATE and facts.integers is not None
+    return is_known or propagation.nodes[output[0]].op == "Const"
 
 
 class Forms:
@@ -30,7 +37,7 @@ class Forms:
             return self._part(output, need, tower)
         if isinstance(need, ListOf | Own):
             return self._instances.part(output, tower)
-        if self._propagation.nodes[output[0]].op == "Const":
+        if is_constant(self._propagation, output):
             return self._constant_on(output, tower)
         return self.whole(output)
 
@@ -57,6 +64,9 @@ class Forms:
     def _constant_on(self, output: Output, tower: int) -> str:
         definition = self._propagation.nodes[output[0]]
         device = self._devices[tower]
+        if definition.op != "Const":
+            entries = self._propagation.facts[output].entries
+            return self._graph.constant(entries, self._propagation.static(output).dtype, device)
         return self._graph.once(
             ("constant", output[0], device),
             lambda: self._graph.copy(definition, f"tower_{tower}/{definition.name}", device, []),

@@ -83,6 +83,7 @@ def run_partitioned(
     home: str,
     across: Across | None = None,
     jit_compile: bool = False,
+    pack_copies: bool = False,
 ) -> tuple[Any, Partition]:
     """Runs a step on the towers' slices of a batch, with the result that one device gives for the whole batch.
 
@@ -99,6 +100,7 @@ def run_partitioned(
         home: the device of the operations that are computed once, on each worker.
         across: the exchanges between workers, each of which runs the step on its own towers; None for one worker alone.
         jit_compile: whether XLA compiles the operations of towers between exchanges.
+        pack_copies: whether the tensors that devices send each other share messages; see `packing`.
 
     Returns:
         The step's result for the whole batch, and the partition of the step.
@@ -113,7 +115,8 @@ def run_partitioned(
         compile_towers(builder.graph)
 
     # Call the graph with the slices.
-    results = import_partitioned(builder, given(trace.concrete, traced, arguments, rows), outputs, effects)
+    packed_for = builder.variable_devices if pack_copies else None
+    results = call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects, packed_for)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
     partition = Partition(traced, builder.propagation, builder.exchanges.made, trace.variables())
@@ -258,13 +261,6 @@ def given(concrete: Any, traced: Traced, arguments: Sequence[Argument], rows: Ro
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def import_partitioned(
-    builder: Builder, tensors: dict[str, Callable[[], Tensor]], outputs: Sequence[str], effects: Sequence[str]
-) -> list[Tensor]:
-    """Runs the partitioned graph in the current one, and returns its outputs."""
-    return call(builder.graph, tensors, outputs, effects)
 
 
 def keep_alive(concrete: Any, partition: Partition) -> None:

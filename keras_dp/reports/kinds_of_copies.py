@@ -1,5 +1,6 @@
 """Tell weights, gradients and moments apart among the tensors that are sent."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -28,7 +29,12 @@ class KindsOfCopies:
         self._updated = self._weights | {handle.name for handle in state}
 
     def kind(self, name: str, receivers: Sequence[str]) -> str:
-        """Returns one of `KINDS` for a tensor, by the operation that gives it and the operations that receive it elsewhere."""
+        """Returns one of `KINDS` for a tensor, by the operation that gives it and the operations that receive it elsewhere.
+
+        A message of several tensors has the kind of most of its bytes.
+        """
+        if name.startswith("partitioned/packed/"):
+            return self._kind_of_message(self._operations[name], self._operations[receivers[0]])
         source = self._operations.get(name)
         if source is None:
             # TensorFlow has inlined it from a branch or a loop.
@@ -45,6 +51,14 @@ class KindsOfCopies:
         if not _is_on_tower(source):
             return "other"
         return "gradients" if self._updates_weights(after) else "outputs"
+
+    def _kind_of_message(self, packed: tf.Operation, unpacked: tf.Operation) -> str:
+        elements: dict[str, int] = defaultdict(int)
+        for part, taken in zip(packed.inputs[:-1], unpacked.outputs, strict=True):
+            tensor, received = part.op.inputs[0], taken.consumers()[0].outputs[0]
+            takers = [taker.name for taker in received.consumers()]
+            elements[self.kind(tensor.op.name, takers)] += tensor.shape.num_elements()
+        return max(elements, key=elements.__getitem__)
 
     def _known(self, names: Iterable[str]) -> list[tf.Operation]:
         return [self._operations[name] for name in names if name in self._operations]

@@ -25,6 +25,7 @@ def run_on_slices(
     home: str,
     collectives: OneWorker,
     jit_compile: bool = False,
+    pack_copies: bool = False,
 ) -> tuple[Any, Partition]:
     """Runs a step, written for one device and a whole batch, on N slices of a batch.
 
@@ -37,13 +38,14 @@ def run_on_slices(
         home: the device of operations that run once.
         collectives: the collectives of the workers, each of which has N towers.
         jit_compile: whether XLA compiles the towers' operations between exchanges.
+        pack_copies: whether the tensors that devices send each other share messages.
 
     Returns:
         The step's result for the whole batch, and the step's partition.
     """
     of_batch, arguments = arguments_of(step, slices, whole, known_rows, collectives)
     across = AcrossWorkers(collectives) if collectives.count > 1 else None
-    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home, across, jit_compile)
+    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home, across, jit_compile, pack_copies)
 
 
 def rows_of(slices: Sequence[Slice]) -> RowCounts:

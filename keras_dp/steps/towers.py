@@ -40,6 +40,7 @@ class TowerSteps:
         inputs: the strategy that cuts its batches. It holds the devices, the collectives, and the tensors that are not cut.
         batch_norm: see `DataParallelModel`.
         gradient_dtype: see `DataParallelModel`.
+        pack_copies: whether the tensors that devices send each other share messages.
 
     Attributes:
         optimizer: the optimizer that applies the gradients in "train"; None if there is none.
@@ -52,11 +53,13 @@ class TowerSteps:
         inputs: InputStrategy,
         batch_norm: choices.BatchNorm = "sync",
         gradient_dtype: choices.GradientType = None,
+        pack_copies: bool = False,
     ):
         self.model = model
         self.inputs = inputs
         self.batch_norm = batch_norm
         self.gradient_dtype = gradient_dtype
+        self.pack_copies = pack_copies
         self.optimizer: DataParallelOptimizer | None = None
         self.jit_compile = False
         self._unknown_rows = UnknownRows()
@@ -74,10 +77,10 @@ class TowerSteps:
         Returns:
             The step's result for the whole batch, and the step's partition.
         """
-        step, inputs = self.plain(name), self.inputs
+        step, inputs, options = self.plain(name), self.inputs, (self.jit_compile, self.pack_copies)
         result, self._partitions[name] = self.trace(
             lambda rows: run_on_slices(
-                step, slices, inputs.whole, rows, inputs.devices, self.home, inputs.collectives, self.jit_compile
+                step, slices, inputs.whole, rows, inputs.devices, self.home, inputs.collectives, *options
             ),
             inputs.known_rows,
         )
