@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
+from tensorflow.core.framework import attr_value_pb2, graph_pb2
 
 from keras_dp.partition.crossings import Copy, Crossings, source_of
-from keras_dp.partition.tensorflow_internals import body_with_functions, handle_data, placeholder
+from keras_dp.partition.graph import data_inputs
+from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
 
 # A full message leaves before the tensors of the next one are there. DistributedDataParallel of PyTorch fills buckets of 25 MB
 # (Li et al. 2020, "PyTorch Distributed", section 3.2.3), about a quarter of the gradients of ResNet-50.
@@ -64,20 +65,37 @@ def _conditional(nodes: Mapping[str, Any], order: Sequence[str]) -> set[str]:
 
 def _types(function: Any, given: Sequence[Any], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
     """Returns the types of the floating-point tensors whose sizes TensorFlow infers."""
-    body, names = body_with_functions(function)
     arguments = [argument.name for argument in function.signature.input_arg]
-    nodes = [node for node in body.node if node.name not in arguments]
-    del body.node[:]
-    body.node.extend(nodes)
+    names = {name: f"{name}:0" for name in arguments}
+    results = {node.name: results_of(node) for node in function.node_def}
+    for node, made in results.items():
+        names |= {f"{node}:{result}": f"{node}:{port}" for port, (result, _) in enumerate(made)}
+    calls = {node.name for node in function.node_def if _calls_functions(node)}
+    body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
+    body.node.extend(node for node in function.node_def if node.name not in calls)
+    used = set()
+    for node in body.node:
+        _set_inputs(node, [names[name] for name in data_inputs(node)])
+        used.update(node.input)
     with tf.Graph().as_default() as graph:
-        made = [placeholder(tensor.dtype, tensor.shape, handle_data(tensor)) for tensor in given]
-        tf.graph_util.import_graph_def(body, dict(zip(arguments, made, strict=True)), name="")
-    found = {tensor: graph.get_tensor_by_name(names[tensor]) for tensor in tensors}
+        feeds = [
+            (f"{name}:0", placeholder(tensor.dtype, tensor.shape, handle_data(tensor)))
+            for name, tensor in zip(arguments, given, strict=True)
+        ]
+        for name in calls:
+            feeds += [(f"{name}:{port}", placeholder(dtype, None)) for port, (_, dtype) in enumerate(results[name])]
+        tf.graph_util.import_graph_def(body, {name: tensor for name, tensor in feeds if name in used}, name="")
+    found = {name: graph.get_tensor_by_name(names[name]) for name in tensors if source_of(name) not in calls}
     return {
         name: tf.TensorSpec(tensor.shape, tensor.dtype)
         for name, tensor in found.items()
         if tensor.dtype.is_floating and tensor.shape.is_fully_defined()
     }
+
+
+def _calls_functions(node: Any) -> bool:
+    """Returns whether a node calls functions, whose results have sizes that are not inferred here."""
+    return any(attribute.HasField("func") or attribute.list.func for attribute in node.attr.values())
 
 
 def _rounds(copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[str]) -> list[int]:

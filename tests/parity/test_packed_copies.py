@@ -31,6 +31,13 @@ def attention():
     return keras.Model(inputs, layers.Dense(4, "softmax")(layers.LSTM(5)(x)))
 
 
+def branches():
+    """A layer that computes a part of its weights in a branch."""
+    model = convolutions()
+    outputs = layers.SpectralNormalization(layers.Dense(4))(model.layers[-2].output)
+    return keras.Model(model.input, layers.Softmax()(outputs))
+
+
 class AlternatingSteps(keras.Sequential):
     """Updates its layers in two parts, the second by the loss after the update of the first."""
 
@@ -53,6 +60,7 @@ def alternating():
 CASES = {
     "convolutions": (convolutions, IMAGES, lambda: keras.optimizers.Adam(global_clipnorm=0.5)),
     "attention": (attention, TOKENS, lambda: keras.optimizers.AdamW(0.01, use_ema=True)),
+    "branches": (branches, IMAGES, lambda: keras.optimizers.SGD(0.1)),
     "loss scaling": (convolutions, IMAGES, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9))),
 }
 
