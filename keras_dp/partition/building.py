@@ -185,9 +185,7 @@ class Builder:
 
     def _is_own_constant(self, output: Output, need: Need) -> bool:
         """Returns whether each tower makes its own copy of a constant."""
-        if need == LOCAL_SHAPE:
-            return self.propagation.nodes[output[0]].op == "Const"
-        return need in (REPLICATE, ANY_SHAPE) and is_constant(self.propagation, output)
+        return need in (REPLICATE, ANY_SHAPE, LOCAL_SHAPE) and is_constant(self.propagation, output)
 
     def _local_need(self, output: Output) -> Need:
         placement = self.propagation.facts[output].placement

@@ -56,7 +56,7 @@ def call(
         function.signature.control_output.append(name)
     if packed_for is not None:
         devices = {argument: packed_for[name] for name, argument in written.given.items() if name in packed_for}
-        pack_copies(function, list(given.values()), devices)
+        pack_copies(written, list(given.values()), devices)
     if _NODE_BY_NODE.get():
         return _imported(function, list(given.values()))
     for around in graphs_around(graph):

@@ -85,7 +85,7 @@ class Forms:
         """Returns a shape that counts the tower's own rows."""
         name, port = output
         facts = self._propagation.facts[output]
-        if self._propagation.nodes[name].op == "Const":
+        if is_constant(self._propagation, output):
             return self._constant_on(output, tower)
         if facts.placement != REPLICATE:
             return self._instances.part(output, tower)

@@ -9,14 +9,16 @@ import graphlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2, graph_pb2
+from tensorflow.core.framework import graph_pb2
 
 from keras_dp.partition.crossings import Copy, Crossings, source_of
 from keras_dp.partition.graph import data_inputs
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
+from keras_dp.partition.writing import GraphWriter
 
 # A full message leaves before the tensors of the next one are there. DistributedDataParallel of PyTorch fills buckets of 25 MB
 # (Li et al. 2020, "PyTorch Distributed", section 3.2.3), about a quarter of the gradients of ResNet-50.
@@ -24,27 +26,29 @@ _FULL_MESSAGES = 4
 _LEAST_BYTES = 4 << 20
 
 
-def pack_copies(function: Any, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
+def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
     """Packs the floating-point tensors that devices send each other, and joins control dependencies between devices.
 
-    A message holds tensors one after the other, so that the results are the same bit for bit. Tensors of unknown size are sent
-    by themselves.
+    A message holds tensors one after the other. Tensors of unknown size are sent by themselves.
 
     Args:
-        function: a FunctionDef, which is changed in place; see `Crossings`.
-        given: the tensors that it is called with.
+        written: the graph, with the signature of its function.
+        given: the tensors that the function is called with.
         variable_devices: see `Crossings`.
     """
-    crossings = Crossings(function, variable_devices)
-    nodes = {node.name: node for node in function.node_def}
+    nodes = {node.name: node for node in written.function.node_def}
     order = _in_order(nodes)
+    crossings = Crossings(written.function, variable_devices)
     conditional = _conditional(nodes, order)
-    types = _types(function, given, [copy.tensor for copy in crossings.copies])
+    names = _names(written.function)
+    types = _types(written.function, given, names, [copy.tensor for copy in crossings.copies])
     copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]
-    writer = _Writer(function, nodes)
     for message in _messages(copies, _rounds(copies, nodes, order), types):
-        writer.pack(message, [types[copy.tensor] for copy in message])
-    writer.join_controls(crossings)
+        received = _sent_together(written, message, names, types)
+        for copy, tensor in zip(message, received, strict=True):
+            for taker in copy.takers:
+                _set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
+    _join_controls(written, crossings)
 
 
 def _in_order(nodes: Mapping[str, Any]) -> list[str]:
@@ -63,14 +67,17 @@ def _conditional(nodes: Mapping[str, Any], order: Sequence[str]) -> set[str]:
     return found
 
 
-def _types(function: Any, given: Sequence[Any], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
+def _names(function: Any) -> dict[str, str]:
+    """Returns the names of all tensors as graphs have them, "node:0", by their names inside the function."""
+    names = {argument.name: f"{argument.name}:0" for argument in function.signature.input_arg}
+    for node in function.node_def:
+        names |= {f"{node.name}:{result}": f"{node.name}:{port}" for port, (result, _) in enumerate(results_of(node))}
+    return names
+
+
+def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
     """Returns the types of the floating-point tensors whose sizes TensorFlow infers."""
-    arguments = [argument.name for argument in function.signature.input_arg]
-    names = {name: f"{name}:0" for name in arguments}
-    results = {node.name: results_of(node) for node in function.node_def}
-    for node, made in results.items():
-        names |= {f"{node}:{result}": f"{node}:{port}" for port, (result, _) in enumerate(made)}
-    calls = {node.name for node in function.node_def if _calls_functions(node)}
+    calls = {node.name: node for node in function.node_def if _calls_functions(node)}
     body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
     body.node.extend(node for node in function.node_def if node.name not in calls)
     used = set()
@@ -78,13 +85,13 @@ def _types(function: Any, given: Sequence[Any], tensors: Sequence[str]) -> dict[
         _set_inputs(node, [names[name] for name in data_inputs(node)])
         used.update(node.input)
     with tf.Graph().as_default() as graph:
-        feeds = [
-            (f"{name}:0", placeholder(tensor.dtype, tensor.shape, handle_data(tensor)))
-            for name, tensor in zip(arguments, given, strict=True)
-        ]
-        for name in calls:
-            feeds += [(f"{name}:{port}", placeholder(dtype, None)) for port, (_, dtype) in enumerate(results[name])]
-        tf.graph_util.import_graph_def(body, {name: tensor for name, tensor in feeds if name in used}, name="")
+        feeds = {
+            f"{argument.name}:0": placeholder(tensor.dtype, tensor.shape, handle_data(tensor))
+            for argument, tensor in zip(function.signature.input_arg, given, strict=True)
+        }
+        for name, node in calls.items():
+            feeds |= {f"{name}:{port}": placeholder(dtype, None) for port, (_, dtype) in enumerate(results_of(node))}
+        tf.graph_util.import_graph_def(body, {name: feeds[name] for name in used & feeds.keys()}, name="")
     found = {name: graph.get_tensor_by_name(names[name]) for name in tensors if source_of(name) not in calls}
     return {
         name: tf.TensorSpec(tensor.shape, tensor.dtype)
@@ -128,12 +135,16 @@ def _messages(copies: Sequence[Copy], rounds: Sequence[int], types: Mapping[str,
     full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
     for group in groups.values():
         message: list[Copy] = []
-        # A large tensor leaves by itself: packing would only copy it once more.
-        for copy in (copy for copy in group if _bytes(types[copy.tensor]) < full):
+        size = 0
+        for copy in group:
+            if _bytes(types[copy.tensor]) >= full:
+                # It leaves by itself: packing would only copy it once more.
+                continue
             message.append(copy)
-            if sum(_bytes(types[copy.tensor]) for copy in message) >= full:
+            size += _bytes(types[copy.tensor])
+            if size >= full:
                 yield message
-                message = []
+                message, size = [], 0
         if len(message) > 1:
             yield message
 
@@ -142,70 +153,40 @@ def _bytes(spec: tf.TensorSpec) -> int:
     return math.prod(spec.shape) * int(spec.dtype.size)
 
 
-class _Writer:
-    """Writes messages and joined control dependencies into a function.
+def _sent_together(
+    written: GraphWriter, message: Sequence[Copy], names: Mapping[str, str], types: Mapping[str, tf.TensorSpec]
+) -> list[str]:
+    """Sends some tensors in one message, and returns the names of the received tensors inside the function."""
+    source, destination = message[0].source, message[0].destination
+    specs = [types[copy.tensor] for copy in message]
+    dtype, count = specs[0].dtype, len(specs)
 
-    Args:
-        function: the function.
-        nodes: its nodes, by name.
-    """
+    def reshaped(tensor: str, shape: list[int], device: str) -> str:
+        inputs = [tensor, written.constant(shape, device=device)]
+        return written.add("Reshape", inputs, device, "packed/reshape", T=dtype, Tshape=tf.int32)
 
-    def __init__(self, function: Any, nodes: Mapping[str, Any]):
-        self._function, self._nodes = function, nodes
-        self._made: dict[Any, str] = {}
+    parts = [reshaped(names[copy.tensor], [-1], source) for copy in message]
+    inputs = [*parts, written.constant(0, device=source)]
+    sent = written.add("ConcatV2", inputs, source, "packed/message", N=count, T=dtype, Tidx=tf.int32)
+    sizes = written.constant([math.prod(spec.shape) for spec in specs], device=destination)
+    inputs = [sent, sizes, written.constant(0, device=destination)]
+    split = written.add("SplitV", inputs, destination, "packed/received", num_split=count, T=dtype, Tlen=tf.int32)
+    received = [reshaped(f"{split}:{i}", spec.shape.as_list(), destination) for i, spec in enumerate(specs)]
+    return [written.inside(tensor)[0] for tensor in received]
 
-    def pack(self, copies: Sequence[Copy], types: Sequence[tf.TensorSpec]) -> None:
-        """Sends some tensors in one message."""
-        source, destination, dtype = copies[0].source, copies[0].destination, types[0].dtype
-        shapes = {"T": dtype, "Tshape": tf.int32}
-        row = self._constant([-1], source)
-        parts = [f"{self._add('Reshape', [copy.tensor, row], source, **shapes)}:output:0" for copy in copies]
-        inputs = [*parts, self._constant(0, source)]
-        message = self._add("ConcatV2", inputs, source, N=len(parts), T=dtype, Tidx=tf.int32)
-        sizes = self._constant([math.prod(spec.shape) for spec in types], destination)
-        inputs = [f"{message}:output:0", sizes, self._constant(0, destination)]
-        split = self._add("SplitV", inputs, destination, num_split=len(parts), T=dtype, Tlen=tf.int32)
-        for i, (copy, spec) in enumerate(zip(copies, types, strict=True)):
-            inputs = [f"{split}:output:{i}", self._constant(spec.shape.as_list(), destination)]
-            made = f"{self._add('Reshape', inputs, destination, **shapes)}:output:0"
-            for taker in map(self._nodes.__getitem__, copy.takers):
-                _set_inputs(taker, [made if name == copy.tensor else name for name in taker.input])
 
-    def join_controls(self, crossings: Crossings) -> None:
-        """Makes a node wait for one node of each other device."""
-        for node in self._nodes.values():
-            here, elsewhere = crossings.device(node.name), defaultdict(list)
-            for name in node.input:
-                there = crossings.device(source_of(name))
-                if name.startswith("^") and there and here and there != here:
-                    elsewhere[there].append(name)
-            for there, names in elsewhere.items():
-                if len(names) > 1:
-                    joined = self._once("NoOp", names, there)
-                    _set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
-
-    def _constant(self, value: Any, device: str) -> str:
-        tensor = attr_value_pb2.AttrValue(tensor=tf.make_tensor_proto(value, tf.int32))
-        return f"{self._once('Const', [], device, dtype=tf.int32, value=tensor)}:output:0"
-
-    def _once(self, operation: str, inputs: Sequence[str], device: str, **attributes: Any) -> str:
-        key = (operation, tuple(inputs), device, str(attributes))
-        if key not in self._made:
-            self._made[key] = self._add(operation, inputs, device, **attributes)
-        return self._made[key]
-
-    def _add(self, operation: str, inputs: Sequence[str], device: str, **attributes: Any) -> str:
-        number = len(self._function.node_def)
-        node = self._function.node_def.add(op=operation, name=f"packed/{operation.lower()}_{number}", device=device)
-        node.input.extend(inputs)
-        for name, value in attributes.items():
-            if isinstance(value, tf.DType):
-                node.attr[name].type = value.as_datatype_enum
-            elif isinstance(value, int):
-                node.attr[name].i = value
-            else:
-                node.attr[name].CopyFrom(value)
-        return str(node.name)
+def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
+    """Makes a node wait for at most one node of each other device."""
+    for node in list(written.function.node_def):
+        here, elsewhere = crossings.device(node.name), defaultdict(list)
+        for name in node.input:
+            there = crossings.device(source_of(name))
+            if name.startswith("^") and there and here and there != here:
+                elsewhere[there].append(name)
+        for there, names in elsewhere.items():
+            if len(names) > 1:
+                joined = written.once(("joined", *names), partial(written.add, "NoOp", names, there, "packed/joined"))
+                _set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
 
 
 def _set_inputs(node: Any, names: Sequence[str]) -> None:

@@ -77,10 +77,18 @@ class TowerSteps:
         Returns:
             The step's result for the whole batch, and the step's partition.
         """
-        step, inputs, options = self.plain(name), self.inputs, (self.jit_compile, self.pack_copies)
+        step, inputs = self.plain(name), self.inputs
         result, self._partitions[name] = self.trace(
             lambda rows: run_on_slices(
-                step, slices, inputs.whole, rows, inputs.devices, self.home, inputs.collectives, *options
+                step,
+                slices,
+                inputs.whole,
+                rows,
+                inputs.devices,
+                self.home,
+                inputs.collectives,
+                jit_compile=self.jit_compile,
+                pack_copies=self.pack_copies,
             ),
             inputs.known_rows,
         )

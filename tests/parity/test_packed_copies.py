@@ -119,11 +119,17 @@ def test_weights_and_gradients_travel_in_one_message_for_each_pair_of_devices(pa
     assert packed.total_bytes <= 1.01 * apart.total_bytes
 
 
-def test_copies_are_packed_between_gpus_unless_it_is_refused():
+def test_copies_are_packed_between_gpus_alone_unless_it_is_asked_for(monkeypatch):
     def packs(**arguments):
         return keras_dp.DataParallelModel(convolutions(), devices=2, **arguments).tower_steps.pack_copies
 
     assert not packs()
     assert packs(pack_copies=True)
+    monkeypatch.setattr(keras_dp.model, "tower_devices", lambda devices: ["GPU:0", "GPU:1"])
+    assert packs()
+    assert not packs(pack_copies=False)
+
+
+def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="`pack_copies` must be one of True, False, None"):
-        packs(pack_copies="all")
+        keras_dp.DataParallelModel(convolutions(), devices=2, pack_copies="all")

@@ -31,8 +31,8 @@ def gathered(monkeypatch):
     types = set()
     run_on_slices = keras_dp.steps.towers.run_on_slices
 
-    def recording(*args):
-        result, partition = run_on_slices(*args)
+    def recording(*args, **options):
+        result, partition = run_on_slices(*args, **options)
         types.update(once.type for once in partition.gathered)
         return result, partition
 
