@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -81,12 +82,20 @@ def _device_of(tensor: Tensor, of_inputs: dict[int, str]) -> str:
 
 
 def _balanced(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:
-    """Chooses a device for each variable: the largest first, each on the device with the fewest bytes so far."""
+    """Chooses a device for each variable: the largest first, each on the device with the fewest bytes so far.
+
+    The vectors of a layer stay together. Operations such as batch normalization combine them, and would send them otherwise.
+    """
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, variable in enumerate(variables):
+        groups[variable.path.rpartition("/")[0] if len(variable.shape) < 2 else f"{i}"].append(i)
+    sizes = {name: sum(_bytes(variables[i]) for i in group) for name, group in groups.items()}
     loads = dict.fromkeys(devices, 0)
-    chosen = {}
-    for i in sorted(range(len(variables)), key=lambda i: -_bytes(variables[i])):
-        chosen[i] = min(loads, key=lambda device: loads[device])
-        loads[chosen[i]] += _bytes(variables[i])
+    chosen: dict[int, str] = {}
+    for name in sorted(groups, key=lambda name: -sizes[name]):
+        device = min(loads, key=lambda device: loads[device])
+        loads[device] += sizes[name]
+        chosen |= dict.fromkeys(groups[name], device)
     return [chosen[i] for i in range(len(variables))]
 
 

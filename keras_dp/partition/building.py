@@ -8,18 +8,19 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.across import Across
+from keras_dp.partition.constants import Constants
 from keras_dp.partition.construction import Construction
 from keras_dp.partition.control_flow import LOOPS
 from keras_dp.partition.exchanges import Exchanges
-from keras_dp.partition.forms import Forms, is_constant
+from keras_dp.partition.forms import Forms
 from keras_dp.partition.graph import Output, output_of
 from keras_dp.partition.homes import Homes
 from keras_dp.partition.instances import Feeds, Instances
 from keras_dp.partition.late_writes import hold_back_writes
 from keras_dp.partition.node import Node
 from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
-from keras_dp.partition.propagation import CannotGatherError, Propagation, axes_to_sum
-from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.propagation import CannotGatherError, Propagation
+from keras_dp.partition.tensorflow_internals import HOST, is_stateful
 from keras_dp.partition.writing import GraphWriter
 
 _SHAPES = ("Shape", "ShapeN", "Size")
@@ -28,7 +29,7 @@ _SHAPES = ("Shape", "ShapeN", "Size")
 class _Kind(enum.Enum):
     """The kinds of instance that a traced node may have."""
 
-    FED = "given"
+    FED = "given, or written where it is needed"
     HOME = "one at home"
     TOWERS = "one on each tower"
     SHAPES = "one on each tower, for its own number of rows"
@@ -59,7 +60,8 @@ class Builder:
         self._homes = Homes(propagation, home)
         construction = Construction(self.graph, propagation, self.devices, feeds, self._instances, self._homes, across)
         self.exchanges = Exchanges(construction)
-        self.forms = Forms(construction, self.exchanges)
+        self._constants = Constants(self.graph, propagation)
+        self.forms = Forms(construction, self.exchanges, self._constants)
 
     def build(self, outputs: Iterable[str], effects: Iterable[str]) -> tuple[list[str], list[str]]:
         """Makes the nodes that some outputs and effects of the traced graph need, and no others.
@@ -131,8 +133,7 @@ class Builder:
             needs = plan.needs or [REPLICATE] * len(outputs)
         else:
             needs = [self._local_need(output) for output in outputs]
-        pairs = list(zip(outputs, needs, strict=True))
-        return pairs if kind is _Kind.HOME else [pair for pair in pairs if not self._is_own_constant(*pair)]
+        return list(zip(outputs, needs, strict=True))
 
     def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
         sources = [(self._kind(output, need), output[0]) for output, need in self._inputs(kind, name)]
@@ -174,7 +175,7 @@ class Builder:
         """Returns the kind of instance from which a form of a tensor is made."""
         name = output[0]
         facts, plan = self.propagation.facts[output], self.propagation.plans[name]
-        if name in self.feeds.whole or axes_to_sum(facts) is not None:
+        if name in self.feeds.whole or self._constants.is_known(output):
             return _Kind.FED
         if need == LOCAL_SHAPE and facts.placement == REPLICATE and facts.counts_rows() and plan.is_at_home:
             return _Kind.SHAPES
@@ -183,10 +184,6 @@ class Builder:
         is_cut = isinstance(need, Shard) and need != facts.placement
         return _Kind.HOME if plan.also_at_home and (is_cut or need in (REPLICATE, ANY_SHAPE)) else _Kind.TOWERS
 
-    def _is_own_constant(self, output: Output, need: Need) -> bool:
-        """Returns whether each tower makes its own copy of a constant."""
-        return need in (REPLICATE, ANY_SHAPE, LOCAL_SHAPE) and is_constant(self.propagation, output)
-
     def _local_need(self, output: Output) -> Need:
         placement = self.propagation.facts[output].placement
         return LOCAL_SHAPE if placement == REPLICATE else placement
@@ -194,13 +191,11 @@ class Builder:
     # Make instances.
 
     def _make_at_home(self, definition: Any) -> None:
-        if definition.op == "Const":
-            self._instances.home[definition.name] = self.copy(definition, "home", self.graph.home, [])
-        elif self._counts_all_rows(definition):
+        if self._counts_all_rows(definition):
             self._instances.home[definition.name] = self._shape_of_whole(definition)
         else:
-            inputs = list(map(self.forms.whole, self.propagation.sources[definition.name]))
             device = self._homes.of_node(definition)
+            inputs = [self.forms.whole(output, device) for output in self.propagation.sources[definition.name]]
             if definition.op in LOOPS:
                 inputs = self._beside_loop(definition, inputs, device, "home")
             self._instances.home[definition.name] = self.copy(definition, "home", device, inputs)
@@ -282,7 +277,7 @@ class Builder:
     # Help rules that make their own instances.
 
     def count(self, sizes: Sequence[Any], node: Node, axes: Sequence[int], tower: int | None = None) -> str:
-        """Counts the entries along some axes of a node's first input, as an int64 scalar at home.
+        """Counts the entries along some axes of a node's first input, as an int64 scalar on the host.
 
         Args:
             sizes: the sizes of the axes, as far as they are known.
@@ -294,21 +289,21 @@ class Builder:
         output = self.propagation.sources[node.name][0]
         last = len(self.devices) - 1
         plain = int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
-        total = self.graph.constant(plain, tf.int64)
+        total = self.graph.constant(plain, tf.int64, HOST)
         placement = self.propagation.facts[output].placement
         for size, axis in zip(sizes, axes, strict=True):
             if isinstance(size, int):
                 continue
             blocks = placement.blocks if isinstance(placement, Shard) and axis == placement.axis else None
             if blocks is not None and all(isinstance(block, int) for block in blocks):
-                factors = [rows, self.graph.constant(sum(blocks))]
+                factors = [rows, self.graph.constant(sum(blocks), device=HOST)]
             else:
                 entries = self.graph.size(self.forms.form(output, placement, last), axis, node.dtype(0), self.devices[last])
                 factors = [entries]
                 if blocks is not None:
-                    factors = [self.graph.binary("FloorDiv", entries, self.feeds.rows[last]), rows]
+                    factors = [self.graph.binary("FloorDiv", entries, self.feeds.rows[last], device=HOST), rows]
             for factor in factors:
-                total = self.graph.binary("Mul", total, self.graph.cast(factor, tf.int32, tf.int64), tf.int64)
+                total = self.graph.binary("Mul", total, self.graph.cast(factor, tf.int32, tf.int64, HOST), tf.int64, HOST)
         return total
 
     def read(self, node: Node, resource: str) -> str:
@@ -325,9 +320,7 @@ class Builder:
     def copy(self, definition: Any, prefix: str, device: str, inputs: Sequence[str], operation: str | None = None) -> str:
         """Copies a traced node to a device, with other inputs, after the nodes that it waits for."""
         controls = [control for source in self.propagation.awaited[definition.name] for control in self._controls(source)]
-        return self.graph.copy(
-            definition, f"{prefix}/{definition.name}", device, inputs, [] if definition.op == "Const" else controls, operation
-        )
+        return self.graph.copy(definition, f"{prefix}/{definition.name}", device, inputs, controls, operation)
 
     def _controls(self, name: str) -> list[str]:
         """Returns the control inputs that replace a control input on a traced node."""

@@ -9,9 +9,10 @@ import tensorflow as tf
 from keras_dp.partition.construction import Construction
 from keras_dp.partition.empty_slices import EmptySlices
 from keras_dp.partition.graph import Output, name_of
-from keras_dp.partition.moments import Variance
+from keras_dp.partition.moments import Variance, variance_of_parts
 from keras_dp.partition.placements import Own, Partial, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError
+from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.worker_exchanges import WorkerExchanges
 from keras_dp.partition.writing import Given
 
@@ -109,21 +110,47 @@ class Exchanges:
         return self._as(self._workers.sum(given, name, output in self.early), sent, dtype, home)
 
     def _variance(self, output: Output, mean: Output) -> str:
-        """Returns the variance of all workers' rows from the variance of each worker around its own mean: see `moments`."""
-        home, spec = self._homes.of_whole(output), self._spec(output)
-        variance = self._of_towers(output, "sum")
+        """Returns the variance of all rows from the variances of the towers' rows around their own means: see `moments`."""
+        home, spec, name = self._homes.of_whole(output), self._spec(output), f"variance/{output[0]}"
+        count, rank = len(self._devices), len(spec.shape)
+        part_of_mean = Given(self._of_towers(mean, "sum"), spec, home)
+        parts = [*self._empty_slices.parts(mean, "sum"), *self._empty_slices.parts(output, "sum")]
+        shares = Given(self._shares(rank, spec.dtype), tf.TensorSpec([count, *[1] * rank], spec.dtype), HOST)
+
+        def combined(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            *parts, mean, shares = tensors
+            if self._workers:
+                mean = tf.math.divide_no_nan(mean, tf.reduce_sum(shares))
+            return [variance_of_parts(parts[:count], parts[count:], mean, shares)]
+
+        variance = self._graph.unique(name)
+        self._graph.inline(combined, [*(Given(part, spec, home) for part in parts), part_of_mean, shares], [variance])
         if self._workers is None:
             return variance
-        part_of_mean = Given(self._of_towers(mean, "sum"), spec, home)
-        name = f"variance/{output[0]}"
         return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean, Partial()), name)
 
-    def own_mean(self, mean: Output) -> str:
-        """Returns the mean of this worker's rows, for a mean over the rows of all workers."""
-        if self._workers is None:
-            return self.whole(mean, Partial())
-        given = Given(self._of_towers(mean, "sum"), self._spec(mean), self._homes.of_whole(mean))
-        return self._workers.own_mean(given)
+    def _shares(self, rank: int, dtype: tf.DType) -> str:
+        """Returns the shares of the batch's rows that the N towers have, of shape (N, 1, ..., 1) with `rank` ones."""
+
+        def shares() -> str:
+            rows, count = self._feeds.own_rows, len(self._devices)
+            packed = self._graph.add("Pack", rows, HOST, "own_rows", N=count, T=tf.int32, axis=0)
+            own, all_rows = (self._graph.cast(rows, tf.int32, dtype, HOST) for rows in (packed, self._feeds.batch_rows))
+            inputs = [
+                self._graph.binary("RealDiv", own, all_rows, dtype, HOST),
+                self._graph.constant([count, *[1] * rank], device=HOST),
+            ]
+            return self._graph.add("Reshape", inputs, HOST, "shares", T=dtype, Tshape=tf.int32)
+
+        return str(self._graph.once(("shares", rank, dtype), shares))
+
+    def own_mean(self, part: str, tower: int, dtype: tf.DType) -> str:
+        """Returns the mean of a tower's rows, from its part of the mean of all rows."""
+        all_rows, own = (
+            self._graph.cast(rows, tf.int32, dtype, HOST) for rows in (self._feeds.batch_rows, self._feeds.rows[tower])
+        )
+        scale = self._graph.binary("RealDiv", all_rows, own, dtype, HOST)
+        return self._graph.add("Mul", [part, scale], self._devices[tower], f"tower_{tower}/own_mean", T=dtype)
 
     def _spec(self, output: Output) -> tf.TensorSpec:
         return self._propagation.static(output).spec()
@@ -297,7 +324,7 @@ class Exchanges:
             f"keras_dp: the tensor {name!r} meets rows of the batch, and must have one entry, or as many as the rows. Its size "
             "is not known while tracing: give it a fixed shape. Received the number of its entries, then that of the rows:"
         )
-        said = self._graph.add("Const", [], "CPU:0", "message", dtype=tf.string, value=message)
+        said = self._graph.add("Const", [], HOST, "message", dtype=tf.string, value=message)
         types = [tf.string, tf.int32, tf.int32]
-        check = self._graph.add("Assert", [either, said, size, rows], "CPU:0", "check", T=types)
+        check = self._graph.add("Assert", [either, said, size, rows], HOST, "check", T=types)
         return self._graph.add("Identity", [size, f"^{check}"], self._graph.home, "size", T=tf.int32)

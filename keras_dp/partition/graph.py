@@ -11,7 +11,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from keras_dp.partition.hoisting import hoisted, hoisted_loops
 from keras_dp.partition.node import Static
 from keras_dp.partition.rows import Size
-from keras_dp.partition.simplification import in_order, simplify
+from keras_dp.partition.simplification import in_order, simplify, without_waiting_results
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 
 Tensor = Any
@@ -112,6 +112,7 @@ def _simplified(traced: Traced) -> Traced:
     count = len(traced.outputs)
     found = [name[1:] for name in dict.fromkeys(names[count:])]
     effects = [name for name in found if name not in traced.handles]
+    nodes = without_waiting_results(nodes, names[:count], effects, traced.arguments)
     return dataclasses.replace(traced, nodes=nodes, outputs=names[:count], effects=effects)
 
 

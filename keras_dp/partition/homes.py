@@ -13,8 +13,8 @@ class Homes:
     """Chooses the device of each operation that is computed once.
 
     An operation on a variable runs where the variable lives. Any other operation runs on the device of its largest input that
-    has such a device. So an update is computed, and its variable is read, where the variable lives. All other operations run at
-    one home.
+    has such a device, else where its result is needed. So an update is computed, and its variable is read, where the variable
+    lives. All other operations run at one home.
 
     Args:
         propagation: the plan of each node.
@@ -30,11 +30,10 @@ class Homes:
             for definition in propagation.traced.nodes
             if propagation.plans[definition.name].is_at_home or propagation.plans[definition.name].also_at_home
         ]
-        # A second pass, since a gradient's norm, say, comes before the update that decides where the gradient is needed.
-        for _ in range(2):
-            for definition in once:
-                if definition.name not in self._places:
-                    self._place(definition, propagation)
+        # The second pass goes backward: a gradient's norm, say, comes before the update that decides where it is needed.
+        for definition in (*once, *reversed(once)):
+            if definition.name not in self._places:
+                self._place(definition, propagation)
 
     def of_node(self, definition: Any) -> str:
         """Returns the device of a node that is computed once."""
@@ -46,13 +45,15 @@ class Homes:
 
     def _place(self, definition: Any, propagation: Propagation) -> None:
         inputs = propagation.sources[definition.name]
-        place = definition.device or self._beside(inputs, propagation)
+        place = definition.device or self._beside(inputs, propagation) or self._wanted.get((definition.name, 0))
         if place:
             self._places[definition.name] = place
             for output in inputs:
                 self._wanted.setdefault(output, place)
 
     def _beside(self, inputs: list[Output], propagation: Propagation) -> str:
+        # A constant can be written anywhere.
+        inputs = [output for output in inputs if propagation.nodes[output[0]].op != "Const"]
         places = {output: self._places.get(output[0], self._wanted.get(output, "")) for output in inputs}
         placed = [output for output in inputs if places[output]]
         statics = {output: propagation.static(output) for output in placed}

@@ -1,13 +1,14 @@
-"""Combine the workers' variances with their means in one message.
+"""Combine the towers' variances with their means, in one meeting.
 
-One device computes the mean before the variance, so that workers would meet twice. Instead, each worker takes the variance v_i
-of its own rows around their own mean m_i, and sends both together. Let s_i be the share of the rows that worker i has. Then the
-mean is the sum of s_i m_i, and the variance is the sum of s_i (v_i + (m_i - mean)^2). This is the law of total variance (Chan,
-Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", formulas 2.1a and 2.1b, for any number of parts).
+One device computes the mean before the variance, so that towers would meet twice. Instead, each tower takes the variance v_i of
+its own rows around their own mean m_i, and sends both together. Let s_i be the share of the rows that tower i has. The mean is
+the sum of s_i m_i, and the variance is the sum of s_i (v_i + (m_i - mean)^2). This is the law of total variance (Chan, Golub,
+LeVeque 1983, "Algorithms for Computing the Sample Variance", formulas 2.1a and 2.1b, for any number of parts). Towers send
+s_i m_i and s_i v_i. Workers do the same with theirs.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,10 +20,10 @@ from keras_dp.partition.placements import REPLICATE, Facts, Partial, Shard
 
 @dataclasses.dataclass(frozen=True)
 class Variance(Partial):
-    """A variance of which each tower has a part, around the mean of its worker's rows.
+    """A variance of which each tower has a part, around the mean of its own rows.
 
     Attributes:
-        mean: the mean of all workers' rows.
+        mean: the mean of all rows.
     """
 
     reduction: str = "variance"
@@ -56,17 +57,32 @@ def plan_of_variance(mean: Output, rows: Facts, shape: Any, part_of_mean: Callab
     """Plans a variance, whose inputs are the rows, the parts of their mean, and the axes.
 
     Args:
-        mean: the mean of all workers' rows.
+        mean: the mean of all rows.
         rows: the facts of the rows.
         shape: the shape of the variance; see `Facts`.
         part_of_mean: makes a tower's part of the mean of the distances; see `Plan.instance`.
     """
 
     def instance(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
-        values, _, axes = inputs
+        values, own_part, axes = inputs
         device, name, dtype = builder.devices[tower], f"tower_{tower}/{definition.name}", tf.as_dtype(definition.attr["T"].type)
-        operands = [values, builder.exchanges.own_mean(mean)]
+        operands = [values, builder.exchanges.own_mean(own_part, tower, dtype)]
         distances = builder.graph.add("SquaredDifference", operands, device, f"{name}/distances", T=dtype)
         return part_of_mean(builder, definition, tower, [distances, axes])
 
     return Plan([Facts(Variance(mean=mean), None, shape)], [rows.placement, Partial(), REPLICATE], instance)
+
+
+def variance_of_parts(
+    means: tf.Tensor | Sequence[tf.Tensor], variances: tf.Tensor | Sequence[tf.Tensor], mean: tf.Tensor, shares: tf.Tensor
+) -> tf.Tensor:
+    """Returns the variance of all rows of n towers or workers, as a part of the variance of the batch.
+
+    Args:
+        means: the parts of the mean of the batch, n tensors.
+        variances: the parts of the variance, each around the mean of its own rows, n tensors.
+        mean: the mean of all these rows.
+        shares: the shares of the rows of the batch, n tensors with one entry. A share may be 0; then its parts are zeros.
+    """
+    distances = tf.math.squared_difference(tf.math.divide_no_nan(tf.stack(means), shares), mean)
+    return tf.reduce_sum(tf.stack(variances) + shares * distances, 0)

@@ -1,6 +1,6 @@
 """Simplify the traced graph before it is copied."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -63,6 +63,39 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
         kept.append(node)
     found = [[resolved(name.removesuffix(":0"))] if name[0] != "^" else awaited.get(name, [name]) for name in fetches]
     return kept, [name for names in found for name in names]
+
+
+def without_waiting_results(
+    nodes: Sequence[Any], outputs: Iterable[str], effects: Collection[str], arguments: Iterable[str]
+) -> list[Any]:
+    """Returns the nodes, without waits of the results for the effects of the step.
+
+    A step ends after all of its effects. Only what is computed from a result waits for them otherwise, and nothing is.
+
+    Args:
+        nodes: NodeDefs, which are changed in place.
+        outputs: the names of the tensors that are returned.
+        effects: the names of the nodes that run in any case.
+        arguments: the names of the placeholders, which stay.
+    """
+    by_name = {node.name: node for node in nodes}
+    taken = {name.lstrip("^").partition(":")[0] for node in nodes for name in node.input}
+    for node in {name.partition(":")[0] for name in outputs} - taken - set(effects):
+        if not is_stateful(by_name[node].op):
+            kept = [name for name in by_name[node].input if not (name[0] == "^" and _happens(name[1:], by_name, effects))]
+            del by_name[node].input[:]
+            by_name[node].input.extend(kept)
+    # An argument that is a constant may have been merged with another one.
+    needed = needed_nodes(nodes, [*outputs, *effects, *(name for name in arguments if name in by_name)])
+    return [node for node in nodes if node.name in needed]
+
+
+def _happens(name: str, nodes: Mapping[str, Any], effects: Collection[str]) -> bool:
+    """Returns whether a node is an effect, a read, or only waits for effects and reads."""
+    node = nodes[name]
+    if name in effects or node.op == "ReadVariableOp":
+        return True
+    return node.op == "NoOp" and all(_happens(source[1:], nodes, effects) for source in node.input)
 
 
 def in_order(nodes: Sequence[Any]) -> Iterable[Any]:

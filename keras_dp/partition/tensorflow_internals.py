@@ -12,6 +12,9 @@ from tensorflow.python.ops import handle_data_util
 
 Tensor = Any
 
+# The device of numbers that are computed in the host's memory.
+HOST = "CPU:0"
+
 
 def body_of(function: Any) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
     """Returns the nodes of a FunctionDef, with its arguments as placeholders, and the new names of its tensors, by name."""

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_dp.partition.across import Across
 from keras_dp.partition.construction import Construction
+from keras_dp.partition.moments import variance_of_parts
 from keras_dp.partition.writing import Given
 
 
@@ -60,17 +61,6 @@ class WorkerExchanges:
             return self._exchanged(lambda rows: self._across.gathered(rows, axis), [own], name)
         given = [own, self._counts()]
         return self._exchanged(lambda rows, counts: self._across.gathered(rows, axis, counts * entries), given, name)
-
-    def own_mean(self, part: Given) -> str:
-        """Computes the mean of this worker's rows from its part of the mean of all workers' rows; 0 if it has no rows."""
-        dtype = part.spec.dtype
-
-        def batch_over_own() -> str:
-            counts = [self._graph.cast(count, tf.int32, dtype) for count in (self._feeds.batch_rows, self._rows())]
-            return self._graph.add("DivNoNan", counts, self._graph.home, "batch_over_own", T=dtype)
-
-        scale = self._graph.once(("batch over own", dtype), batch_over_own)
-        return self._graph.binary("Mul", part.name, scale, dtype, part.device)
 
     def variance(self, mean: Given, variance: Given, sum_of_means: str, name: str) -> str:
         """Writes the variance of all workers' rows. Their mean is sent in the same message if its sum is not written yet.
@@ -137,8 +127,7 @@ def _pooled(across: Across, mean: tf.Tensor, variance: tf.Tensor, counts: tf.Ten
     own = tf.stack([mean, variance])[tf.newaxis]
     everywhere = across.gathered(own, 0, tf.ones_like(counts))
     shares = tf.cast(counts, own.dtype) / tf.cast(tf.reduce_sum(counts), own.dtype)
-    shares = tf.reshape(shares, [-1, *[1] * (own.shape.rank - 2)])
+    shares = tf.reshape(shares, [-1, *[1] * mean.shape.rank])
     means, variances = everywhere[:, 0], everywhere[:, 1]
     whole = tf.reduce_sum(means, 0)
-    distances = tf.math.squared_difference(tf.math.divide_no_nan(means, shares), whole)
-    return [tf.reduce_sum(variances + shares * distances, 0), whole]
+    return [variance_of_parts(means, variances, whole, shares), whole]

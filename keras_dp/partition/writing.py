@@ -55,7 +55,7 @@ class GraphWriter:
 
     def add(self, operation: str, inputs: Sequence[str], device: str, name: str, **attributes: Any) -> str:
         """Writes a new node, and returns its name."""
-        node = self.function.node_def.add(op=operation, name=self._unique(name), device=_full_name(device))
+        node = self.function.node_def.add(op=operation, name=self.unique(name), device=_full_name(device))
         node.input.extend(map(self._input, inputs))
         for attribute, value in attributes.items():
             if isinstance(value, tf.DType):
@@ -83,7 +83,7 @@ class GraphWriter:
         operation: str | None = None,
     ) -> str:
         """Writes a copy of a node, with other inputs, on a device, and returns its name."""
-        made = self._unique(name)
+        made = self.unique(name)
         known = None if operation else self._results_of_copied.get(definition.name)
         node = self._write(definition, made, device, inputs, controls, operation)
         self._results[made] = results_of(node) if known is None else known
@@ -132,12 +132,16 @@ class GraphWriter:
             self.once((operation, a, b, device), lambda: self.add(operation, [a, b], device, operation.lower(), T=dtype))
         )
 
-    def cast(self, tensor: str, source: tf.DType, target: tf.DType) -> str:
-        """Casts a tensor at home to another dtype."""
+    def cast(self, tensor: str, source: tf.DType, target: tf.DType, device: str | None = None) -> str:
+        """Casts a tensor to another dtype, once on each device, and returns its name."""
         if source == target:
             return tensor
+        device = device or self.home
         return str(
-            self.once(("cast", tensor, target), lambda: self.add("Cast", [tensor], self.home, "cast", SrcT=source, DstT=target))
+            self.once(
+                ("cast", tensor, target, device),
+                lambda: self.add("Cast", [tensor], device, "cast", SrcT=source, DstT=target),
+            )
         )
 
     def constant(self, value: Any, dtype: tf.DType = tf.int32, device: str | None = None) -> str:
@@ -183,7 +187,7 @@ class GraphWriter:
 
     def reserve(self, name: str, dtype: tf.DType, sources: Sequence[str]) -> str:
         """Reserves a name for a tensor that is computed from `sources` and written later. Nodes may take it before."""
-        made = self._unique(name)
+        made = self.unique(name)
         self._results[made] = [("output:0", dtype)]
         self._rounds[made] = 1 + max(map(self.rounds, sources))
         return made
@@ -203,7 +207,7 @@ class GraphWriter:
             function: takes a tensor for each of `given`, returns a tensor for each of `results`, and makes no other functions,
                 such as branches.
             given: the function's arguments.
-            results: the names of the function's results, as `reserve` returned them.
+            results: the names of the function's results, as `reserve` or `unique` returned them.
         """
         with tf.Graph().as_default() as graph, tf.device(given[0].device):
             own = []
@@ -218,7 +222,7 @@ class GraphWriter:
                 sources = [name.partition(":") for name in data_inputs(definition)]
                 inputs = [names[name] + colon + port for name, colon, port in sources]
                 controls = [f"^{names[name].split(':')[0]}" for name in control_inputs(definition)]
-                name = reserved.get(definition.name) or self._unique(f"{results[0]}/{definition.name}")
+                name = reserved.get(definition.name) or self.unique(f"{results[0]}/{definition.name}")
                 self._results[name] = results_of(self._write(definition, name, definition.device, inputs, controls))
                 names[definition.name] = name
 
@@ -228,10 +232,11 @@ class GraphWriter:
             self._made[what] = make()
         return self._made[what]
 
-    def _unique(self, name: str) -> str:
+    def unique(self, name: str) -> str:
+        """Returns a name that no node has, which begins with the given one."""
         count = self._names.get(name, 0)
         self._names[name] = count + 1
-        return name if count == 0 else self._unique(f"{name}_{count}")
+        return name if count == 0 else self.unique(f"{name}_{count}")
 
 
 @functools.cache

@@ -119,6 +119,13 @@ def test_weights_and_gradients_travel_in_one_message_for_each_pair_of_devices(pa
     assert packed.total_bytes <= 1.01 * apart.total_bytes
 
 
+@pytest.mark.parametrize("parameter_device", [None, "sharded"])
+def test_towers_meet_once_forward_and_once_backward_for_each_batch_normalization(parameter_device):
+    """A message has the mean and the variance, or both of their gradients. Another one has the denominators of the loss."""
+    _, packed = report(parameter_device=parameter_device, pack_copies=True)
+    assert max(row.number for row in packed.copies if row.kind == "moments") <= 3 * 2 + 1
+
+
 def test_copies_are_packed_between_gpus_alone_unless_it_is_asked_for(monkeypatch):
     def packs(**arguments):
         return keras_dp.DataParallelModel(convolutions(), devices=2, **arguments).tower_steps.pack_copies

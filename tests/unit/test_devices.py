@@ -127,6 +127,18 @@ def test_sharding_balances_bytes():
     assert max(loads.values()) < 1.05 * min(loads.values())
 
 
+def test_the_vectors_of_a_sharded_layer_stay_together():
+    """Batch normalization combines its four vectors, which would be sent to each other otherwise."""
+    model = keras.Sequential([keras.Input((8, 8, 3))])
+    for _ in range(4):
+        model.add(layers.Conv2D(16, 3, padding="same"))
+        model.add(layers.BatchNormalization())
+    keras_dp.DataParallelModel(model, devices=3, parameter_device="sharded")
+    homes = [{variable_homes.home(variable) for variable in layer.weights if layer.weights[1:]} for layer in model.layers]
+    assert all(len(homes_of_layer) == 1 for homes_of_layer in homes[1::2])
+    assert set.union(*homes) == {"CPU:0", "CPU:1", "CPU:2"}
+
+
 def test_an_optimizer_that_was_built_before_finds_its_variables_again():
     """Keras's optimizers look up their state by the identity of variables, which changes when they move."""
     data = np.random.default_rng(0).normal(size=(16, 6)), np.random.default_rng(1).normal(size=(16, 2))

@@ -9,6 +9,7 @@ from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Shard
 from keras_dp.partition.rows import Rows, depends_on_rows
 from keras_dp.partition.rules.registry import rule, types
+from keras_dp.partition.tensorflow_internals import HOST
 
 DRAWS = types(
     """
@@ -70,7 +71,7 @@ def _draw_rows(builder: Any, node: Node, in_row: int | None, tower: int, inputs:
         inputs: the tower's shape, the key, the counter, the algorithm, and further inputs.
     """
     shape, key, counter, *more = inputs
-    shape_dtype, device, host = node.dtype(0), builder.devices[tower], "CPU:0"
+    shape_dtype, device, host = node.dtype(0), builder.devices[tower], HOST
     in_block = _BLOCK_BITS // 8 // max(node.result_dtype().size, tf.float32.size)
 
     def on_host(operation: str, a: str, b: str, dtype: tf.DType = tf.int64) -> str:
@@ -108,14 +109,14 @@ def _add_to_counter(builder: Any, counter: str, blocks: str, on_host: Any, numbe
     """Adds a number of blocks to a counter of two words of 64 bits, the lower word first."""
     types_of_words = {"batch_dims": 0, "Tparams": tf.uint64, "Tindices": tf.int32, "Taxis": tf.int32}
     low, high = (
-        builder.graph.add("GatherV2", [counter, number(i, tf.int32), number(0, tf.int32)], "CPU:0", "counter", **types_of_words)
+        builder.graph.add("GatherV2", [counter, number(i, tf.int32), number(0, tf.int32)], HOST, "counter", **types_of_words)
         for i in range(2)
     )
     total = on_host("AddV2", low, blocks, tf.uint64)
     overflows = on_host("Less", total, low, tf.uint64)
-    carry = builder.graph.add("Cast", [overflows], "CPU:0", "carry", SrcT=tf.bool, DstT=tf.uint64, Truncate=False)
+    carry = builder.graph.add("Cast", [overflows], HOST, "carry", SrcT=tf.bool, DstT=tf.uint64, Truncate=False)
     words = [total, on_host("AddV2", high, carry, tf.uint64)]
-    return str(builder.graph.add("Pack", words, "CPU:0", "counter", N=2, T=tf.uint64, axis=0))
+    return str(builder.graph.add("Pack", words, HOST, "counter", N=2, T=tf.uint64, axis=0))
 
 
 @rule("Range")

@@ -10,6 +10,7 @@ from keras_dp.partition.rules.labels import axes, by_labels
 from keras_dp.partition.rules.linearity import linear
 from keras_dp.partition.rules.registry import rule
 from keras_dp.partition.sizes import BroadcastAxes
+from keras_dp.partition.tensorflow_internals import HOST
 
 _REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": "prod", "All": "all", "Any": "any"}
 
@@ -45,14 +46,15 @@ def _part_of_mean(builder: Any, node: Node, reduced: list[int], tower: int, inpu
     name = f"tower_{tower}/{node.name}/mean"
     if dtype.size >= tf.float32.size:
         total = builder.copy(node.definition, f"tower_{tower}", device, inputs, operation="Sum")
-        return str(builder.graph.add("RealDiv", [total, builder.graph.cast(count, tf.int64, dtype)], device, name, T=dtype))
+        return str(
+            builder.graph.add("RealDiv", [total, builder.graph.cast(count, tf.int64, dtype, HOST)], device, name, T=dtype)
+        )
     # Sums and numbers of entries may not fit into half precision; means and shares do.
     mean = builder.copy(node.definition, f"tower_{tower}", device, inputs)
     own = builder.count([sizes[axis] for axis in reduced], node, reduced, tower)
-    share = builder.graph.binary(
-        "RealDiv", builder.graph.cast(own, tf.int64, tf.float32), builder.graph.cast(count, tf.int64, tf.float32), tf.float32
-    )
-    return str(builder.graph.add("Mul", [mean, builder.graph.cast(share, tf.float32, dtype)], device, name, T=dtype))
+    counts = [builder.graph.cast(number, tf.int64, tf.float32, HOST) for number in (own, count)]
+    share = builder.graph.cast(builder.graph.binary("RealDiv", *counts, tf.float32, HOST), tf.float32, dtype, HOST)
+    return str(builder.graph.add("Mul", [mean, share], device, name, T=dtype))
 
 
 @rule("Sum")

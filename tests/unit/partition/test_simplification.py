@@ -161,6 +161,32 @@ def test_effects_keep_their_order_on_towers():
         np.testing.assert_array_equal(seen, [before + 10, 2 * before + 10, 2 * before + 20])
 
 
+def test_results_do_not_wait_for_effects():
+    """The step ends after its effects. On devices apart, a result would wait for a message from each of them."""
+    variable = tf.Variable(1.0)
+
+    def step(x):
+        doubled = 2 * x
+        with tf.control_dependencies([variable.assign_add(1.0)]):
+            return tf.identity(doubled), variable.read_value()
+
+    traced = traced_step(tf.function(step, autograph=False).get_concrete_function(VECTOR))
+    nodes = {node.name: node for node in traced.nodes}
+    doubled, read = (nodes[name] for name in traced.outputs)
+    assert not any(name.startswith("^") for name in doubled.input)
+    assert [nodes[name].op for name in traced.effects] == ["AssignAddVariableOp"]
+    # A read waits for the write before it.
+    while read.op != "ReadVariableOp":
+        (read,) = (nodes[name] for name in read.input if name[0] != "^")
+    assert f"^{traced.effects[0]}" in read.input
+
+    partitioned, _ = partitioned_step(step, [VECTOR], [True])
+    for after in (2.0, 3.0):
+        result, value = partitioned(tf.constant([1.0, 2.0, 3.0]))
+        np.testing.assert_array_equal(result, [2.0, 4.0, 6.0])
+        assert float(value) == float(variable) == after
+
+
 def test_a_traced_step_knows_the_shapes_that_were_said():
     def step(x):
         flat = tf.reshape(x, tf.cast(tf.random.uniform([2], 1, 2), tf.int32))

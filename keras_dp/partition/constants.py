@@ -1,0 +1,116 @@
+"""Write tensors that are known while tracing, up to the number of rows.
+
+Each device writes its own copy, so that no device sends a shape or a constant mask to another one.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.control_flow import TYPES
+from keras_dp.partition.graph import Output, name_of
+from keras_dp.partition.placements import REPLICATE, Facts, array_of
+from keras_dp.partition.propagation import Propagation, axes_to_sum
+from keras_dp.partition.rows import Rows
+from keras_dp.partition.tensorflow_internals import HOST, is_stateful
+from keras_dp.partition.writing import GraphWriter
+
+
+class Constants:
+    """Writes constants, small integers, and tensors that are computed from constants alone.
+
+    Args:
+        graph: the graph so far.
+        propagation: the plan of each node.
+    """
+
+    def __init__(self, graph: GraphWriter, propagation: Propagation):
+        self._graph, self._propagation = graph, propagation
+        self._computed: set[str] = set()
+        for definition in propagation.traced.nodes:
+            if self._is_computed(definition):
+                self._computed.add(definition.name)
+
+    def is_known(self, output: Output) -> bool:
+        """Returns whether a tensor is known while tracing, up to the number of rows."""
+        return output[0] in self._computed or known_integers(self._propagation.facts[output]) is not None
+
+    def write(self, output: Output, rows: str, device: str, prefix: str) -> str:
+        """Writes a tensor that is known, once on each device, and returns its name.
+
+        Args:
+            output: the tensor.
+            rows: the name of an int32 scalar: the number of rows that shapes count.
+            device: the device that needs the tensor.
+            prefix: the first part of the names of copied nodes.
+        """
+        (name, port), definition = output, self._propagation.nodes[output[0]]
+        entries = known_integers(self._propagation.facts[output])
+        if definition.op != "Const" and entries is not None:
+            return self._write_integers(entries, self._propagation.static(output).dtype, rows, device)
+        inputs = [self.write(source, rows, device, prefix) for source in self._propagation.sources[name]]
+        copy = partial(self._graph.copy, definition, f"{prefix}/{name}", device, inputs)
+        return name_of(self._graph.once(("constant", name, device, prefix), copy), port)
+
+    def _is_computed(self, definition: Any) -> bool:
+        """Returns whether a node is a constant, or computes a tensor from constants alone."""
+        if definition.op == "Const":
+            return True
+        name, propagation = definition.name, self._propagation
+        results = [(name, port) for port in range(len(propagation.plans[name].outputs))]
+        if any(
+            propagation.facts[result].placement != REPLICATE or propagation.static(result).dtype == tf.variant
+            for result in results
+        ):
+            return False
+        is_bound = name in propagation.traced.handles or definition.device or propagation.awaited[name]
+        return not (is_bound or is_stateful(definition.op) or definition.op in TYPES) and all(
+            map(self._is_constant, propagation.sources[name])
+        )
+
+    def _is_constant(self, output: Output) -> bool:
+        return output[0] in self._computed or self._propagation.facts[output].integers is not None
+
+    def _write_integers(self, entries: np.ndarray, dtype: tf.DType, rows: str, device: str) -> str:
+        graph = self._graph
+        if all(isinstance(number, int) for number in entries.flat):
+            return graph.constant(entries, dtype, device)
+        # On a GPU, int32 stays in the host's memory, where shapes are needed; other integers do not.
+        device = device if dtype == tf.int32 else HOST
+
+        def scalar(number: object) -> str:
+            per_row = _per_row(number)
+            if per_row is None:
+                return graph.constant(number, dtype, device)
+            count = graph.cast(rows, tf.int32, dtype, device)
+            return count if per_row == 1 else graph.binary("Mul", count, graph.constant(per_row, dtype, device), dtype, device)
+
+        scalars = [scalar(number) for number in entries.flat]
+        if entries.ndim == 0:
+            return scalars[0]
+        # TensorFlow infers the known sizes of a shape that is packed from scalars.
+        packed = partial(graph.add, "Pack", scalars, device, "integers", N=len(scalars), T=dtype, axis=0)
+        flat = str(graph.once(("integers", tuple(scalars), device), packed))
+        if entries.ndim == 1:
+            return flat
+        shape = graph.constant(entries.shape, device=device)
+        return graph.add("Reshape", [flat, shape], device, "integers", T=dtype, Tshape=tf.int32)
+
+
+def known_integers(facts: Facts) -> np.ndarray | None:
+    """Returns the entries of a tensor if each is an `int`, or a `Rows` with so many entries for each row; else None."""
+    axes = axes_to_sum(facts)
+    if axes is not None:
+        # In the step, a tower with one row would treat the axis of the rows as broadcast.
+        return array_of(axes)
+    if facts.placement != REPLICATE or facts.entries is None:
+        return None
+    is_known = all(isinstance(number, int) or isinstance(_per_row(number), int) for number in facts.entries.flat)
+    return facts.entries if is_known else None
+
+
+def _per_row(number: object) -> object:
+    """Returns the number of entries for each row; None for a number that does not count rows."""
+    return number.total if isinstance(number, Rows) else None

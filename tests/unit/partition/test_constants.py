@@ -1,0 +1,72 @@
+"""Each device writes the constants and the shapes that it needs, so that none of them is sent."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dp.partition.crossings import Crossings
+from keras_dp.partition.graph import traced_step
+from keras_dp.partition.step import Argument, Trace, build
+from partition.proofs import partitioned_step
+
+DEVICES, HOME = ["CPU:1", "CPU:2", "CPU:3"], "CPU:1"
+ROWS = tf.TensorSpec([None, 4], tf.float64)
+
+
+def copies(step):
+    """Returns the source and the destination of each copy between towers in a step on a batch of rows."""
+    traced = traced_step(Trace(step, [ROWS]).concrete)
+    builder, _, _ = build(traced, [Argument(ROWS, lambda: None, DEVICES)], DEVICES, HOME)
+    found = Crossings(builder.graph.function, builder.variable_devices).copies
+    return sorted((copy.source[-5:], copy.destination[-5:]) for copy in found if copy.source[-5:] in DEVICES)
+
+
+def of_constants(x):
+    mask = tf.linalg.band_part(tf.ones([4, 4], x.dtype), -1, 0)
+    return tf.reduce_sum(tf.matmul(x, mask) ** 2)
+
+
+def of_a_shape(x):
+    rows = tf.shape(x)[0]
+    in_pairs = tf.reshape(x, [2 * rows, 2])
+    return tf.reduce_sum(tf.reshape(in_pairs, tf.shape(x)) * tf.ones([rows, 1], x.dtype))
+
+
+def of_a_wide_shape(x):
+    """Uses a shape of int64, which GPUs do not keep in the host's memory."""
+    shape = tf.shape(x, out_type=tf.int64)
+    return tf.reduce_sum(tf.broadcast_to(x[:, :1], shape) ** 2)
+
+
+def of_a_gradient(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum((x - tf.reduce_mean(x, axis=1, keepdims=True)) ** 2)
+    return tf.reduce_sum(tape.gradient(loss, x) ** 3)
+
+
+STEPS = [of_constants, of_a_shape, of_a_wide_shape, of_a_gradient]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_towers_send_their_parts_and_receive_nothing(step):
+    assert copies(step) == [("CPU:2", "CPU:1"), ("CPU:3", "CPU:1")]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_the_result_is_one_devices(step):
+    partitioned, _ = partitioned_step(step, [ROWS], [True])
+    for rows in (7, 2, 1):
+        x = tf.constant(np.random.default_rng(rows).normal(size=(rows, 4)))
+        np.testing.assert_allclose(partitioned(x), step(x), rtol=1e-12)
+
+
+def test_what_depends_on_a_variable_is_sent():
+    """A negative control: the same computation from a variable."""
+    with tf.device(HOME):
+        variable = tf.Variable(np.ones((4, 4)))
+
+    def step(x):
+        return tf.reduce_sum(tf.matmul(x, tf.linalg.band_part(variable, -1, 0)) ** 2)
+
+    assert [pair for pair in copies(step) if pair[0] == "CPU:1"] == [("CPU:1", "CPU:2"), ("CPU:1", "CPU:3")]
