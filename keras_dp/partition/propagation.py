@@ -28,6 +28,7 @@ from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
 from keras_dp.partition.rules.elementwise import CHECKS
 from keras_dp.partition.rules.own import with_own
+from keras_dp.partition.rules.recurrent import RECURRENT
 from keras_dp.partition.sizes import LARGEST, BroadcastAxes, evaluate
 from keras_dp.partition.tensorflow_internals import is_stateful
 
@@ -184,7 +185,7 @@ class Propagation:
             return Plan([Facts(REPLICATE, known) for known in entries])
         if control_flow.is_control_flow(node):
             plan = control_flow.plan(node, self)
-        elif is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, "ResourceGather"):
+        elif is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT, "ResourceGather"):
             plan = None
         else:
             rule = RULES.get(node.type)
@@ -236,7 +237,7 @@ class Propagation:
     def _why_gathered(self, node: Node) -> str:
         if control_flow.is_control_flow(node):
             return control_flow.why_gathered(node, self)
-        if is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS):
+        if is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT):
             return "it has effects, which happen once"
         return "rows meet rows" if node.type in RULES else "the operation has no rule"
 

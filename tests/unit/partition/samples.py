@@ -447,6 +447,13 @@ def _windows():
                 return getattr(R, name)(images=x, transforms=t, output_shape=[5, 5], interpolation="BILINEAR", **more)
 
             yield Sample((name,), transformed, ("Bhwc", axes), ("float32",), (*image, ("t", 8)))
+    for axes in ("BaC", "aBC"):
+        rows = axes.index("B")
+
+        def reversed_along(x, n, rows=rows):
+            return R.ReverseSequence(input=x, seq_lengths=n, seq_dim=1 - rows, batch_dim=rows)
+
+        yield Sample(("ReverseSequence",), reversed_along, (axes, "B"), ("float64", "int32"), low=0, high=3)
     classes = (("k", 5),)
     yield Sample(
         ("InTopKV2",), lambda x, y: R.InTopKV2(predictions=x, targets=y, k=2), ("Bk", "B"), ("float32", "int32"), classes, 0, 4

@@ -1,0 +1,44 @@
+"""On GPUs, Keras computes LSTM and GRU with cuDNN. These layers stay on the towers."""
+
+import importlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_dp
+
+TIME, UNITS = 4, 3
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """Makes Keras trace cuDNN's operations, which only GPUs can run."""
+    rnn = importlib.import_module("keras.src.backend.tensorflow.rnn")
+    monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
+    keras.config.set_floatx("float32")
+
+
+def bidirectional(units, return_sequences=False, go_backwards=False):
+    forward = layers.LSTM(units, return_sequences=return_sequences, go_backwards=go_backwards)
+    backward = layers.LSTM(units, return_sequences=return_sequences, go_backwards=not go_backwards)
+    return layers.Bidirectional(forward, backward_layer=backward)
+
+
+@pytest.mark.usefixtures("with_cudnn")
+@pytest.mark.parametrize("options", [{}, {"return_sequences": True}, {"go_backwards": True}], ids=str)
+@pytest.mark.parametrize("build", [layers.LSTM, layers.GRU, bidirectional])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_towers_gather_no_rows(build, options, masked):
+    inputs = keras.Input((TIME, UNITS))
+    x = layers.Masking()(inputs) if masked else inputs
+    model = keras.Model(inputs, layers.Dense(1)(build(UNITS, **options)(x)))
+    parallel = keras_dp.DataParallelModel(model, devices=3)
+    parallel.compile("sgd", "mse")
+    batch = np.ones((6, TIME, UNITS), "float32"), np.zeros((6, TIME, 1) if "return_sequences" in options else (6, 1), "float32")
+    steps = parallel.tower_steps
+    partition = steps.partition("train", steps.slices_of(batch))
+    kinds = [node.op for node in partition.traced.nodes]
+    assert kinds.count("CudnnRNNV3") == kinds.count("CudnnRNNBackpropV3") == (2 if build is bidirectional else 1)
+    assert not partition.gathered
