@@ -1,0 +1,1 @@
+"""Run on a machine with GPUs what it can teach about keras_dp, and report it part by part."""

@@ -1,0 +1,72 @@
+"""Run on this machine what it can teach about keras_dp on GPUs, and write a report after each part.
+
+Each part runs in a process of its own, within its time limit. The parts are in the order of what they teach, so a run that is
+cut short has still learned the most. On a machine without GPUs, all parts run on logical CPUs, and the report says what that is
+worth.
+
+The exit code is 1 if a result is not exact, or a part has failed or run out of its own time; 130 after Ctrl-C; otherwise 0.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu import report
+from gpu.parts import PARTS, Part
+from gpu.runner import INTERRUPTED, is_good, run_parts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts that the command line asks for, and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="make gpu-test", description=__doc__, formatter_class=_Formatter)
+    listed = "\n".join(f"  {part.name:<14} {part.teaches}" for part in PARTS)
+    parser.epilog = f"parts:\n{listed}"
+    parser.add_argument("--minutes", type=_positive, default=25.0, help="time for all parts together (default: %(default)g)")
+    parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help="parts to run (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="directory of the report (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "command": shlex.join(["python", "-m", "gpu", *(sys.argv[1:] if arguments is None else arguments)]),
+        "begun": time.strftime("%Y-%m-%d %H:%M"),
+        "minutes": options.minutes,
+        "quick": options.quick,
+    }
+
+    def tell(results: list[dict[str, Any]]) -> None:
+        report.write(results, about, options.out)
+        print(report.headline(results[-1]), flush=True)
+
+    results = run_parts(options.only, options.out, 60 * options.minutes, options.quick, tell)
+    print(f"the report: {options.out / 'report.md'}")
+    return 130 if results[-1]["result"] == INTERRUPTED else int(not is_good(results))
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description and of the list of parts."""
+
+
+def _positive(value: str) -> float:
+    minutes = float(value)
+    if minutes <= 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number. Received: {value!r}")
+    return minutes
+
+
+def _parts(value: str) -> list[Part]:
+    """Returns the named parts, in the order of `PARTS`."""
+    names = value.split(",")
+    known = [part.name for part in PARTS]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"The parts are {', '.join(known)}. Received: {unknown[0]!r}")
+    return [part for part in PARTS if part.name in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

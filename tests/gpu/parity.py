@@ -1,0 +1,169 @@
+"""Compare training on towers with plain Keras on one device.
+
+In float64, results must agree within 1e-9. In float32 and mixed precision they are measured on the scale of the errors that one
+device makes itself: plain Keras is trained again with the rows of each batch in another order, which changes nothing but the
+rounding.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+import keras_dp
+from gpu import comparing, models
+from gpu.devices import prepare, use_exact_arithmetic
+from gpu.record import Record
+
+# Batches of 11, 11, 11 and 1 rows: slices are uneven, and the last batch has fewer rows than towers.
+ROWS, BATCH_SIZE = 34, 11
+LIMIT = 1e-9
+PERMUTATIONS = 4
+# The spread is a maximum over few permutations, and a part of a sum is rounded once more before towers add their parts.
+SPREADS = 4.0
+OTHER_OPTIONS: list[dict[str, Any]] = [
+    {"parameter_device": device, "pack_copies": packs}
+    for device, packs in itertools.product((None, "sharded", "CPU:0"), (None, True, False))
+    if device or packs is not None
+]
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+class Trained(NamedTuple):
+    """Holds the results of a training: the history, the evaluation and the predictions; and all variables."""
+
+    results: Any
+    variables: list[np.ndarray]
+
+
+class Tally:
+    """Counts the comparisons for the summary.
+
+    Args:
+        record: the record of the part.
+    """
+
+    def __init__(self, record: Record):
+        self._record = record
+        self._largest: dict[str, float] = {}
+
+    def add(self, policy: str, difference: float) -> None:
+        """Notes a difference, and sets the finding."""
+        self._largest[policy] = max(self._largest.get(policy, 0.0), difference)
+        compared, different = self._record.results["compared"], len(self._record.results["different"])
+        largest = ", ".join(f"{name} {number:.0e}" for name, number in self._largest.items())
+        self._record.finding(f"{compared - different} of {compared} within their limits; largest differences: {largest}")
+
+
+def run(record: Record) -> None:
+    """Compares all models on 2, 4 and 1 towers, then the options of the wrapper, then lower precision."""
+    devices = prepare(record, 4)
+    use_exact_arithmetic()
+    tally = Tally(record)
+    _in_float64(record, tally, devices)
+    _in_lower_precision(record, tally, devices)
+
+
+def _in_float64(record: Record, tally: Tally, devices: list[str]) -> None:
+    names = [name for name, case in models.CASES.items() if case.has_float64]
+    names = names[:2] if record.quick else names
+    plain = {}
+    for count in (2, 4) if record.quick else (2, 4, 1):
+        for name in names:
+            if name not in plain:
+                plain[name] = train(_built(name, "float64"), name)
+            parallel = keras_dp.DataParallelModel(_built(name, "float64"), devices=devices[:count])
+            _compare_float64(record, tally, name, plain[name], parallel)
+            if count == 2:
+                _list_computed_once(record, name, parallel)
+    options = OTHER_OPTIONS[2:4] if record.quick else OTHER_OPTIONS
+    for name in names[:1] if record.quick else names[:2]:
+        for arguments in options:
+            parallel = keras_dp.DataParallelModel(_built(name, "float64"), devices=devices, **arguments)
+            _compare_float64(record, tally, name, plain[name], parallel, **arguments)
+
+
+def _compare_float64(record: Record, tally: Tally, name: str, plain: Trained, parallel: Any, **arguments: Any) -> None:
+    difference = comparing.difference(plain, train(parallel, name))
+    arguments = {"parameter_device": None, "pack_copies": None} | arguments
+    words = {argument: "default" if value is None else str(value) for argument, value in arguments.items()}
+    record.compare("float64", difference, LIMIT, model=name, towers=parallel.num_towers, **words)
+    tally.add("float64", difference)
+
+
+def _list_computed_once(record: Record, name: str, parallel: Any) -> None:
+    """Lists the operations that are not split, such as kernels of cuDNN that keras_dp has no rule for."""
+    x, y = models.CASES[name].data(BATCH_SIZE)
+    for once in parallel.explain((_as_input(x), y)).once:
+        record.row("Computed once, from gathered rows", model=name, operation=once.type, why=once.reason, name=once.name)
+
+
+def _in_lower_precision(record: Record, tally: Tally, devices: list[str]) -> None:
+    names = ["convolutions"] if record.quick else list(models.CASES)
+    for policy, name in itertools.product(POLICIES[:2] if record.quick else POLICIES, names):
+        plain = train(_built(name, policy), name)
+        spread = max(
+            comparing.difference(plain, train(_built(name, policy), name, order))
+            for order in _orders(2 if record.quick else PERMUTATIONS)
+        )
+        for count in (2, 4):
+            parallel = keras_dp.DataParallelModel(_built(name, policy), devices=devices[:count])
+            difference = comparing.difference(plain, train(parallel, name))
+            record.compare(
+                "Lower precision: one device's own spread, and the difference of towers",
+                difference,
+                SPREADS * spread,
+                precision=policy,
+                model=name,
+                towers=count,
+                spread=spread,
+            )
+            tally.add(policy, difference)
+
+
+def _orders(count: int) -> Iterator[np.ndarray]:
+    for seed in range(count):
+        yield comparing.permuted(ROWS, BATCH_SIZE, seed)
+
+
+def _built(name: str, policy: str) -> keras.Model:
+    """Builds a model in a precision, with the same weights each time."""
+    keras.utils.clear_session()
+    keras.config.set_floatx("float64" if policy == "float64" else "float32")
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(3)
+    return models.CASES[name].build()
+
+
+def train(model: Any, name: str, order: np.ndarray | None = None) -> Trained:
+    """Trains, evaluates and predicts.
+
+    Args:
+        model: a model of `models.CASES`, or a wrapper around one.
+        name: its name.
+        order: the order of the rows for training; None for the order in which they are.
+
+    Raises:
+        RuntimeError: if nothing was trained, so that a comparison would show nothing.
+    """
+    x, y = models.CASES[name].data(ROWS)
+    x = _as_input(x)
+    order = np.arange(ROWS) if order is None else order
+    # Adam divides by the size of gradients, and makes large differences of rounding errors of small ones.
+    is_double = keras.config.floatx() == "float64"
+    optimizer = keras.optimizers.Adam(0.01) if is_double else keras.optimizers.SGD(0.05, momentum=0.9)
+    before = [weight.copy() for weight in model.get_weights()]
+    # By default, plain Keras uses XLA on GPUs, and keras_dp does not: the part "xla" is about that.
+    model.compile(optimizer, models.loss(), jit_compile=False)
+    history = model.fit(x[order], y[order], batch_size=BATCH_SIZE, epochs=2, shuffle=False, verbose=0).history
+    evaluation = model.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0)
+    results = (history, evaluation, model.predict(x, batch_size=BATCH_SIZE, verbose=0))
+    if comparing.difference(before, model.get_weights()) < 1e-5:
+        raise RuntimeError(f"the model {name!r} was not trained: its weights are those of the beginning")
+    return Trained(results, comparing.state(model))
+
+
+def _as_input(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype.kind == "i" else x.astype(keras.config.floatx())

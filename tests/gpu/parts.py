@@ -1,0 +1,40 @@
+"""List the parts of the test on GPUs, in the order of what they teach."""
+
+from typing import NamedTuple
+
+HOLDS = "holds"
+SAME_GRAPH = "the same graph, other kernels"
+MEANS_NOTHING = "means nothing"
+
+
+class Part(NamedTuple):
+    """Describes a part.
+
+    Attributes:
+        name: the part's name.
+        teaches: what the part teaches.
+        limit_seconds: the time after which the part is ended.
+        without_gpus: what the part's result means on logical CPUs.
+        module: the module whose `run` takes the part's `Record`.
+    """
+
+    name: str
+    teaches: str
+    limit_seconds: float
+    without_gpus: str
+    module: str
+
+
+PARTS = [
+    Part("machine", "devices and versions", 60, HOLDS, "gpu.machine"),
+    Part("parity", "whether towers give the result of one device", 360, SAME_GRAPH, "gpu.parity"),
+    Part("normalization", "whether batch norm and dropout are those of one device", 120, SAME_GRAPH, "gpu.normalization"),
+    Part("placement", "where each operation of a step runs", 120, SAME_GRAPH, "gpu.placement"),
+    Part("prefetching", "whether the next slices are sent during the step", 90, MEANS_NOTHING, "gpu.prefetching"),
+    Part("xla", "whether towers compiled by XLA are exact, and faster", 180, SAME_GRAPH, "gpu.xla"),
+    Part("memory", "the memory of each device", 120, MEANS_NOTHING, "gpu.memory"),
+    Part("overhead", "the time that a step takes besides computing", 120, SAME_GRAPH, "gpu.overhead"),
+    Part("copies", "the cost of a copy and of a control edge between devices", 90, MEANS_NOTHING, "gpu.copies"),
+    Part("bench", "step times beside one device and MirroredStrategy", 480, MEANS_NOTHING, "gpu.bench"),
+    Part("workers", "whether two processes give the result of one", 150, SAME_GRAPH, "gpu.workers"),
+]
