@@ -8,9 +8,13 @@ import numpy as np
 
 
 def difference(expected: Any, received: Any) -> float:
-    """Returns the largest difference of two nested results, each relative to 1 plus the size of the expected number."""
+    """Returns the largest difference of two nested results, each relative to 1 plus the size of the expected number.
+
+    It is not a number if any difference is none.
+    """
     pairs = list(zip(map(_array, keras.tree.flatten(expected)), map(_array, keras.tree.flatten(received)), strict=True))
-    return max(float(np.max(np.abs(one - other) / (1 + np.abs(one)), initial=0.0)) for one, other in pairs)
+    # Python's own max() may pass over what is not a number.
+    return float(np.max([np.max(np.abs(one - other) / (1 + np.abs(one)), initial=0.0) for one, other in pairs]))
 
 
 def state(model: keras.Model) -> list[Any]:

@@ -72,55 +72,55 @@ def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
 
 
 def _seconds_of_a_copy(one: str, other: str, size: int, calls: int) -> float:
-    elements = size // 4
-
-    def hops(away: str) -> Callable[[], Any]:
-        with tf.device(one):
-            start = tf.Variable(tf.zeros([elements]))
+    def hops(devices: tuple[str, str]) -> Callable[[], Any]:
+        with tf.device(devices[0]):
+            start = tf.Variable(tf.zeros([size // 4]))
 
         def function() -> Any:
             x = start.read_value()
-            for hop in range(HOPS):
-                with tf.device(away if hop % 2 == 0 else one):
+            for hop in range(1, HOPS + 1):
+                with tf.device(devices[hop % 2]):
                     x = x + 1.0
-            with tf.device(one):
+            with tf.device(devices[0]):
                 return x[0]
 
         return tf.function(function, autograph=False)
 
-    return _extra(hops(other), hops(one), calls) / HOPS
+    return _seconds_of_a_hop(hops, one, other, calls)
 
 
 def _seconds_of_a_control_edge(one: str, other: str, calls: int) -> float:
     """Lets operations on two devices wait for each other, without taking each other's results."""
 
-    def hops(away: str) -> Callable[[], Any]:
+    def hops(devices: tuple[str, str]) -> Callable[[], Any]:
         variables = {}
-        for device in {one, away}:
+        for device in devices:
             with tf.device(device):
                 variables[device] = tf.Variable(0.0)
 
         def function() -> Any:
             waited: list[Any] = []
-            for hop in range(HOPS):
-                device = away if hop % 2 == 0 else one
+            for hop in range(1, HOPS + 1):
+                device = devices[hop % 2]
                 with tf.device(device), tf.control_dependencies(waited):
                     waited = [variables[device].assign_add(1.0, read_value=False)]
-            with tf.device(one), tf.control_dependencies(waited):
-                return variables[one].read_value()
+            with tf.device(devices[0]), tf.control_dependencies(waited):
+                return variables[devices[0]].read_value()
 
         return tf.function(function, autograph=False)
 
-    return _extra(hops(other), hops(one), calls) / HOPS
+    return _seconds_of_a_hop(hops, one, other, calls)
 
 
-def _extra(function: Callable[[], Any], baseline: Callable[[], Any], calls: int) -> float:
-    """Returns how much longer one function takes than another, in seconds: the median over calls that take turns."""
+def _seconds_of_a_hop(hops: Callable[[tuple[str, str]], Callable[[], Any]], one: str, other: str, calls: int) -> float:
+    """Returns how much longer a hop takes between two devices than on each of them: the median over calls that take turns."""
+    between, on_one, on_other = hops((one, other)), hops((one, one)), hops((other, other))
     # TensorFlow's graph optimizer would merge the operations.
     with graph_optimizer(disable_meta_optimizer=True):
-        for _ in range(2):
-            function(), baseline()
-    return float(np.median([_seconds(function) - _seconds(baseline) for _ in range(calls)]))
+        for function in (between, on_one, on_other) * 2:
+            function()
+    extra = [_seconds(between) - (_seconds(on_one) + _seconds(on_other)) / 2 for _ in range(calls)]
+    return float(np.median(extra)) / HOPS
 
 
 def _seconds(function: Callable[[], Any]) -> float:

@@ -1,5 +1,6 @@
 """Prepare the devices of a part: GPUs, cards that are split into several, or logical CPUs where there is no GPU."""
 
+import os
 import shutil
 import subprocess
 
@@ -51,7 +52,7 @@ def use_exact_arithmetic() -> None:
 
 
 def ask_driver(*questions: str) -> list[list[str]]:
-    """Asks the driver about its cards, in the order of the driver. CUDA_VISIBLE_DEVICES does not hide cards from it.
+    """Asks the driver about the cards that CUDA_VISIBLE_DEVICES shows, in the order of the driver.
 
     Args:
         *questions: names that `nvidia-smi --help-query-gpu` lists.
@@ -61,7 +62,9 @@ def ask_driver(*questions: str) -> list[list[str]]:
     """
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", f"--query-gpu={','.join(questions)}", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = [f"--id={visible}"] if visible else []
+    command = ["nvidia-smi", f"--query-gpu={','.join(questions)}", "--format=csv,noheader,nounits", *cards]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return [line.split(", ") for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
 

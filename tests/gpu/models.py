@@ -36,8 +36,8 @@ class FusedBatchNormalization(layers.Layer):
     """Normalizes images with the fused kernel of cuDNN, which Keras 3 itself does not call."""
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        self.scale = self.add_weight(shape=input_shape[-1:], initializer="ones", dtype="float32")
-        self.offset = self.add_weight(shape=input_shape[-1:], initializer="zeros", dtype="float32")
+        self.scale = self.add_weight(shape=input_shape[-1:], initializer="ones", dtype="float32", autocast=False)
+        self.offset = self.add_weight(shape=input_shape[-1:], initializer="zeros", dtype="float32", autocast=False)
 
     def call(self, x: Any) -> Any:
         return tf.compat.v1.nn.fused_batch_norm(x, self.scale.value, self.offset.value, is_training=True)[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 WITHOUT_GPUS = (
-    "**No GPU was used.** The parts ran on logical CPUs, so that you see that they run. The last column says what that is worth.\n"
+    "**No GPU was used.** The parts ran on logical CPUs, which shows that they run. The last column says what that is worth.\n"
     "What *holds* is a fact about this machine. *The same graph, other kernels* tests keras_dp, and no kernel of GPUs. What\n"
     "*means nothing* is about copies, speed or memory of GPUs, of which CPUs say nothing."
 )
@@ -26,7 +26,7 @@ def write(results: Sequence[dict[str, Any]], about: dict[str, Any], directory: P
 
 def text(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     """Returns the whole report: a summary with a line for each part, and a section for each part."""
-    facts = [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items()]
+    facts = [f"- {name.replace('_', ' ')}: {_cell(value)}" for name, value in about.items()]
     lines = ["# keras_dp on this machine", "", *facts, "", *_summary(results)]
     for result in results:
         lines += ["", *section(result)]
@@ -73,7 +73,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     columns = list(rows[0])
     cells = [[name.replace("_", " ") for name in columns], *([_cell(row[name]) for name in columns] for row in rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(columns))]
-    right = [all(isinstance(row[name], int | float) or row[name] is None for row in rows) for name in columns]
+    right = [all(_is_number(row[name]) or row[name] is None for row in rows) for name in columns]
 
     def line(row: Sequence[str]) -> str:
         aligned = zip(row, widths, right, strict=True)
@@ -83,11 +83,15 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.1e}" if value and (abs(value) < 1e-3 or abs(value) >= 1e6) else f"{value:,.4g}"
+        return f"{value:.1e}" if value and (abs(value) < 1e-2 or abs(value) >= 1e6) else f"{value:,.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "/").replace("\n", " ")

@@ -117,7 +117,7 @@ def _environment() -> dict[str, str]:
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "KERAS_BACKEND": "tensorflow", "PYTHONUNBUFFERED": "1"}
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **ours}
-    # It would let each process, and each part of a split card, grow beyond its limit.
+    # Parts decide by themselves whether memory grows, or has a limit.
     environment.pop("TF_FORCE_GPU_ALLOW_GROWTH", None)
     return environment
 

@@ -1,0 +1,241 @@
+"""The test on GPUs runs on logical CPUs, and its report tells what has failed."""
+
+import itertools
+import json
+import os
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gpu.__main__ as command
+from gpu import comparing, copies, devices, machine, models, placement, prefetching, report, runner
+from gpu.parts import PARTS, SAME_GRAPH, Part
+from gpu.placement import Ran
+from gpu.prefetching import Event
+from gpu.record import Record
+
+PLANTED = {
+    "right": "record.compare('numbers', 1e-12, 1e-9, model='dense')",
+    "measures": "record.row('times', milliseconds=3.5)\n    record.finding('3.5 ms')",
+    "differs": "record.compare('numbers', 1e-3, 1e-9, model='planted')",
+    "no_number": "record.compare('numbers', float('nan'), 1e-9, model='planted')",
+    "fails": "record.row('times', milliseconds=3.5)\n    raise ValueError('a planted failure')",
+    "sleeps": "record.row('times', milliseconds=3.5)\n    import time\n    print('a planted wait')\n    time.sleep(60)",
+}
+RESULTS = {
+    "right": "exact",
+    "measures": "measured",
+    "differs": "NOT EXACT",
+    "no_number": "NOT EXACT",
+    "fails": "FAILED",
+    "sleeps": "TIMED OUT",
+}
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Plants parts in place of the real ones."""
+    for name, code in PLANTED.items():
+        (tmp_path / f"planted_{name}.py").write_text(f"def run(record):\n    {code}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    limits = dict.fromkeys(PLANTED, 60.0) | {"sleeps": 3.0}
+    parts = [Part(name, f"what {name}", limits[name], SAME_GRAPH, f"planted_{name}") for name in PLANTED]
+    monkeypatch.setattr(command, "PARTS", parts)
+    return parts
+
+
+def run(out, *arguments):
+    """Runs the command, and returns its exit code, the report by part, and its text."""
+    code = command.main(["--out", str(out), *arguments])
+    found = json.loads((out / "report.json").read_text())
+    return code, {part["name"]: part for part in found["parts"]}, (out / "report.md").read_text()
+
+
+def test_planted_failures_are_reported_and_the_other_parts_run(planted, tmp_path, capsys):
+    code, parts, text = run(tmp_path / "out")
+    assert code == 1
+    assert {name: part["result"] for name, part in parts.items()} == RESULTS
+    assert parts["fails"]["error"][-1] == "ValueError: a planted failure"
+    assert "a planted wait" in parts["sleeps"]["error"]
+    # What a part has recorded before its end is kept.
+    assert all(parts[name]["tables"]["times"] == [{"milliseconds": 3.5}] for name in ("measures", "fails", "sleeps"))
+    assert parts["differs"]["different"] == ["numbers: model planted, difference 0.001, limit 1e-09"]
+    assert "ValueError: a planted failure" in text
+    assert "NOT EXACT" in capsys.readouterr().out
+
+
+def test_without_failures_the_exit_code_is_zero(planted, tmp_path):
+    assert run(tmp_path / "out", "--only", "measures,right")[0] == 0
+
+
+def test_parts_for_which_no_time_is_left_are_named(planted, tmp_path):
+    code, parts, _ = run(tmp_path / "out", "--minutes", "0.1", "--only", "right,fails")
+    assert code == 0
+    assert [part["result"] for part in parts.values()] == ["no time left"] * 2
+
+
+def test_the_report_is_written_after_each_part(planted, tmp_path):
+    seen = []
+    runner.run_parts(planted[:2], tmp_path, 60, True, lambda results: seen.append([one["name"] for one in results]))
+    assert seen == [["right"], ["right", "measures"]]
+
+
+def test_an_unknown_part_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path), "--only", "parity,speed"])
+    assert "The parts are machine, parity, " in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_parts_of_seconds_run_on_logical_cpus(tmp_path):
+    code, parts, text = run(tmp_path, "--quick", "--only", "machine,normalization,placement,copies")
+    assert code == 0, text
+    assert {name: part["result"] for name, part in parts.items()} == {
+        "machine": "measured",
+        "normalization": "exact",
+        "placement": "measured",
+        "copies": "measured",
+    }
+    assert "**No GPU was used.**" in text
+    assert all(part["finding"] for part in parts.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_parts_run_on_logical_cpus(tmp_path):
+    code, parts, text = run(tmp_path, "--quick")
+    assert code == 0, text
+    assert list(parts) == [part.name for part in PARTS]
+    assert {name for name, part in parts.items() if part["result"] == "exact"} == {"parity", "normalization", "xla", "workers"}
+    rows = [row for table in parts["parity"]["tables"].values() for row in table]
+    assert len(rows) > 8
+    assert all(row["difference"] <= row["limit"] for row in rows)
+    assert all(part["finding"] for part in parts.values())
+
+
+def test_differences_are_relative_to_large_numbers_and_absolute_for_small_ones():
+    assert comparing.difference([1000.0, {"a": 0.0}], [1001.0, {"a": 1e-3}]) == pytest.approx(1e-3)
+    assert np.isnan(comparing.difference([1.0, 2.0, 3.0], [1.0, float("nan"), 3.0]))
+
+
+def test_a_permutation_keeps_each_row_in_its_batch():
+    order = comparing.permuted(34, 11, seed=0)
+    assert sorted(order) == list(range(34))
+    assert not np.array_equal(order, np.arange(34))
+    assert [sorted(order[begin : begin + 11]) for begin in (0, 11, 22)] == [list(range(b, b + 11)) for b in (0, 11, 22)]
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Makes TensorFlow see some cards, and notes how they are prepared."""
+    prepared = {"pieces": [], "grows": []}
+
+    def see(count):
+        found = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in range(count)]
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: found)
+        monkeypatch.setattr(
+            tf.config,
+            "set_logical_device_configuration",
+            lambda card, pieces: prepared["pieces"].append([piece.memory_limit for piece in pieces]),
+        )
+        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda card, grows: prepared["grows"].append(grows))
+        monkeypatch.setattr(devices, "ask_driver", lambda question: [["8000"]] * count)
+        return prepared
+
+    return see
+
+
+@pytest.mark.parametrize(
+    ("count", "names", "pieces"),
+    [
+        (1, ["GPU:0", "GPU:1", "GPU:2", "GPU:3"], [[1500] * 4]),
+        # Neighbours are on different cards: the first card has the pieces 0 and 1.
+        (2, ["GPU:0", "GPU:2", "GPU:1", "GPU:3"], [[3000] * 2, [3000] * 2]),
+        (3, ["GPU:0", "GPU:2", "GPU:3", "GPU:1"], [[3000] * 2, [6000], [6000]]),
+        (8, ["GPU:0", "GPU:1", "GPU:2", "GPU:3"], []),
+    ],
+)
+def test_cards_are_split_if_there_are_too_few(cards, tmp_path, count, names, pieces):
+    prepared = cards(count)
+    record = Record(tmp_path / "record.json", quick=True)
+    assert devices.prepare(record, 4) == names
+    assert prepared["pieces"] == pieces
+    assert prepared["grows"] == ([] if pieces else [True] * count)
+    assert record.results["gpus"]
+
+
+def test_operations_elsewhere_are_explained_or_found():
+    towers = ["GPU:0", "GPU:1"]
+    ran = [
+        Ran("MatMul", "float32", "step/tower_1/dense/MatMul", "GPU:1"),
+        Ran("MatMul", "float32", "step/tower_0/dense/MatMul", "CPU:0"),
+        Ran("Sub", "int32", "step/tower_1/sub", "CPU:0"),
+        Ran("_Recv", "float32", "step/tower_1/received", "CPU:0"),
+        Ran("Conv2D", "float32", "tower_0/conv", "GPU:1"),
+        Ran("AddN", "float32", "step/home/sum", "CPU:0"),
+        Ran("AddN", "float32", "step/home/sum_1", "GPU:0"),
+        Ran("Reshape", "float32", "step/packed/reshape", "GPU:1"),
+    ]
+    found = {(row["of"], row["operation"], row["ran_on"]): row["why"] for row in placement.elsewhere(ran, towers, "GPU:0")}
+    assert found == {
+        ("tower 0", "MatMul", "CPU:0"): placement.UNEXPLAINED,
+        ("tower 1", "Sub", "CPU:0"): placement.INTEGERS,
+        ("tower 0", "Conv2D", "GPU:1"): placement.UNEXPLAINED,
+        ("home", "AddN", "CPU:0"): placement.UNEXPLAINED,
+    }
+
+
+def test_copies_beside_computation():
+    computing = prefetching.merged([Event("kernel", *span, None) for span in ((5, 6), (0, 2), (1, 3))])
+    assert computing == [(0, 3), (5, 6)]
+    assert prefetching.overlap(Event("MemcpyH2D", 2, 7, 100), computing) == 2
+
+
+def test_the_slices_in_a_profile_of_a_gpu():
+    plane = prefetching.xplane_pb2.XPlane(name="/device:GPU:0")
+    plane.stat_metadata[1].name = "memcpy_details"
+    plane.event_metadata[1].name = "MemcpyH2D"
+    plane.event_metadata[2].name = "sgemm"
+    stream = plane.lines.add(name="Stream #14(MemcpyH2D)", timestamp_ns=1000)
+    for details in (
+        "kind_src:pinned kind_dst:device size:4096 dest:0 async:1",
+        "kind_src:pinned kind_dst:device size:8 dest:0",
+    ):
+        stream.events.add(metadata_id=1, offset_ps=2000, duration_ps=5000).stats.add(metadata_id=1, str_value=details)
+    stream.events.add(metadata_id=2, offset_ps=9000, duration_ps=1000)
+    plane.lines.add(name="Steps").events.add(metadata_id=2)
+    events = list(prefetching._events(plane))
+    assert events[0] == Event("MemcpyH2D", 1002.0, 1007.0, 4096)
+    assert [prefetching._is_slice(event, 4096) for event in events] == [True, False, False]
+
+
+def test_the_fit_finds_latency_and_bandwidth():
+    sizes = [4**i for i in range(1, 14)]
+    latency, bandwidth = copies.fit(sizes, [1e-5 + size / 2e10 for size in sizes])
+    assert latency == pytest.approx(1e-5)
+    assert bandwidth == pytest.approx(2e10)
+
+
+@pytest.mark.parametrize(("kind", "has_code"), [((8, 6), True), ((9, 0), False), ((7, 5), True), ((12, 0), False)])
+def test_whether_tensorflow_has_code_for_a_gpu(kind, has_code):
+    assert (machine._compiled_for(*kind, ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]) == "yes") == has_code
+
+
+def test_tables_are_aligned():
+    rows = [{"model": "dense", "ms": 3.25, "right": True}, {"model": "a long name", "ms": None, "right": False}]
+    lines = report._table(rows)
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2] == "| dense       | 3.25 | yes   |"
+
+
+@pytest.mark.thorough
+def test_the_large_transformer():
+    assert 90e6 < models.large_transformer().count_params() < 110e6
+
+
+def test_every_part_has_a_module():
+    root = devices.__file__.rpartition(os.sep)[0]
+    assert all(os.path.exists(os.path.join(root, f"{part.module.removeprefix('gpu.')}.py")) for part in PARTS)
+    assert all(len(list(group)) == 1 for _, group in itertools.groupby(sorted(part.name for part in PARTS)))
