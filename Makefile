@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow lint recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow gpu-test lint recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -36,6 +36,12 @@ test-ecosystem: $(VENV)/dev.installed $(VENV)/ecosystem.installed  ## Run progra
 test-host: $(VENV)/dev.installed $(VENV)/ecosystem.installed  ## Run Keras's own tests, with each model and optimizer wrapped.
 	$(BIN)/python -m pytest -n 2 -c tests/host/pytest.ini --pyargs \
 		$(addprefix keras.src.,callbacks layers.normalization models optimizers trainers)
+
+# The libraries of CUDA are large: only machines with a driver for GPUs need them.
+CUDA := $(if $(wildcard /proc/driver/nvidia/gpus /usr/lib/wsl/lib/libcuda.so.1),$(VENV)/cuda.installed)
+
+gpu-test: $(VENV)/dev.installed $(CUDA)  ## Run on this machine's GPUs what they can teach, in 25 minutes; OPTIONS="--minutes 10" for less.
+	PYTHONPATH=tests $(BIN)/python -m gpu $(OPTIONS)
 
 COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare
 

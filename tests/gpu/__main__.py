@@ -9,6 +9,7 @@ The exit code is 1 if a result is not exact, or a part has failed or run out of 
 
 import argparse
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.write(results, about, options.out)
         print(report.headline(results[-1]), flush=True)
 
+    print(f"{len(options.only)} parts in at most {options.minutes:g} minutes; the report grows in {options.out / 'report.md'}")
     results = run_parts(options.only, options.out, 60 * options.minutes, options.quick, tell)
-    print(f"the report: {options.out / 'report.md'}")
     return 130 if results[-1]["result"] == INTERRUPTED else int(not is_good(results))
 
 
@@ -69,4 +70,6 @@ def _parts(value: str) -> list[Part]:
 
 
 if __name__ == "__main__":
+    # A machine that is taken away says so first: the running part is reported as interrupted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -34,7 +34,7 @@ def run(record: Record) -> None:
     cards = len(tf.config.list_physical_devices("GPU"))
     towers = cards or 2
     record.devices(f"{cards} GPU{'s' if cards > 1 else ''}" if cards else f"{towers} logical CPUs", gpus=bool(cards))
-    ratios = []
+    ratios, failures = [], []
     for bench in BENCHES[-1:] if record.quick else BENCHES:
         directory = Path(record.directory, f"bench_{bench.model.rpartition(':')[2]}")
         _run(bench, towers, directory, record.quick)
@@ -55,10 +55,11 @@ def run(record: Record) -> None:
             )
             if row["engine"] == "mirrored":
                 ratios.append(f"{bench.name} {row['keras_dp_ratio']:.2f}")
-        for failure in results["failures"]:
-            raise RuntimeError(f"{failure['engine']} of {bench.name} failed: {failure['message']}")
+        failures += [f"{failure['engine']} of {bench.name} failed: {failure['message']}" for failure in results["failures"]]
         record.finding(f"keras_dp's time over MirroredStrategy's: {', '.join(ratios)}")
     record.remark("The memory is the host's; the part memory measures that of devices. One device trains the whole batch.")
+    if failures:
+        raise RuntimeError("\n".join(failures))
 
 
 def _run(bench: Bench, towers: int, directory: Path, quick: bool) -> None:

@@ -125,6 +125,8 @@ def _in_lower_precision(record: Record, tally: Tally, devices: list[str]) -> Non
                 error=error,
             )
             tally.add(policy, difference)
+            if (policy, count) == ("float32", 2) and error is None:
+                _list_computed_once(record, name, parallel)
 
 
 def _optimizer_state(model: keras.Model) -> list[np.ndarray]:

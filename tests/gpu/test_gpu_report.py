@@ -3,6 +3,10 @@
 import itertools
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 import types
 
 import numpy as np
@@ -80,6 +84,20 @@ def test_the_report_is_written_after_each_part(planted, tmp_path):
     seen = []
     runner.run_parts(planted[:2], tmp_path, 60, True, lambda results: seen.append([one["name"] for one in results]))
     assert seen == [["right"], ["right", "measures"]]
+
+
+def test_an_interrupted_run_reports_what_it_has(tmp_path):
+    paths = os.pathsep.join([str(runner.TESTS), str(runner.TESTS.parent)])
+    arguments = [sys.executable, "-m", "gpu", "--only", "machine,parity", "--out", str(tmp_path)]
+    process = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": paths})
+    while not (tmp_path / "parts" / "machine.log").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 130
+    (part,) = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert (part["name"], part["result"]) == ("machine", "interrupted")
 
 
 def test_an_unknown_part_is_refused(tmp_path, capsys):

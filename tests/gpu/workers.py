@@ -61,7 +61,8 @@ def _run(communication: str, cards: list[str], count: int) -> list[str]:
     """Runs the processes until they have ended, or their time is over, and returns their outputs."""
     with tempfile.TemporaryDirectory() as directory, Workers("gpu_training.py", count, directory, communication) as workers:
         for index in range(count):
-            workers.start(index, **({"CUDA_VISIBLE_DEVICES": cards[index]} if cards else {}))
+            # NCCL gives its reasons only if it is asked to.
+            workers.start(index, NCCL_DEBUG="WARN", **({"CUDA_VISIBLE_DEVICES": cards[index]} if cards else {}))
         try:
             workers.wait(seconds=SECONDS)
         except AssertionError as error:
@@ -79,6 +80,6 @@ def _trained(output: str) -> dict[str, Any] | None:
 
 
 def _reason(outputs: list[str]) -> str:
-    """Returns the line about NCCL, or else the last line, of processes that did not train."""
+    """Returns the warning of NCCL, or else the last line, of processes that did not train."""
     lines = [line.strip() for output in outputs for line in output.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "NCCL" in line), lines[-1] if lines else "no output")
+    return next((line for line in lines if "NCCL WARN" in line), lines[-1] if lines else "no output")
