@@ -51,7 +51,7 @@ def _measure(record: Record, name: str, towers: list[str], parameter_device: str
     if is_counted:
         for device in devices:
             tf.config.experimental.reset_memory_stats(device)
-    trained.fit(tf.data.Dataset.from_tensors(tuple(batch)).repeat(), steps_per_epoch=3, verbose=0)
+    trained.fit(tf.data.Dataset.from_tensors(tuple(batch)).repeat(), steps_per_epoch=3, shuffle=False, verbose=0)
     for tower, device in enumerate(devices):
         share = 1 / len(devices) if parameter_device == "sharded" else float(tower == 0)
         record.row(

@@ -27,12 +27,12 @@ TRANSPORT = {"_Send", "_Recv", "_HostSend", "_HostRecv", "_Arg", "_Retval", "_De
 # Why an operation runs on the host, by its type.
 BY_TYPE = {
     "Assert": "checks stop the host's program",
-    "Const": "a constant of an operation on the host",
     "NoOp": "it only waits",
     "PrintV2": "it prints on the host",
     "StringFormat": "strings are on the host",
     "VarHandleOp": "the name of a variable",
 }
+CONSTANTS = "constants: TensorFlow makes them where they are needed"
 INTEGERS = "integers: TensorFlow computes shapes, indices and counters on the host"
 STRINGS = "strings are on the host"
 UNEXPLAINED = "unexplained"
@@ -86,6 +86,8 @@ def _counts(ran: list[Ran], devices: list[str]) -> dict[str, int]:
 
 
 def _explanation(device: str, kind: str, dtype: str) -> str:
+    if kind == "Const":
+        return CONSTANTS
     if device != HOST:
         return UNEXPLAINED
     if kind in BY_TYPE:

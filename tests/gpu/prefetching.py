@@ -79,10 +79,10 @@ def _profile(devices: Sequence[str], side: int, rows: int) -> dict[str, list[Eve
     random = np.random.default_rng(0)
     batch = random.normal(size=(rows, side, side, 3)).astype("float32"), random.integers(0, 10, rows)
     dataset = tf.data.Dataset.from_tensors(batch).repeat()
-    parallel.fit(dataset, steps_per_epoch=3, verbose=0)
+    parallel.fit(dataset, steps_per_epoch=3, shuffle=False, verbose=0)
     with tempfile.TemporaryDirectory() as directory:
         with tf.profiler.experimental.Profile(directory):
-            parallel.fit(dataset, steps_per_epoch=STEPS, verbose=0)
+            parallel.fit(dataset, steps_per_epoch=STEPS, shuffle=False, verbose=0)
         return {
             plane.name: list(_events(plane))
             for path in Path(directory).rglob("*.xplane.pb")

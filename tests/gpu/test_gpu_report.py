@@ -9,12 +9,14 @@ import sys
 import time
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import gpu.__main__ as command
-from gpu import comparing, copies, devices, machine, models, placement, prefetching, report, runner
+import keras_dp
+from gpu import comparing, copies, devices, machine, memory, models, parity, placement, prefetching, report, runner, workers
 from gpu.parts import PARTS, SAME_GRAPH, Part
 from gpu.placement import Ran
 from gpu.prefetching import Event
@@ -120,6 +122,19 @@ def test_parts_of_seconds_run_on_logical_cpus(tmp_path):
     assert all(part["finding"] for part in parts.values())
 
 
+@pytest.mark.thorough
+def test_parity_notices_a_wrapper_that_is_not_exact(tmp_path):
+    record = Record(tmp_path / "record.json", quick=True)
+    plain = parity.train(parity.compiled(parity.built("convolutions", "float64")), "convolutions")
+    for mode in ("sync", "local"):
+        inner = parity.built("convolutions", "float64")
+        parallel = parity.compiled(keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode))
+        parity.compare_float64(record, parity.Tally(record), "convolutions", plain, parallel)
+    rows = record.results["tables"]["float64"]
+    assert [row["right"] for row in rows] == ["yes", "NO"]
+    assert len(record.results["different"]) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_parts_run_on_logical_cpus(tmp_path):
@@ -192,6 +207,7 @@ def test_operations_elsewhere_are_explained_or_found():
         Ran("Sub", "int32", "step/tower_1/sub", "CPU:0"),
         Ran("_Recv", "float32", "step/tower_1/received", "CPU:0"),
         Ran("Conv2D", "float32", "tower_0/conv", "GPU:1"),
+        Ran("Const", "float32", "tower_0/axis", "GPU:1"),
         Ran("AddN", "float32", "step/home/sum", "CPU:0"),
         Ran("AddN", "float32", "step/home/sum_1", "GPU:0"),
         Ran("Reshape", "float32", "step/packed/reshape", "GPU:1"),
@@ -201,6 +217,7 @@ def test_operations_elsewhere_are_explained_or_found():
         ("tower 0", "MatMul", "CPU:0"): placement.UNEXPLAINED,
         ("tower 1", "Sub", "CPU:0"): placement.INTEGERS,
         ("tower 0", "Conv2D", "GPU:1"): placement.UNEXPLAINED,
+        ("tower 0", "Const", "GPU:1"): placement.CONSTANTS,
         ("home", "AddN", "CPU:0"): placement.UNEXPLAINED,
     }
 
@@ -239,6 +256,97 @@ def test_the_fit_finds_latency_and_bandwidth():
 @pytest.mark.parametrize(("kind", "has_code"), [((8, 6), True), ((9, 0), False), ((7, 5), True), ((12, 0), False)])
 def test_whether_tensorflow_has_code_for_a_gpu(kind, has_code):
     assert (machine._compiled_for(*kind, ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]) == "yes") == has_code
+
+
+def test_a_profile_of_gpus_tells_what_runs_beside_computation(tmp_path, monkeypatch):
+    events = [Event("sgemm", 0, 80, None), Event("MemcpyH2D", 60, 100, 10**9), Event("MemcpyD2H", 0, 40, 10**9)]
+    planes = {"/device:GPU:0": events, "/host:CPU": []}
+    monkeypatch.setattr(prefetching, "prepare", lambda record, count: record.devices("2 GPUs", gpus=True))
+    monkeypatch.setattr(prefetching, "_profile", lambda *arguments: planes)
+    record = Record(tmp_path / "record.json", quick=True)
+    prefetching.run(record)
+    (row,) = record.results["tables"]["Copies of slices to GPUs"]
+    assert (row["copies"], row["beside_computation"]) == (1, "50 %")
+    del planes["/device:GPU:0"]
+    with pytest.raises(RuntimeError, match="the profile has no GPU"):
+        prefetching.run(record)
+
+
+def test_nccl_may_refuse_two_processes_on_one_card_alone(tmp_path, monkeypatch):
+    trained = 'trained {"weights": [[1.0]], "milliseconds": 2.0}'
+    refused = "alpha:1:2 [0] NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000\nError"
+
+    def run(communication, cards, count):
+        return [refused if communication == "nccl" else trained] * count
+
+    monkeypatch.setattr(workers, "_run", run)
+    monkeypatch.setattr(workers, "_visible_cards", lambda: ["0"])
+    record = Record(tmp_path / "record.json", quick=True)
+    workers.run(record)
+    (row,) = record.results["tables"]["NCCL on one card"]
+    assert "Duplicate GPU" in row["message"]
+    assert record.results["finding"] == "ring: largest difference 0e+00, NCCL refuses two processes on one card"
+    monkeypatch.setattr(workers, "_visible_cards", lambda: ["0", "1"])
+    with pytest.raises(RuntimeError, match="the workers did not train with 'nccl': .* Duplicate GPU"):
+        workers.run(record)
+
+
+def test_gpus_are_listed_with_what_the_driver_says(tmp_path, monkeypatch):
+    card = types.SimpleNamespace(name="/physical_device:GPU:0")
+    details = {"device_name": "a card", "compute_capability": (8, 0)}
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [card])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda card: details)
+    monkeypatch.setattr(machine, "ask_driver", lambda *questions: [["a card", "80000", "79000", "8.0", "570.1", "00:01"]])
+    topology = types.SimpleNamespace(stdout="        GPU0\nGPU0     X\n\nLegend:")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *arguments, **options: topology)
+    record = Record(tmp_path / "record.json", quick=True)
+    machine.run(record)
+    assert record.results["finding"].startswith("a card; TensorFlow")
+    (row,) = record.results["tables"]["GPUs that TensorFlow sees"]
+    assert row == {"gpu": "GPU:0", "name": "a card", "compute_capability": "8.0", "compiled_for": row["compiled_for"]}
+    assert "memory.total" in record.results["tables"]["Cards that the driver knows, memory in MB"][0]
+    assert record.results["remarks"] == ["how cards are connected: `GPU0 X`"]
+
+
+@pytest.fixture
+def as_gpus(monkeypatch):
+    """Makes a part take logical CPUs, which it does not share with the host, for GPUs."""
+
+    def take(module):
+        def prepare(record, count):
+            record.devices("logical CPUs in place of GPUs", gpus=True)
+            return [f"CPU:{index}" for index in (1, 2, 3, 0)[:count]]
+
+        monkeypatch.setattr(module, "prepare", prepare)
+
+    return take
+
+
+@pytest.mark.thorough
+def test_the_memory_of_gpus_is_compared_with_the_least(tmp_path, monkeypatch, as_gpus):
+    as_gpus(memory)
+    monkeypatch.setattr(memory, "_memory", lambda device: {"current": 2_000_000, "peak": 12_000_000})
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", lambda device: None)
+    record = Record(tmp_path / "record.json", quick=True)
+    keras.config.set_floatx("float32")
+    memory.run(record)
+    assert {row["peak"] for row in record.results["tables"][memory.TABLE]} == {10.0}
+    assert " times the least " in record.results["finding"]
+
+
+@pytest.mark.thorough
+def test_copies_between_the_host_and_a_gpu_are_measured(tmp_path, as_gpus):
+    as_gpus(copies)
+    record = Record(tmp_path / "record.json", quick=True)
+    copies.run(record)
+    assert [row["between"] for row in record.results["tables"]["Constants"]] == ["CPU:1 and CPU:2", "CPU:0 and CPU:1"]
+
+
+def test_the_least_memory():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, dtype="float32")])
+    # Twenty weights and their gradients, and outputs of five numbers a row; then half of two moments for each weight.
+    assert memory.least_bytes(model, 7, 0.0) == 4 * (2 * 20 + 7 * 5)
+    assert memory.least_bytes(model, 7, 0.5) == 4 * (3 * 20 + 7 * 5)
 
 
 def test_tables_are_aligned():

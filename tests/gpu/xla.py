@@ -1,5 +1,6 @@
 """Compare towers that XLA compiles with plain Keras, and time them beside towers that it does not compile."""
 
+import itertools
 from typing import Any
 
 import keras
@@ -19,22 +20,22 @@ ROWS, BATCH_SIZE = 34, 11
 
 
 def run(record: Record) -> None:
-    """Compares results in float64, and times steps in float32; first on one tower, which needs no second device."""
+    """Compares results in float64, then times steps in float32; first on one tower, which needs no second device."""
     devices = prepare(record, 2)
-    models_of_parity = ("convolutions",) if record.quick else ("convolutions", "attention", "dense")
-    models_of_bench = (("mlp", 256),) if record.quick else (("mlp", 1024), ("resnet20", 256), ("transformer", 64))
+    counts = (2,) if record.quick else (1, 2)
+    use_exact_arithmetic()
+    for count, name in itertools.product(counts, ("convolutions",) if record.quick else ("convolutions", "attention", "dense")):
+        _compare(record, name, devices[:count])
+    compared, different = record.results["compared"], len(record.results["different"])
+    exact = f"{compared - different} of {compared} exact"
+    record.finding(exact)
+    keras.config.set_floatx("float32")
+    tf.config.experimental.enable_tensor_float_32_execution(True)
     ratios = []
-    for count in (2,) if record.quick else (1, 2):
-        use_exact_arithmetic()
-        for name in models_of_parity:
-            _compare(record, name, devices[:count])
-        keras.config.set_floatx("float32")
-        tf.config.experimental.enable_tensor_float_32_execution(True)
-        for name, rows in models_of_bench:
-            ratios.append(_time(record, name, rows, devices[:count]))
-            compared, different = record.results["compared"], len(record.results["different"])
-            words = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else f"{ratios[0]:.2f}"
-            record.finding(f"{compared - different} of {compared} exact; time with XLA over time without: {words}")
+    workloads = (("mlp", 256),) if record.quick else (("mlp", 1024), ("resnet20", 256), ("transformer", 64))
+    for count, (name, rows) in itertools.product(counts, workloads):
+        ratios.append(f"{_time(record, name, rows, devices[:count]):.2f} ({name}, {count})")
+        record.finding(f"{exact}; time with XLA over time without (model, towers): {', '.join(ratios)}")
 
 
 def _compare(record: Record, name: str, devices: list[str]) -> None:
