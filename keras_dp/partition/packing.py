@@ -25,9 +25,13 @@ from keras_dp.partition.writing import GraphWriter
 _FULL_MESSAGES = 4
 _LEAST_BYTES = 4 << 20
 
+# GPUs have kernels that pack floating-point numbers. These integers, such as the counters of random numbers, travel as numbers
+# of the same bits. On a GPU, int32 stays in the host's memory.
+_SENT_AS = {tf.int64: tf.float64, tf.uint64: tf.float64, tf.uint32: tf.float32}
+
 
 def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
-    """Packs the floating-point tensors that devices send each other, and joins control dependencies between devices.
+    """Packs the tensors that devices send each other, and joins control dependencies between devices.
 
     A message holds tensors one after the other. Tensors of unknown size are sent by themselves.
 
@@ -76,7 +80,7 @@ def _names(function: Any) -> dict[str, str]:
 
 
 def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
-    """Returns the types of the floating-point tensors whose sizes TensorFlow infers."""
+    """Returns the types of the tensors that can be packed: TensorFlow infers their sizes."""
     calls = {node.name: node for node in function.node_def if _calls_functions(node)}
     body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
     body.node.extend(node for node in function.node_def if node.name not in calls)
@@ -96,7 +100,7 @@ def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensor
     return {
         name: tf.TensorSpec(tensor.shape, tensor.dtype)
         for name, tensor in found.items()
-        if tensor.dtype.is_floating and tensor.shape.is_fully_defined()
+        if (tensor.dtype.is_floating or tensor.dtype in _SENT_AS) and tensor.shape.is_fully_defined()
     }
 
 
@@ -129,7 +133,7 @@ def _messages(copies: Sequence[Copy], rounds: Sequence[int], types: Mapping[str,
     groups: dict[Any, list[Copy]] = defaultdict(list)
     loads: dict[Any, int] = defaultdict(int)
     for copy, number in zip(copies, rounds, strict=True):
-        groups[number, copy.source, copy.destination, types[copy.tensor].dtype].append(copy)
+        groups[number, copy.source, copy.destination, _sent_as(types[copy.tensor])].append(copy)
         for end in (("from", copy.source), ("to", copy.destination)):
             loads[number, end] += _bytes(types[copy.tensor])
     full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
@@ -149,6 +153,10 @@ def _messages(copies: Sequence[Copy], rounds: Sequence[int], types: Mapping[str,
             yield message
 
 
+def _sent_as(spec: tf.TensorSpec) -> tf.DType:
+    return _SENT_AS.get(spec.dtype, spec.dtype)
+
+
 def _bytes(spec: tf.TensorSpec) -> int:
     return math.prod(spec.shape) * int(spec.dtype.size)
 
@@ -159,20 +167,26 @@ def _sent_together(
     """Sends some tensors in one message, and returns the names of the received tensors inside the function."""
     source, destination = message[0].source, message[0].destination
     specs = [types[copy.tensor] for copy in message]
-    dtype, count = specs[0].dtype, len(specs)
+    dtype, count = _sent_as(specs[0]), len(specs)
 
     def reshaped(tensor: str, shape: list[int], device: str) -> str:
         inputs = [tensor, written.constant(shape, device=device)]
         return written.add("Reshape", inputs, device, "packed/reshape", T=dtype, Tshape=tf.int32)
 
-    parts = [reshaped(names[copy.tensor], [-1], source) for copy in message]
+    def cast(tensor: str, before: tf.DType, after: tf.DType, device: str) -> str:
+        """Takes the bits of a tensor as numbers of another dtype, if the dtypes differ."""
+        return tensor if before == after else written.add("Bitcast", [tensor], device, "packed/bits", T=before, type=after)
+
+    pairs = zip(message, specs, strict=True)
+    parts = [reshaped(cast(names[copy.tensor], spec.dtype, dtype, source), [-1], source) for copy, spec in pairs]
     inputs = [*parts, written.constant(0, device=source)]
     sent = written.add("ConcatV2", inputs, source, "packed/message", N=count, T=dtype, Tidx=tf.int32)
     sizes = written.constant([math.prod(spec.shape) for spec in specs], device=destination)
     inputs = [sent, sizes, written.constant(0, device=destination)]
     split = written.add("SplitV", inputs, destination, "packed/received", num_split=count, T=dtype, Tlen=tf.int32)
     received = [reshaped(f"{split}:{i}", spec.shape.as_list(), destination) for i, spec in enumerate(specs)]
-    return [written.inside(tensor)[0] for tensor in received]
+    made = [cast(tensor, dtype, spec.dtype, destination) for tensor, spec in zip(received, specs, strict=True)]
+    return [written.inside(tensor)[0] for tensor in made]
 
 
 def _join_controls(written: GraphWriter, crossings: Crossings) -> None:

@@ -56,6 +56,8 @@ class KindsOfCopies:
         elements: dict[str, int] = defaultdict(int)
         for part, taken in zip(packed.inputs[:-1], unpacked.outputs, strict=True):
             tensor, received = part.op.inputs[0], taken.consumers()[0].outputs[0]
+            if _is_packed_bits(tensor.op):
+                tensor, received = tensor.op.inputs[0], received.consumers()[0].outputs[0]
             takers = [taker.name for taker in received.consumers()]
             elements[self.kind(tensor.op.name, takers)] += tensor.shape.num_elements()
         return max(elements, key=elements.__getitem__)
@@ -102,6 +104,11 @@ class KindsOfCopies:
             if operation.type != "ReadVariableOp"
             for tensor in operation.inputs
         )
+
+
+def _is_packed_bits(operation: tf.Operation) -> bool:
+    """Returns whether an operation makes floating-point numbers of the bits of integers, to pack them."""
+    return bool(operation.type == "Bitcast" and operation.name.startswith("partitioned/packed/"))
 
 
 def _is_on_tower(operation: tf.Operation) -> bool:

@@ -102,8 +102,8 @@ def test_a_weight_that_is_read_again_after_its_update_is_sent_again():
     assert largest_difference(plain, parallel) < 1e-9
 
 
-def report(num_towers=4, **arguments):
-    parallel = keras_dp.DataParallelModel(convolutions(), devices=num_towers, **arguments)
+def report(num_towers=4, build=convolutions, **arguments):
+    parallel = keras_dp.DataParallelModel(build(), devices=num_towers, **arguments)
     parallel.compile("adam", "sparse_categorical_crossentropy")
     return parallel, keras_dp.communication_report(parallel, (IMAGES[:8], CLASSES[:8]))
 
@@ -124,6 +124,20 @@ def test_towers_meet_once_forward_and_once_backward_for_each_batch_normalization
     """A message has the mean and the variance, or both of their gradients. Another one has the denominators of the loss."""
     _, packed = report(parameter_device=parameter_device, pack_copies=True)
     assert max(row.number for row in packed.copies if row.kind == "moments") <= 3 * 2 + 1
+
+
+def dropouts():
+    """Five layers that draw numbers, each with a key and a counter of its own."""
+    stack = [layer for _ in range(5) for layer in (layers.Conv2D(3, 3, padding="same"), layers.Dropout(0.5))]
+    return keras.Sequential([keras.Input((8, 8, 3)), *stack, layers.Flatten(), layers.Dense(4, "softmax")])
+
+
+def test_the_counters_of_random_numbers_share_messages():
+    """They are integers, and travel by their bits."""
+    _, apart = report(build=dropouts)
+    _, packed = report(build=dropouts, pack_copies=True)
+    most = [max(row.number for row in found.copies if row.kind == "other") for found in (apart, packed)]
+    assert most[0] >= 5 > 2 >= most[1]
 
 
 def test_copies_are_packed_between_gpus_alone_unless_it_is_asked_for(monkeypatch):
