@@ -94,9 +94,12 @@ def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensor
             for argument, tensor in zip(function.signature.input_arg, given, strict=True)
         }
         for name, node in calls.items():
-            feeds |= {f"{name}:{port}": placeholder(dtype, None) for port, (_, dtype) in enumerate(results_of(node))}
+            results = zip(results_of(node), _stated_shapes(node), strict=True)
+            feeds |= {f"{name}:{port}": placeholder(dtype, shape) for port, ((_, dtype), shape) in enumerate(results)}
         tf.graph_util.import_graph_def(body, {name: feeds[name] for name in used & feeds.keys()}, name="")
-    found = {name: graph.get_tensor_by_name(names[name]) for name in tensors if source_of(name) not in calls}
+    found = {
+        name: feeds[names[name]] if source_of(name) in calls else graph.get_tensor_by_name(names[name]) for name in tensors
+    }
     return {
         name: tf.TensorSpec(tensor.shape, tensor.dtype)
         for name, tensor in found.items()
@@ -107,6 +110,12 @@ def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensor
 def _calls_functions(node: Any) -> bool:
     """Returns whether a node calls functions, whose results have sizes that are not inferred here."""
     return any(attribute.HasField("func") or attribute.list.func for attribute in node.attr.values())
+
+
+def _stated_shapes(node: Any) -> list[tf.TensorShape]:
+    """Returns the shapes of a call's results, as far as the node states them."""
+    stated = node.attr["output_shapes"].list.shape if "output_shapes" in node.attr else ()
+    return list(map(tf.TensorShape, stated)) or [tf.TensorShape(None) for _ in results_of(node)]
 
 
 def _rounds(copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[str]) -> list[int]:
