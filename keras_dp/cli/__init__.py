@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from keras_dp.cli import bench, launch
+from keras_dp.cli import bench, launch, plan
 from keras_dp.version import __version__
 
-COMMANDS = {"bench": bench, "launch": launch}
+COMMANDS = {"bench": bench, "launch": launch, "plan": plan}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

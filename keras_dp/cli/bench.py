@@ -22,16 +22,16 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from keras_dp import choices
 from keras_dp.cli import plot, runs, summary
+from keras_dp.cli.arguments import MODELS, argument, model_name, positive, tower_counts
 from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
 from keras_dp.cli.summary import Cell
 
-MODELS = ("mlp", "resnet20", "resnet50", "transformer", "lstm", "unet")
 ALWAYS = ("keras_dp", "ceiling")
 OTHERS = ("single", "mirrored")
 INTERRUPTED = 130  # the exit code of a process that SIGINT ends
@@ -44,19 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument(
         "--model",
-        type=_argument(_model),
+        type=argument(model_name),
         default="mlp",
         help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; a model that is "
         "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
     )
     parser.add_argument(
         "--towers",
-        type=_argument(_towers),
+        type=argument(tower_counts),
         default=[1, 2, 4, 8],
         metavar="N,N,...",
         help="numbers of devices to measure (default: 1,2,4,8)",
     )
-    parser.add_argument("--batch", type=_argument(_positive), help="rows in a batch (default: the model's own)")
+    parser.add_argument("--batch", type=argument(positive), help="rows in a batch (default: the model's own)")
     parser.add_argument(
         "--scaling",
         choices=("strong", "weak"),
@@ -65,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--against",
-        type=_argument(_engines),
+        type=argument(_engines),
         default=list(OTHERS),
         metavar="ENGINE,...",
         help="engines to compare with: single, mirrored or none (default: single,mirrored)",
     )
     parser.add_argument(
         "--parameter-device",
-        type=_argument(_parameter_device),
+        type=argument(_parameter_device),
         metavar="DEVICE",
         help='device where the variables live, such as CPU:0, or "sharded" over the towers',
     )
@@ -91,14 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("steps", 50, "timed steps in each run"),
         ("warm-up", 10, "untimed steps at the start of each run"),
     ):
-        parser.add_argument(f"--{name}", type=_argument(_positive), default=default, help=f"{purpose} (default: %(default)s)")
+        parser.add_argument(f"--{name}", type=argument(positive), default=default, help=f"{purpose} (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write bench.json, bench.csv and bench.png")
     parser.add_argument(
         "--profile", action="store_true", help="record steps of keras_dp in DIRECTORY/profile, for TensorBoard; needs --out"
     )
     parser.add_argument(
         "--redraw",
-        type=_argument(_results),
+        type=argument(_results),
         metavar="bench.json",
         help="measure nothing; make the table and the figure again from this file, in --out or else beside the file",
     )
@@ -289,28 +289,6 @@ def _write(results: Mapping[str, Any], directory: Path) -> None:
         _say(NO_FIGURE)
 
 
-def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a type for argparse that shows the message of a ValueError from `parse`."""
-
-    def checked(value: str) -> Any:
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"must be an integer of at least 1. Received: {value!r}")
-    return int(value)
-
-
-def _towers(value: str) -> list[int]:
-    return sorted({_positive(towers) for towers in value.split(",")})
-
-
 def _engines(value: str) -> list[str]:
     engines = [] if value == "none" else list(dict.fromkeys(value.split(",")))
     unknown = [engine for engine in engines if engine not in OTHERS]
@@ -318,13 +296,6 @@ def _engines(value: str) -> list[str]:
         question = choices.question(unknown[0], [*OTHERS, "none"])
         raise ValueError(f"The engines to compare with are {', '.join(OTHERS)}, or none.{question} Received: {unknown[0]!r}")
     return engines
-
-
-def _model(value: str) -> str:
-    if value not in MODELS and ":" not in value:
-        question = choices.question(value, list(MODELS))
-        raise ValueError(f"A model is one of {', '.join(MODELS)}, or my_module:build_function.{question} Received: {value!r}")
-    return value
 
 
 def _parameter_device(value: str) -> str:

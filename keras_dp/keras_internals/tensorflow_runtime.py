@@ -1,8 +1,15 @@
-"""Start TensorFlow's server and abort its collectives."""
+"""Start TensorFlow's server, abort its collectives, and ask for its kernels and their costs."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.core.framework import graph_pb2
+from tensorflow.core.protobuf import device_properties_pb2, meta_graph_pb2, tensorflow_server_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.framework import kernels, op_def_registry
+from tensorflow.python.grappler import cluster, item
 
 
 def start_server(jobs: dict[str, list[str]], job: str, task: int, leader: str) -> None:
@@ -37,3 +44,47 @@ def start_server(jobs: dict[str, list[str]], job: str, task: int, leader: str) -
 def abort_collectives(reason: str) -> None:
     """Makes all running and future collectives of this process fail."""
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
+
+
+@functools.cache
+def registered_kernels(operation_type: str) -> tuple[Any, ...]:
+    """Returns the KernelDefs of an operation for all kinds of devices, of which this machine may have none."""
+    return tuple(kernels.get_registered_kernels_for_op(operation_type).kernel)
+
+
+@functools.cache
+def definition_of(operation_type: str) -> Any:
+    """Returns the OpDef of an operation."""
+    return op_def_registry.get(operation_type)
+
+
+class VirtualCluster:
+    """Calculates what a graph costs on devices that are only described, with TensorFlow's analytical cost model.
+
+    Args:
+        graph: a GraphDef whose nodes stand on the devices.
+        wanted: the names of the tensors and operations that must run; all others are left out.
+        devices: the properties of each device, as fields of a DeviceProperties, by the device's whole name.
+    """
+
+    def __init__(self, graph: graph_pb2.GraphDef, wanted: list[str], devices: Mapping[str, Mapping[str, Any]]):
+        meta_graph = meta_graph_pb2.MetaGraphDef(graph_def=graph)
+        meta_graph.collection_def["train_op"].node_list.value.extend(wanted)
+        described = []
+        for name, properties in devices.items():
+            fields = {key: value for key, value in properties.items() if key != "environment"}
+            described.append(
+                device_properties_pb2.NamedDevice(name=name, properties=device_properties_pb2.DeviceProperties(**fields))
+            )
+            described[-1].properties.environment.update(properties.get("environment", {}))
+        self._item = item.Item(meta_graph)
+        self._cluster = cluster.Cluster(devices=described, disable_detailed_stats=False)
+
+    def run(self) -> tuple[list[Any], float]:
+        """Returns an OpPerformance for each operation, with times in nanoseconds, and the time of the graph in seconds."""
+        costs, seconds, _ = self._cluster.MeasureCosts(self._item)
+        return list(costs), seconds
+
+    def peak_bytes(self) -> dict[str, int]:
+        """Returns the most bytes of tensors that are on each device at one time, by the device's name."""
+        return {name: peak for name, (peak, _) in self._cluster.DeterminePeakMemoryUsage(self._item).items()}

@@ -84,9 +84,11 @@ def handle_data(tensor: Tensor) -> Any:
     return handle_data_util.get_resource_handle_data(tensor) if tensor.dtype == tf.resource else None
 
 
-def placeholder(dtype: tf.DType, shape: Sequence[int | None] | tf.TensorShape | None, data: Any = None) -> Tensor:
+def placeholder(
+    dtype: tf.DType, shape: Sequence[int | None] | tf.TensorShape | None, data: Any = None, name: str | None = None
+) -> Tensor:
     """Returns a placeholder in the current graph; a resource gets its handle data."""
-    made = tf.compat.v1.placeholder(dtype, [] if dtype in (tf.resource, tf.variant) else shape)
+    made = tf.compat.v1.placeholder(dtype, [] if dtype in (tf.resource, tf.variant) else shape, name)
     if dtype == tf.resource and data is not None:
         handle_data_util.set_handle_data(made, data)
     return made

@@ -1,24 +1,20 @@
 """Report what devices send each other in one training step."""
 
-import contextlib
 import math
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dp.batches.slicing import Slice
 from keras_dp.devices.available import short_name
-from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.calling import node_by_node
 from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
+from keras_dp.reports.step_graph import partition_graphs, refuse_what_has_no_graph, untouched
 
 Tensor = Any
 Graph = Any
@@ -143,18 +139,14 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     Raises:
         ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
     """
-    if not isinstance(parallel, DataParallelModel) or not parallel.compiled or parallel.run_eagerly:
-        raise ValueError(
-            "communication_report() takes a compiled DataParallelModel that does not run eagerly; eager steps use one device. "
-            f"Received: {parallel!r}"
-        )
+    refuse_what_has_no_graph("communication_report()", parallel)
     if not isinstance(batch, tuple):
         batch = (batch,)
     steps = parallel.tower_steps
     batch = steps.on_host(batch)
     with tf.device("CPU:0"):
         slices = steps.inputs.cut(batch)
-    with _untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
+    with untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
         # XLA compiles within devices, and would rename tensors.
         step, graphs = _run_and_collect(parallel.train_step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
@@ -169,20 +161,6 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     )
 
 
-@contextlib.contextmanager
-def _untouched(parallel: DataParallelModel) -> Iterator[None]:
-    """Restores all variables afterwards, including the variables of metrics and the optimizer."""
-    optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
-    metrics = [variable for metric in parallel.metrics for variable in metric.variables]
-    variables = [*parallel.variables, *optimizer, *metrics, *keras_models.seed_states(parallel.inner_model)]
-    before = [np.array(variable) for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
-
-
 def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
     """Runs a step, and returns its concrete function and the graphs that TensorFlow ran in its place, one for each device."""
 
@@ -195,27 +173,9 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
     function = tf.function(on_slices, autograph=False)
     data = [part.data for part in slices]
     concrete = function.get_concrete_function(data)
-    with tempfile.TemporaryDirectory() as directory:
-        writer = tf.summary.create_file_writer(directory)
-        with writer.as_default():
-            tf.summary.trace_on(graph=True, profiler=False)
-            try:
-                # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
-                with graph_optimizer(disable_meta_optimizer=True):
-                    function(data)
-            finally:
-                tf.summary.trace_export("step", step=0)
-        writer.close()
-        (path,) = map(str, Path(directory).iterdir())
-        events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(path)]
-    values = [value for event in events for value in event.summary.value]
-    (collected,) = [tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0]) for value in values]
-    names = {operation.name for operation in concrete.graph.get_operations()}
-
-    def known_nodes(graphs: Any) -> int:
-        return sum(node.name in names for graph in graphs.partition_graphs for node in graph.node)
-
-    return concrete, list(max(collected.function_graphs, key=known_nodes).partition_graphs)
+    # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
+    with graph_optimizer(disable_meta_optimizer=True):
+        return concrete, partition_graphs(function, data, {operation.name for operation in concrete.graph.get_operations()})
 
 
 def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 Tensor = Any
 
 KINDS = ("weights", "gradients", "moments", "inputs", "outputs", "other")
-_PASSED_ON = ("Identity", "Cast", "Snapshot")
+_PASSED_ON = ("Identity", "Cast", "Snapshot", "Reshape")
 
 
 class KindsOfCopies:
@@ -33,7 +33,7 @@ class KindsOfCopies:
 
         A message of several tensors has the kind of most of its bytes.
         """
-        if name.startswith("partitioned/packed/"):
+        if name.startswith("partitioned/packed/message"):
             return self._kind_of_message(self._operations[name], self._operations[receivers[0]])
         source = self._operations.get(name)
         if source is None:
@@ -53,13 +53,14 @@ class KindsOfCopies:
         return "gradients" if self._updates_weights(after) else "outputs"
 
     def _kind_of_message(self, packed: tf.Operation, unpacked: tf.Operation) -> str:
+        # The graph optimizer may leave out what reshapes a tensor, and may pack constants beforehand.
+        received = [_takers(*_unpacked(taken)) for taken in unpacked.outputs]
+        parts = list(map(_before_packing, packed.inputs[:-1]))
+        if len(received) != len(parts):
+            received = [[name for names in received for name in names]] * len(parts)
         elements: dict[str, int] = defaultdict(int)
-        for part, taken in zip(packed.inputs[:-1], unpacked.outputs, strict=True):
-            tensor, received = part.op.inputs[0], taken.consumers()[0].outputs[0]
-            if _is_packed_bits(tensor.op):
-                tensor, received = tensor.op.inputs[0], received.consumers()[0].outputs[0]
-            takers = [taker.name for taker in received.consumers()]
-            elements[self.kind(tensor.op.name, takers)] += tensor.shape.num_elements()
+        for tensor, takers in zip(parts, received, strict=True):
+            elements[self.kind(tensor.op.name, takers)] += tensor.shape.num_elements() or 0
         return max(elements, key=elements.__getitem__)
 
     def _known(self, names: Iterable[str]) -> list[tf.Operation]:
@@ -106,9 +107,24 @@ class KindsOfCopies:
         )
 
 
-def _is_packed_bits(operation: tf.Operation) -> bool:
-    """Returns whether an operation makes floating-point numbers of the bits of integers, to pack them."""
-    return bool(operation.type == "Bitcast" and operation.name.startswith("partitioned/packed/"))
+def _takers(*tensors: Tensor) -> list[str]:
+    return [taker.name for tensor in tensors for taker in tensor.consumers()]
+
+
+def _is_packing(operation: tf.Operation) -> bool:
+    """Returns whether an operation only prepares a tensor for a message, or restores it."""
+    return operation.type in ("Reshape", "Bitcast") and "/packed/" in operation.name
+
+
+def _before_packing(tensor: Tensor) -> Tensor:
+    """Returns the tensor that is packed in a part of a message."""
+    return _before_packing(tensor.op.inputs[0]) if _is_packing(tensor.op) else tensor
+
+
+def _unpacked(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors that are restored from a part of a message, or the part itself."""
+    restored = [taker.outputs[0] for taker in tensor.consumers() if _is_packing(taker)]
+    return [unpacked for each in restored for unpacked in _unpacked(each)] or [tensor]
 
 
 def _is_on_tower(operation: tf.Operation) -> bool:

@@ -280,7 +280,9 @@ def test_a_command_is_needed(capsys):
     assert "the following arguments are required: command" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", ["--help", "bench --help", "launch --help", "--version", "bench --model mpl"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "bench --help", "launch --help", "plan --help", "--version", "bench --model mpl"]
+)
 def test_the_command_answers_without_tensorflow(arguments, tmp_path):
     """TensorFlow takes seconds to import. The script's name distinguishes the command from a user's script."""
     command = tmp_path / "keras-dp"

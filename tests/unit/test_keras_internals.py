@@ -345,3 +345,37 @@ def test_a_server_is_not_started_after_tensorflow():
     tf.constant(1.0)
     with pytest.raises(RuntimeError, match="must be configured at program startup"):
         tensorflow_runtime.start_server({"worker": ["127.0.0.1:1"]}, "worker", 0, leader="/job:worker/replica:0/task:0")
+
+
+def test_kernels_of_gpus_are_registered_without_gpus():
+    kernels = {kernel.device_type: kernel for kernel in tensorflow_runtime.registered_kernels("Reshape")}
+    assert {"CPU", "GPU"} <= kernels.keys() | {"GPU" for kind in kernels if kind == "DEFAULT"}
+    assert any("shape" in kernel.host_memory_arg for kernel in kernels.values())
+    assert {kernel.device_type for kernel in tensorflow_runtime.registered_kernels("AsString")} == {"CPU"}
+    (constraint,) = {
+        constraint.name for kernel in tensorflow_runtime.registered_kernels("MatMul") for constraint in kernel.constraint
+    }
+    assert constraint == "T"
+
+
+def test_definitions_of_operations_name_their_arguments():
+    definition = tensorflow_runtime.definition_of("ConcatV2")
+    assert [(argument.name, argument.number_attr) for argument in definition.input_arg] == [("values", "N"), ("axis", "")]
+    assert [argument.type_attr for argument in definition.output_arg] == ["T"]
+    assert tensorflow_runtime.definition_of("There is no such operation") is None
+
+
+def test_virtual_clusters_count_arithmetic_and_bytes():
+    concrete = tf.function(lambda x: tf.matmul(x, x)).get_concrete_function(tf.TensorSpec([8, 8]))
+    graph = concrete.graph.as_graph_def(add_shapes=True)
+    name = "/job:localhost/replica:0/task:0/device:CPU:0"
+    for node in graph.node:
+        node.device = name
+    devices = {name: {"type": "CPU", "num_cores": 1, "frequency": 1, "bandwidth": 1000}}
+    cluster = tensorflow_runtime.VirtualCluster(graph, [graph.node[-1].name], devices)
+    costs, seconds = cluster.run()
+    (product,) = [cost for cost in costs if cost.op.op == "MatMul"]
+    assert (product.compute_time, product.memory_time) == (1000 * 2 * 8**3, 1000 * 3 * 4 * 8**2)
+    assert list(product.op_memory.output_memory) == [4 * 8**2]
+    assert seconds >= 1e-6 * 2 * 8**3
+    assert cluster.peak_bytes()[name] >= 4 * 8**2

@@ -1,0 +1,41 @@
+"""Parse the arguments that several commands take."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from keras_dp import choices
+
+MODELS = ("mlp", "resnet20", "resnet50", "transformer", "lstm", "unet")
+
+
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a type for argparse that shows the message of a ValueError from `parse`."""
+
+    def checked(value: str) -> Any:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def positive(value: str) -> int:
+    """Returns an integer of at least 1, which a command line names."""
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"must be an integer of at least 1. Received: {value!r}")
+    return int(value)
+
+
+def tower_counts(value: str) -> list[int]:
+    """Returns the numbers of towers that a command line lists, in increasing order."""
+    return sorted({positive(towers) for towers in value.split(",")})
+
+
+def model_name(value: str) -> str:
+    """Returns the name of a model if `keras_dp.cli.models.workload` may know it."""
+    if value not in MODELS and ":" not in value:
+        question = choices.question(value, list(MODELS))
+        raise ValueError(f"A model is one of {', '.join(MODELS)}, or my_module:build_function.{question} Received: {value!r}")
+    return value

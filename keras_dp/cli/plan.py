@@ -1,0 +1,254 @@
+"""Run `keras-dp plan`: predict the training steps of a model on GPUs, on a machine that has none.
+
+Logical CPUs stand for the GPUs. TensorFlow makes the graph of a step for them, and the command counts what would cost time on
+GPUs: copies, control edges, visits to the host, operations without a GPU kernel. Then it simulates the step on the GPUs that
+--gpu and --link name. The times are predictions, not measurements; docs/gpu.md says how far to trust them.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from keras_dp.cli import runs
+from keras_dp.cli.arguments import MODELS, argument, model_name, positive, tower_counts
+from keras_dp.cli.runs import RunFailedError
+from keras_dp.reports import hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """Describes a step to predict.
+
+    Attributes:
+        model: a name for `keras_dp.cli.models.workload`.
+        towers: the number of GPUs.
+        batch_size: the number of rows in a global batch; None for the model's own.
+        batch_is_per_tower: whether each tower gets that many rows.
+        parameter_device: None, "sharded", or a GPU such as "GPU:1".
+        pack_copies: as in `keras_dp.DataParallelModel`.
+        gpu: a key of `keras_dp.reports.hardware.GPUS`.
+        link: "nvlink" or "pcie"; None for the fastest that the GPU has.
+        launch_microseconds: in place of the GPU's own, if it is not None.
+        latency_microseconds: in place of the link's own, if it is not None.
+        gigabytes_per_second: in place of the link's own bandwidth, if it is not None.
+    """
+
+    model: str
+    towers: int
+    batch_size: int | None = None
+    batch_is_per_tower: bool = False
+    parameter_device: str | None = None
+    pack_copies: bool = True
+    gpu: str = "A100"
+    link: str | None = None
+    launch_microseconds: float | None = None
+    latency_microseconds: float | None = None
+    gigabytes_per_second: float | None = None
+
+    def machine(self) -> hardware.Machine:
+        """Returns the machine.
+
+        Raises:
+            ValueError: if there is no such GPU, or it has no such link.
+        """
+        machine = hardware.machine_of(self.gpu, self.link)
+        processor, link = machine.processor, machine.link
+        if self.launch_microseconds is not None:
+            processor = dataclasses.replace(processor, launch_seconds=1e-6 * self.launch_microseconds)
+        if self.latency_microseconds is not None:
+            link = dataclasses.replace(link, latency_seconds=1e-6 * self.latency_microseconds)
+        if self.gigabytes_per_second is not None:
+            link = dataclasses.replace(link, bandwidth=1e9 * self.gigabytes_per_second)
+        return dataclasses.replace(machine, processor=processor, link=link)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Holds the prediction of a step.
+
+    Attributes:
+        batch_size: the number of rows in a global batch.
+        milliseconds: the predicted time of the step.
+        busy: the share of this time in which the busiest and the idlest GPU run operations.
+        peak_megabytes: the predicted memory of the fullest GPU.
+        copies: the number of copies between devices, by kind.
+        most_sent: the most copies of weights, gradients and moments that one GPU sends.
+        most_received: the same, received.
+        host_copies: the number of tensors between devices that stay in the host's memory.
+        controls: the number of control edges between devices.
+        to_host: the number of tensors that go from a GPU to the host's memory for an operation of the GPU.
+        from_host: the same, the other way.
+        without_kernel: the number of operations without a GPU kernel, by type.
+        misplaced: the number of operations of towers on a wrong device.
+        virtual_milliseconds: the time of the step on TensorFlow's virtual cluster, without latency and launches.
+        virtual_megabytes: the peak memory of its fullest GPU, without variables.
+        audit: the audit in words.
+    """
+
+    batch_size: int
+    milliseconds: float
+    busy: tuple[float, float]
+    peak_megabytes: float
+    copies: dict[str, int]
+    most_sent: int
+    most_received: int
+    host_copies: int
+    controls: int
+    to_host: int
+    from_host: int
+    without_kernel: dict[str, int]
+    misplaced: int
+    virtual_milliseconds: float
+    virtual_megabytes: float
+    audit: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument(
+        "--model",
+        type=argument(model_name),
+        default="mlp",
+        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; a model that is "
+        "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--towers",
+        type=argument(tower_counts),
+        default=[1, 2, 4, 8],
+        metavar="N,N,...",
+        help="numbers of GPUs to predict (default: 1,2,4,8)",
+    )
+    parser.add_argument("--batch-size", type=argument(positive), help="rows in a batch (default: the model's own)")
+    parser.add_argument(
+        "--scaling",
+        choices=("strong", "weak"),
+        default="strong",
+        help="strong: --batch-size rows for all GPUs together; weak: --batch-size rows for each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--parameter-device",
+        type=argument(_parameter_device),
+        metavar="DEVICE",
+        help='GPU where the variables live, such as GPU:0, or "sharded" over the GPUs',
+    )
+    parser.add_argument("--unpacked", action="store_true", help="send each tensor by itself, as with pack_copies=False")
+    parser.add_argument("--gpu", choices=tuple(hardware.GPUS), default="A100", help="the kind of GPU (default: %(default)s)")
+    parser.add_argument(
+        "--link", choices=("nvlink", "pcie"), help="what connects the GPUs (default: NVLink, if the GPU has it)"
+    )
+    for name, what in (
+        ("launch-microseconds", "time from one operation of a GPU to the next, however small they are"),
+        ("latency-microseconds", "time of a copy between GPUs, however small it is"),
+        ("gigabytes-per-second", "bandwidth of the link, in each direction"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=argument(_positive_number), metavar="X", help=f"{what} (default: the device's own)"
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predicts the steps, and prints the table and the audit of the step with the most towers.
+
+    Args:
+        options: the arguments that `add_arguments` declares, and `command`, the command line.
+
+    Returns:
+        The exit code: 1 if a prediction has failed, otherwise 0.
+
+    Raises:
+        argparse.ArgumentError: if the GPU has no such link.
+    """
+    planned = [_planned(options, towers) for towers in options.towers]
+    try:
+        machine = planned[0].machine()
+    except ValueError as error:
+        raise argparse.ArgumentError(None, f"--link: {error}") from error
+    print(f"{described(machine)}\n{options.command}\n\n{HEADING}")
+    plans: list[Plan] = []
+    for one in planned:
+        try:
+            plans.append(plan_in_new_process(one))
+        except RunFailedError as error:
+            print(f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}")
+            return 1
+        print(row(one, plans[-1], plans[0]), flush=True)
+    print(f"\n{LEGEND}\n\na step on {planned[-1].towers} GPUs:\n{plans[-1].audit}")
+    return 0
+
+
+def plan_in_new_process(planned: PlannedRun) -> Plan:
+    """Predicts a step in a process of its own.
+
+    Raises:
+        RunFailedError: if the process fails.
+    """
+    # Keras and TensorFlow trace and optimize some layers otherwise where there is a GPU.
+    return Plan(**runs.answer_of("planning", dataclasses.asdict(planned), CUDA_VISIBLE_DEVICES="-1"))
+
+
+def described(machine: hardware.Machine) -> str:
+    """Describes a machine in one line."""
+    processor, link = machine.processor, machine.link
+    return (
+        f"A prediction, not a measurement: {processor.name}, {1e6 * processor.launch_seconds:g} µs a launch; {link.name}, "
+        f"{1e6 * link.latency_seconds:g} µs and {link.bandwidth / 1e9:g} GB/s"
+    )
+
+
+HEADING = "\n".join(
+    [
+        f"{'':>6}{'':>8}{'step':>10}{'speed-':>9}{'busy':>12}{'peak':>10}{'copies':>9}{'one GPU':>9}{'one GPU':>10}"
+        f"{'control':>9}{'to and':>11}",
+        f"{'towers':>6}{'batch':>8}{'ms':>10}{'up':>9}{'%':>12}{'MB':>10}{'':>9}{'sends':>9}{'receives':>10}"
+        f"{'edges':>9}{'from host':>11}",
+    ]
+)
+LEGEND = """\
+speed-up: the rows in a second, divided by those of the first line.
+busy: the share of the step in which the busiest and the idlest GPU run operations.
+one GPU sends, receives: the most copies of weights, gradients and moments in a step.
+to and from host: the tensors that an operation of a GPU takes from the other memory than they are made in."""
+
+
+def row(planned: PlannedRun, plan: Plan, first: Plan) -> str:
+    """Formats a line of the table."""
+    speed_up = plan.batch_size / plan.milliseconds / (first.batch_size / first.milliseconds)
+    busy = " to ".join(f"{100 * share:.0f}" for share in sorted(plan.busy, reverse=True))
+    return (
+        f"{planned.towers:>6}{plan.batch_size:>8}{plan.milliseconds:>10.2f}{speed_up:>9.2f}{busy:>12}{plan.peak_megabytes:>10.0f}"
+        f"{sum(plan.copies.values()):>9}{plan.most_sent:>9}{plan.most_received:>10}{plan.controls:>9}"
+        f"{f'{plan.to_host} + {plan.from_host}':>11}"
+    )
+
+
+def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
+    return PlannedRun(
+        model=options.model,
+        towers=towers,
+        batch_size=options.batch_size,
+        batch_is_per_tower=options.scaling == "weak",
+        parameter_device=options.parameter_device,
+        pack_copies=not options.unpacked,
+        gpu=options.gpu,
+        link=options.link,
+        launch_microseconds=options.launch_microseconds,
+        latency_microseconds=options.latency_microseconds,
+        gigabytes_per_second=options.gigabytes_per_second,
+    )
+
+
+def _parameter_device(value: str) -> str:
+    if value != "sharded" and not (value.startswith("GPU:") and value[4:].isdecimal()):
+        raise ValueError(f'must be a GPU, such as GPU:1, or "sharded". Received: {value!r}')
+    return value
+
+
+def _positive_number(value: str) -> Any:
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"must be a positive number. Received: {value!r}")
+    return number

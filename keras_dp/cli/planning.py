@@ -1,0 +1,85 @@
+"""Predict one step on GPUs in a process of its own."""
+
+import dataclasses
+import json
+import sys
+
+import keras
+
+import keras_dp
+from keras_dp.cli import models, synthetic
+from keras_dp.cli.plan import Plan, PlannedRun
+from keras_dp.reports.gpu_audit import GpuAudit, audit
+from keras_dp.reports.gpu_placement import PlacedStep, logical_cpus_for_gpus, place_step
+from keras_dp.reports.hardware import Machine
+from keras_dp.reports.kinds_of_copies import KINDS
+from keras_dp.reports.simulation import simulate
+from keras_dp.reports.step_graph import StepGraph, graph_of_step
+from keras_dp.reports.virtual_gpus import on_virtual_gpus
+
+EXCHANGED = ("weights", "gradients", "moments")
+
+
+def main() -> None:
+    """Predicts the step that this process's only argument describes, and prints the plan. Both are JSON."""
+    print(json.dumps(dataclasses.asdict(plan(PlannedRun(**json.loads(sys.argv[1]))))))
+
+
+def plan(planned: PlannedRun) -> Plan:
+    """Predicts a step in this process, in which TensorFlow must not have started yet.
+
+    Raises:
+        ValueError: if there is no such model, its inputs are not known, or there is no such GPU.
+    """
+    parallel, step = collect(planned)
+    batch_size = planned.batch_size or models.workload(planned.model).batch_size
+    batch_size *= planned.towers if planned.batch_is_per_tower else 1
+    placed = place_step(step, batch_size, parallel.devices)
+    return predicted(planned.machine(), batch_size, placed, audit(parallel, step, placed))
+
+
+def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: GpuAudit) -> Plan:
+    """Predicts a step on a machine.
+
+    Args:
+        machine: the machine.
+        batch_size: the number of rows in a global batch.
+        placed: the step, for that many rows.
+        audited: the audit of the step.
+    """
+    simulation = simulate(placed, machine)
+    virtual = on_virtual_gpus(placed, machine.processor)
+    return Plan(
+        batch_size=batch_size,
+        milliseconds=1e3 * simulation.seconds,
+        busy=(max(simulation.busy.values()), min(simulation.busy.values())),
+        peak_megabytes=max(simulation.peak_bytes.values()) / 1e6,
+        copies={kind: audited.number_of(kind) for kind in KINDS},
+        most_sent=audited.most_sent(*EXCHANGED),
+        most_received=audited.most_received(*EXCHANGED),
+        host_copies=audited.host_copies,
+        controls=audited.controls.total(),
+        to_host=audited.to_host.total(),
+        from_host=audited.from_host.total(),
+        without_kernel=dict(audited.without_kernel),
+        misplaced=len(audited.misplaced),
+        virtual_milliseconds=1e3 * virtual.seconds,
+        virtual_megabytes=max(virtual.peak_bytes.values()) / 1e6,
+        audit=str(audited),
+    )
+
+
+def collect(planned: PlannedRun) -> tuple[keras_dp.DataParallelModel, StepGraph]:
+    """Returns the model on logical CPUs that stand for GPUs, and the graph of its step."""
+    workload = models.workload(planned.model)
+    with logical_cpus_for_gpus(planned.towers) as devices:
+        model = workload.build()
+        synthetic.refuse_unknown_inputs(model)
+        home = planned.parameter_device
+        if home is not None and home.startswith("GPU"):
+            home = f"CPU:{int(home.removeprefix('GPU:')) + 1}"
+        parallel = keras_dp.DataParallelModel(model, devices=devices, parameter_device=home, pack_copies=planned.pack_copies)
+        if not model.compiled:
+            parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+        # The graph is the same for batches of all sizes.
+        return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(model, 2 * planned.towers))))

@@ -1,0 +1,59 @@
+"""Find the loops of a graph, and how often each of their operations runs."""
+
+import graphlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.crossings import source_of
+from keras_dp.partition.graph import data_inputs
+
+
+def forward_inputs(node: Any, nodes: Mapping[str, Any]) -> list[str]:
+    """Returns the inputs of a node, without those that a loop hands from one round to the next."""
+    return [name for name in node.input if node.op != "Merge" or nodes[source_of(name)].op != "NextIteration"]
+
+
+def rounds_of_operations(nodes: Mapping[str, Any]) -> dict[str, int]:
+    """Returns how often the operations of loops run in a step, by name.
+
+    A loop runs as often as the largest constant that its counter is compared with; once, if there is none.
+
+    Args:
+        nodes: the NodeDefs of a graph by name, with loops as TensorFlow runs them.
+    """
+    sources = {name: [source_of(source) for source in forward_inputs(node, nodes)] for name, node in nodes.items()}
+    loops: dict[str, tuple[str, ...]] = {}
+    for name in graphlib.TopologicalSorter(sources).static_order():
+        around = max((_after(nodes[source], loops[source]) for source in sources[name]), key=len, default=())
+        loops[name] = (*around, nodes[name].attr["frame_name"].s.decode()) if nodes[name].op == "Enter" else around
+    bodies: dict[str, list[Any]] = defaultdict(list)
+    for name, around in loops.items():
+        for loop in around[-1:]:
+            bodies[loop].append(nodes[name])
+    rounds = {loop: _rounds(body, nodes) for loop, body in bodies.items()}
+    return {name: math.prod(rounds[loop] for loop in around) for name, around in loops.items() if around}
+
+
+def _after(node: Any, around: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the loops around what follows a node."""
+    return around[:-1] if node.op == "Exit" else around
+
+
+def _rounds(body: Iterable[Any], nodes: Mapping[str, Any]) -> int:
+    limits = [1]
+    for node in body:
+        if node.op == "Less":
+            sources = [_outside(nodes[source_of(name)], nodes) for name in data_inputs(node)]
+            limits += [int(tf.make_ndarray(source.attr["value"].tensor)) for source in sources if source.op == "Const"]
+    return max(limits)
+
+
+def _outside(node: Any, nodes: Mapping[str, Any]) -> Any:
+    """Follows a value that a loop does not change to where it is made."""
+    while node.op in ("Enter", "Merge", "Switch", "Identity"):
+        node = nodes[source_of(node.input[0])]
+    return node

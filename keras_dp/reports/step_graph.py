@@ -1,0 +1,216 @@
+"""Collect the graph that TensorFlow runs for a training step, optimized and divided by devices."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+
+from keras_dp.batches.slicing import Slice, row_spec
+from keras_dp.keras_internals import keras_models
+from keras_dp.keras_internals.replacing import replaced
+from keras_dp.keras_internals.tensorflow_runtime import definition_of
+from keras_dp.model import DataParallelModel
+from keras_dp.partition.tensorflow_internals import handle_data, placeholder
+from keras_dp.reports.graph_optimizer import graph_optimizer
+
+Tensor = Any
+
+_SEND, _RECEIVE = ("_Send", "_HostSend"), ("_Recv", "_HostRecv")
+_CALL = "StatefulPartitionedCall/"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGraph:
+    """The graph that TensorFlow runs for a training step, for batches of any number of rows.
+
+    Attributes:
+        nodes: the nodes of all devices as one GraphDef. Each node has its device. Where TensorFlow sends a tensor to another
+            device, a node takes it directly. The nodes of the partition are named "partitioned/...".
+        concrete: the concrete function of the step.
+        slices: the types of the N slices.
+    """
+
+    nodes: graph_pb2.GraphDef
+    concrete: Any
+    slices: tuple[Slice, ...]
+
+    @property
+    def names_of_slices(self) -> list[str]:
+        """The names of the nodes of the slices' tensors, slice by slice."""
+        return self._names_of_arguments()[: len(self.concrete.graph.inputs) - len(self.concrete.captured_inputs)]
+
+    def captured(self) -> dict[str, tuple[Any, Any]]:
+        """Returns the variables and other tensors that the step uses, outside and inside it, by the names of their nodes."""
+        inside, outside = self.concrete.graph.inputs, self.concrete.captured_inputs
+        count = len(inside) - len(outside)
+        return dict(zip(self._names_of_arguments()[count:], zip(outside, inside[count:], strict=True), strict=True))
+
+    def _names_of_arguments(self) -> list[str]:
+        return [argument.name for argument in self.concrete.function_def.signature.input_arg]
+
+    def for_rows(self, rows: int) -> tf.Graph:
+        """Returns the graph for batches of a number of rows, in which the sizes of tensors are known as far as possible."""
+        with tf.Graph().as_default() as graph:
+            made = dict(zip(self.names_of_slices, self._tensors_of_slices(rows), strict=True))
+            for name, (outside, inside) in self.captured().items():
+                made[name] = placeholder(outside.dtype, outside.shape, handle_data(inside), name)
+            used = {source for node in self.nodes.node for source in node.input}
+            tf.graph_util.import_graph_def(
+                self.nodes, {f"{name}:0": tensor for name, tensor in made.items() if name in used}, name=""
+            )
+        return graph
+
+    def _tensors_of_slices(self, rows: int) -> Iterator[Tensor]:
+        names = iter(self.names_of_slices)
+        for i, part in enumerate(self.slices):
+            begin, end = rows * i // len(self.slices), rows * (i + 1) // len(self.slices)
+            for spec in tf.nest.flatten(part.data, expand_composites=True):
+                shape = [max(1, end - begin) if size is None else size for size in spec.shape]
+                yield tf.compat.v1.placeholder(spec.dtype, shape, next(names))
+            for number in (begin, end - begin, rows):
+                yield tf.constant(number, tf.int32, name=next(names))
+
+
+def graph_of_step(parallel: DataParallelModel, batch: Any) -> StepGraph:
+    """Runs the training step once, and collects its graph. All variables are restored afterwards.
+
+    The slices are on the towers' devices before the step begins, as on GPUs.
+
+    Args:
+        parallel: a compiled `DataParallelModel` that does not run eagerly.
+        batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`. The graph does not
+            depend on its number of rows.
+
+    Raises:
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
+    """
+    refuse_what_has_no_graph("graph_of_step()", parallel)
+    steps = parallel.tower_steps
+    slices = []
+    for part, device in zip(steps.slices_of(batch if isinstance(batch, tuple) else (batch,)), parallel.devices, strict=True):
+        with tf.device(device):
+            slices.append(keras.tree.map_structure(tf.identity, part))
+    specs = [_with_any_rows(part) for part in slices]
+    function = tf.function(lambda parts: parallel.train_step(tuple(parts)), autograph=False, input_signature=[specs])
+    with untouched(parallel), replaced(steps, "jit_compile", False), graph_optimizer(remapping=False):
+        # On CPUs, remapping fuses operations to others than on GPUs.
+        concrete = function.get_concrete_function()
+        arguments = {argument.name for argument in concrete.function_def.signature.input_arg}
+        parts = partition_graphs(function, slices, arguments)
+    return StepGraph(_merged(parts), concrete, tuple(specs))
+
+
+def refuse_what_has_no_graph(name: str, parallel: Any) -> None:
+    """Raises a ValueError unless a model is a compiled `DataParallelModel` that does not run eagerly."""
+    if not isinstance(parallel, DataParallelModel) or not parallel.compiled or parallel.run_eagerly:
+        raise ValueError(
+            f"{name} takes a compiled DataParallelModel that does not run eagerly; eager steps use one device. "
+            f"Received: {parallel!r}"
+        )
+
+
+@contextlib.contextmanager
+def untouched(parallel: DataParallelModel) -> Iterator[None]:
+    """Restores all variables afterwards, including the variables of metrics and the optimizer."""
+    optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
+    metrics = [variable for metric in parallel.metrics for variable in metric.variables]
+    variables = [*parallel.variables, *optimizer, *metrics, *keras_models.seed_states(parallel.inner_model)]
+    before = [np.array(variable) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def partition_graphs(function: Any, arguments: Any, known: Collection[str]) -> list[Any]:
+    """Runs a `tf.function` once, and returns the graphs that TensorFlow ran in its place, one for each device.
+
+    Args:
+        function: the function.
+        arguments: its only argument.
+        known: names of nodes that tell its graphs from those of other functions, which may have run meanwhile.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        writer = tf.summary.create_file_writer(directory)
+        with writer.as_default():
+            tf.summary.trace_on(graph=True, profiler=False)
+            try:
+                function(arguments)
+            finally:
+                tf.summary.trace_export("step", step=0)
+        writer.close()
+        (path,) = map(str, Path(directory).iterdir())
+        events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(path)]
+    values = [value for event in events for value in event.summary.value]
+    (collected,) = [tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0]) for value in values]
+
+    def known_nodes(graphs: Any) -> tuple[int, int]:
+        names = [node.name for graph in graphs.partition_graphs for node in graph.node]
+        return sum(name in known for name in names), len(names)
+
+    return list(max(collected.function_graphs, key=known_nodes).partition_graphs)
+
+
+def _with_any_rows(part: Slice) -> Slice:
+    spec = keras.tree.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), part)
+    return spec._replace(data=keras.tree.map_structure(row_spec, part.data))
+
+
+def _merged(parts: Sequence[Any]) -> graph_pb2.GraphDef:
+    """Joins the graphs of all devices: what sends and receives tensors is left out, and so are arguments and results."""
+    nodes = [node for part in parts for node in part.node]
+    sent = {_key(node): node.input[0] for node in nodes if node.op in _SEND}
+    sources = {node.name: sent[_key(node)] for node in nodes if node.op in _RECEIVE}
+    # For a control dependency, TensorFlow sends a constant that waits for the operation, and receives it in an Identity.
+    signals = {node.name: node.input[0] for node in nodes if "/ctrl/" in node.name}
+    received = {name for name, source in sources.items() if source in signals}
+    sources |= signals | {node.name: node.input[0] for node in nodes if node.op == "Identity" and node.input[0] in received}
+    # Nothing has to wait for an argument, which is there from the beginning.
+    arguments = {f"^{_name(node.name)}" for node in nodes if node.op == "_Arg"}
+    merged = graph_pb2.GraphDef(versions=parts[0].versions, library=parts[0].library)
+    for node in nodes:
+        if node.op not in (*_SEND, *_RECEIVE, "_Arg", "_Retval") and node.name not in sources:
+            new = merged.node.add()
+            new.CopyFrom(node)
+            new.name, new.op = _name(node.name), _type(node.op)
+            known = {attribute.name for attribute in definition_of(new.op).attr}
+            for attribute in set(new.attr) - known:
+                del new.attr[attribute]
+            inputs = [_source(name, sources) for name in node.input]
+            del new.input[:]
+            new.input.extend([name for name in inputs if name[0] != "^"])
+            new.input.extend(sorted({name for name in inputs if name[0] == "^"} - arguments))
+    return merged
+
+
+def _type(operation_type: str) -> str:
+    """Returns the type of an operation before oneDNN, on CPUs, puts a kernel of its own in its place."""
+    plain = operation_type.removeprefix("_MklNative").removeprefix("_Mkl")
+    return plain if definition_of(plain) is not None else operation_type
+
+
+def _source(name: str, sources: Mapping[str, str]) -> str:
+    """Returns the tensor or control dependency that a node takes, through all that sends and receives it."""
+    control, plain = name[0] == "^", name.lstrip("^")
+    while plain.partition(":")[0] in sources:
+        plain = sources[plain.partition(":")[0]]
+    return _name(f"^{plain.partition(':')[0]}" if control else plain)
+
+
+def _name(name: str) -> str:
+    """Names a node of the partition as it is named where the partition is imported node by node."""
+    control = "^" if name[0] == "^" else ""
+    plain = name.lstrip("^")
+    return control + (f"partitioned/{plain.removeprefix(_CALL)}" if plain.startswith(_CALL) else plain)
+
+
+def _key(node: Any) -> bytes:
+    return bytes(node.attr["tensor_name"].s + node.attr["recv_device"].s)

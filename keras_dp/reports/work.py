@@ -1,0 +1,65 @@
+"""Count the arithmetic and the bytes of operations, with TensorFlow's analytical cost model."""
+
+from typing import Any, NamedTuple
+
+from tensorflow.core.framework import graph_pb2
+
+from keras_dp.keras_internals.tensorflow_runtime import VirtualCluster
+
+_DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
+# A device on which one FLOP, or one byte, takes a microsecond, which is the unit of the model's results.
+_UNIT = {"type": "CPU", "num_cores": 1, "frequency": 1, "bandwidth": 1000}
+
+
+class Work(NamedTuple):
+    """What an operation does.
+
+    Attributes:
+        flops: the floating-point operations; a multiplication and an addition count as two.
+        bytes: the bytes that it reads and writes.
+        outputs: the bytes of each output.
+    """
+
+    flops: int
+    bytes: int
+    outputs: tuple[int, ...]
+
+
+def work_of_operations(graph: Any) -> dict[str, Work]:
+    """Returns the work of the operations of a graph, by name. Sizes that are not known count as 1.
+
+    An operation of a loop counts once.
+
+    Args:
+        graph: a `tf.Graph` with the shapes of its arguments.
+    """
+    nodes = costed_nodes(graph)
+    for node in nodes.node:
+        node.device = _DEVICE
+    costs, _ = VirtualCluster(nodes, ends(nodes), {_DEVICE: _UNIT}).run()
+    return {
+        cost.node: Work(cost.compute_time // 1000, cost.memory_time // 1000, tuple(cost.op_memory.output_memory))
+        for cost in costs
+    }
+
+
+def costed_nodes(graph: Any) -> graph_pb2.GraphDef:
+    """Returns the nodes of a graph as the cost model can take them.
+
+    It knows no sizes of variables, so that reads of variables are replaced with placeholders.
+    """
+    nodes = graph.as_graph_def(add_shapes=True)
+    for node in nodes.node:
+        if node.op == "ReadVariableOp":
+            node.op = "Placeholder"
+            controls = [name for name in node.input if name.startswith("^")]
+            del node.input[:]
+            node.input.extend(controls)
+            node.attr["shape"].shape.CopyFrom(node.attr["_output_shapes"].list.shape[0])
+    return nodes
+
+
+def ends(nodes: graph_pb2.GraphDef) -> list[str]:
+    """Returns the names of the nodes that no other node waits for."""
+    awaited = {name.lstrip("^").partition(":")[0] for node in nodes.node for name in node.input}
+    return [node.name for node in nodes.node if node.name not in awaited]

@@ -1,0 +1,136 @@
+"""The command `keras-dp plan` checks its arguments, shows its predictions, and runs from end to end."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from keras_dp.cli import main, plan
+from keras_dp.cli.plan import Plan, PlannedRun
+from keras_dp.cli.runs import RunFailedError
+
+USER_MODULE = """
+import keras
+
+def small():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model.compile("adam", "mae")
+    return model
+
+def without_inputs():
+    return keras.Sequential([keras.layers.Dense(1)])
+"""
+
+
+@pytest.fixture
+def user_directory(tmp_path, monkeypatch):
+    """Changes to a directory with a user's module."""
+    (tmp_path / "planned_models.py").write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+def planned_of(*arguments):
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    return plan._planned(options, options.towers[-1])
+
+
+def test_constants_of_the_machine_can_be_set():
+    machine = planned_of("--gpu", "H100").machine()
+    assert (machine.processor.name, machine.link.name, machine.processor.launch_seconds) == ("H100 SXM 80 GB", "NVLink 4", 5e-6)
+    numbers = ("--launch-microseconds", "2.5", "--latency-microseconds", "20", "--gigabytes-per-second", "100")
+    machine = planned_of("--gpu", "H100", "--link", "pcie", *numbers).machine()
+    constants = machine.processor.launch_seconds, machine.link.latency_seconds, machine.link.bandwidth
+    assert constants == pytest.approx((2.5e-6, 2e-5, 1e11))
+
+
+def test_arguments_describe_the_run():
+    planned = planned_of(
+        "--towers", "4", "--batch-size", "32", "--scaling", "weak", "--parameter-device", "GPU:1", "--unpacked"
+    )
+    assert planned == PlannedRun("mlp", 4, 32, True, "GPU:1", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model resnet21", "Did you mean 'resnet20'?"),
+        ("--towers 0", "must be an integer of at least 1. Received: '0'"),
+        ("--parameter-device CPU:0", "must be a GPU, such as GPU:1, or \"sharded\". Received: 'CPU:0'"),
+        ("--latency-microseconds -1", "must be a positive number. Received: '-1'"),
+        ("--gigabytes-per-second fast", "must be a positive number. Received: 'fast'"),
+        ("--gpu RTX4090 --link nvlink", "The links of RTX 4090 are: pcie. Received: 'nvlink'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments.split()])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+FIRST = Plan(
+    batch_size=64,
+    milliseconds=8.0,
+    busy=(1.0, 1.0),
+    peak_megabytes=1_000.0,
+    copies={"weights": 0},
+    most_sent=0,
+    most_received=0,
+    host_copies=0,
+    controls=0,
+    to_host=1,
+    from_host=2,
+    without_kernel={},
+    misplaced=0,
+    virtual_milliseconds=1.0,
+    virtual_megabytes=10.0,
+    audit="nothing to say",
+)
+
+
+def test_table_of_speed_ups(monkeypatch, capsys):
+    second = dataclasses.replace(FIRST, milliseconds=5.0, busy=(0.9, 0.5), copies={"weights": 3, "other": 4}, controls=2)
+    plans = iter([FIRST, dataclasses.replace(second, most_sent=5, most_received=6, audit="the audit")])
+    monkeypatch.setattr(plan, "plan_in_new_process", lambda planned: next(plans))
+    assert main(["plan", "--towers", "1,2"]) == 0
+    shown = capsys.readouterr().out
+    assert "A100 40 GB, 5 µs a launch; NVLink 3, 15 µs and 250 GB/s" in shown
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "1 64 8.00 1.00 100 to 100 1000 0 0 0 0 1 + 2" in lines
+    assert "2 64 5.00 1.60 90 to 50 1000 7 5 6 2 1 + 2" in lines
+    assert "the audit" in shown
+    assert "nothing to say" not in shown
+    assert max(map(len, shown.splitlines())) <= 128
+
+
+def test_more_rows_in_more_time_are_a_speed_up():
+    more = dataclasses.replace(FIRST, batch_size=256, milliseconds=16.0)
+    assert plan.row(PlannedRun("mlp", 4), more, FIRST).split()[3] == "2.00"
+
+
+def test_a_failure_is_shown(monkeypatch, capsys):
+    def fail(planned):
+        raise RunFailedError("no such thing")
+
+    monkeypatch.setattr(plan, "plan_in_new_process", fail)
+    assert main(["plan", "--towers", "2"]) == 1
+    assert "the step on 2 GPUs cannot be predicted:\nno such thing" in capsys.readouterr().out
+
+
+def test_a_model_without_inputs_is_refused(user_directory, capsys):
+    assert main(["plan", "--model", "planned_models:without_inputs", "--towers", "2"]) == 1
+    assert "The model must have known inputs" in capsys.readouterr().out
+
+
+def test_plans_a_model_of_the_user(user_directory, capsys):
+    assert main(["plan", "--model", "planned_models:small", "--towers", "1,2", "--parameter-device", "sharded"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines() if line[:8].strip() in ("1", "2")]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert all(float(row[2]) > 0 for row in rows)
+    # One GPU sends weights, gradients and moments to nobody, two GPUs to each other.
+    assert int(rows[0][9]) == 0 < int(rows[1][9]) < 20
+    assert "operations without a GPU kernel     none" in shown
+    assert "operations on a wrong device        none" in shown

@@ -1,0 +1,181 @@
+"""The audit of a step on GPUs finds what TensorFlow sends, and what is planted; small models stay within limits."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_dp
+from keras_dp.reports import step_graph
+from keras_dp.reports.gpu_audit import audit, audit_step
+from keras_dp.reports.gpu_placement import logical_cpus_for_gpus, place_step
+from keras_dp.reports.hardware import GPUS
+from keras_dp.reports.step_graph import graph_of_step
+from keras_dp.reports.virtual_gpus import on_virtual_gpus
+
+TOWERS = 3
+RNG = np.random.default_rng(3)
+IMAGES, TOKENS, CLASSES = RNG.normal(size=(9, 8, 8, 3)), RNG.integers(0, 30, (9, 6)), RNG.integers(0, 4, 9)
+
+
+def convolutions():
+    inputs = x = keras.Input((8, 8, 3))
+    for _ in range(2):
+        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(6, 3, padding="same", use_bias=False)(x)))
+    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.GlobalAveragePooling2D()(x)))
+
+
+def attention():
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(30, 8)(inputs)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.GlobalAveragePooling1D()(x)))
+
+
+def recurrent():
+    inputs = keras.Input((6,), dtype="int32")
+    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.LSTM(5)(layers.Embedding(30, 8)(inputs))))
+
+
+def wrapped(build, optimizer="adam", **arguments):
+    """Builds, wraps and compiles a model on logical CPUs that stand for GPUs."""
+    # Some operations have GPU kernels for float32 alone.
+    keras.config.set_floatx("float32")
+    with logical_cpus_for_gpus(TOWERS) as devices:
+        parallel = keras_dp.DataParallelModel(build(), devices=devices, **{"pack_copies": True} | arguments)
+        parallel.compile(optimizer, "sparse_categorical_crossentropy")
+    return parallel
+
+
+def batch_of(parallel):
+    return (IMAGES if parallel.input_shape[1:] == (8, 8, 3) else TOKENS, CLASSES)
+
+
+@pytest.mark.parametrize("parameter_device", [None, "sharded"])
+@pytest.mark.parametrize("build", [convolutions, attention, recurrent])
+def test_each_copy_and_control_edge_that_tensorflow_sends_is_found(build, parameter_device, monkeypatch):
+    kept, collect = [], step_graph.partition_graphs
+    monkeypatch.setattr(step_graph, "partition_graphs", lambda *given: kept.extend(collect(*given)) or kept)
+    parallel = wrapped(build, parameter_device=parameter_device)
+    step = graph_of_step(parallel, batch_of(parallel))
+    sent = [node for graph in kept for node in graph.node if node.op in ("_Send", "_HostSend")]
+    of_controls = sum("/ctrl/" in node.input[0] for node in sent)
+    placed = place_step(step, 9, parallel.devices, on_gpus=False)
+    between = [copy for copy in placed.copies if copy.source != copy.destination]
+    assert len(between) == len(sent) - of_controls
+    assert len(placed.controls) == of_controls
+    assert len(between) > 2 * TOWERS
+
+
+@pytest.mark.parametrize("parameter_device", [None, "sharded"])
+@pytest.mark.parametrize(("build", "normalizations"), [(convolutions, 2), (attention, 0), (recurrent, 0)])
+def test_small_models_stay_within_limits(build, normalizations, parameter_device):
+    parallel = wrapped(build, parameter_device=parameter_device)
+    audited = audit_step(parallel, batch_of(parallel))
+    pairs = collections.Counter()
+    for (kind, source, destination), number in audited.copies.items():
+        if kind in ("weights", "gradients", "moments"):
+            pairs[source, destination] += number
+    assert 0 < max(pairs.values()) <= 12 + 2 * normalizations
+    assert audited.controls.total() <= 20
+    # The messages of asserts are strings.
+    assert audited.without_kernel.keys() <= {"Const"}
+    assert audited.misplaced == ()
+
+
+def test_packing_makes_fewer_copies():
+    numbers = []
+    for packs in (True, False):
+        parallel = wrapped(convolutions, pack_copies=packs)
+        audited = audit_step(parallel, batch_of(parallel))
+        numbers.append(audited.number_of("weights", "gradients"))
+        assert audited.most_sent("gradients") == audited.most_received("weights") == numbers[-1] // (2 * (TOWERS - 1))
+    assert numbers[0] < numbers[1]
+
+
+class Spelled(layers.Layer):
+    """Hashes numbers by their decimal digits, for which there are no GPU kernels."""
+
+    def call(self, x):
+        numbers = tf.strings.to_hash_bucket_fast(tf.strings.as_string(x), 5)
+        return x + tf.cast(numbers, x.dtype)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def spelling():
+    inputs = keras.Input((8, 8, 3))
+    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.Flatten()(Spelled()(inputs))))
+
+
+def test_an_operation_without_a_gpu_kernel_is_found_and_moved_to_the_host():
+    parallel = wrapped(spelling)
+    step = graph_of_step(parallel, batch_of(parallel))
+    placed = place_step(step, 9, parallel.devices)
+    audited = audit(parallel, step, placed)
+    assert audited.without_kernel["AsString"] == audited.without_kernel["StringToHashBucketFast"] == TOWERS
+    assert {operation.device for operation in placed.operations.values() if operation.type == "AsString"} == {"CPU:0"}
+    taken = [copy for copy in placed.copies if placed.operations[copy.takers[0]].type == "AsString"]
+    assert sorted((copy.source, copy.from_host, copy.destination, copy.to_host) for copy in taken) == [
+        (f"GPU:{tower}", False, "CPU:0", True) for tower in range(TOWERS)
+    ]
+
+
+def test_an_operation_of_a_tower_on_a_wrong_device_is_found():
+    parallel = wrapped(convolutions)
+    step = graph_of_step(parallel, batch_of(parallel))
+    (planted, *_) = [node for node in step.nodes.node if node.op == "Conv2D" and node.name.startswith("partitioned/tower_2/")]
+    planted.device = parallel.devices[0]
+    assert audit(parallel, step, place_step(step, 9, parallel.devices)).misplaced == (planted.name,)
+
+
+class ReshapedByItself(layers.Layer):
+    """Reshapes rows to a size that is computed from them, which a GPU must tell its host first."""
+
+    def call(self, x):
+        ones = tf.reduce_sum(tf.cast(x < np.inf, tf.int64)) // tf.shape(x, tf.int64)[0]
+        return tf.ensure_shape(tf.reshape(x, tf.stack([tf.shape(x, tf.int64)[0], ones])), (None, 192))
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 192)
+
+
+def reshaping():
+    inputs = keras.Input((8, 8, 3))
+    return keras.Model(inputs, layers.Dense(4, "softmax")(ReshapedByItself()(inputs)))
+
+
+def test_a_tensor_that_goes_to_the_host_is_found():
+    planted, other = (audit_step(parallel, batch_of(parallel)) for parallel in (wrapped(reshaping), wrapped(spelling)))
+    numbers = [sum(number for (_, taker), number in each.to_host.items() if taker == "Pack") for each in (planted, other)]
+    assert numbers[0] >= TOWERS
+    assert numbers[1] == 0
+
+
+def test_the_audit_leaves_the_model_as_it_was_and_says_what_it_found():
+    parallel = wrapped(convolutions)
+    before = [variable.numpy() for variable in parallel.variables]
+    shown = str(audit_step(parallel, batch_of(parallel)))
+    for variable, value in zip(parallel.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    for words in ("weights", "control edges between devices", "operations without a GPU kernel", "none"):
+        assert words in shown
+
+
+def test_a_model_that_is_not_compiled_is_refused():
+    with pytest.raises(ValueError, match=r"graph_of_step\(\) takes a compiled DataParallelModel.*Received: <Functional"):
+        graph_of_step(convolutions(), (IMAGES, CLASSES))
+
+
+def test_the_virtual_cluster_finds_more_time_and_memory_for_more_rows():
+    parallel = wrapped(convolutions)
+    step = graph_of_step(parallel, batch_of(parallel))
+    few, many = (on_virtual_gpus(place_step(step, rows, parallel.devices), GPUS["A100"]) for rows in (3_000, 30_000))
+    assert many.seconds > 5 * few.seconds > 0
+    assert set(few.peak_bytes) == {"GPU:0", "GPU:1", "GPU:2"}
+    # A tower's images, of 4 bytes a number.
+    assert many.peak_bytes["GPU:1"] > 5 * few.peak_bytes["GPU:1"] > 1_000 * 8 * 8 * 3 * 4

@@ -1,0 +1,149 @@
+"""Schedules, costs and simulated steps are those that are computed by hand."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_dp
+from keras_dp.reports.gpu_placement import logical_cpus_for_gpus, place_step
+from keras_dp.reports.hardware import GPUS, Link, Machine, Processor, machine_of
+from keras_dp.reports.loops import rounds_of_operations
+from keras_dp.reports.schedule import Span, Task, schedule
+from keras_dp.reports.simulation import simulate
+from keras_dp.reports.step_graph import graph_of_step
+from keras_dp.reports.work import work_of_operations
+
+
+def test_tasks_wait_for_others_and_for_resources():
+    tasks = [
+        Task(2.0, ("gpu",), ()),
+        Task(3.0, ("gpu",), ()),
+        Task(1.0, ("link",), (0,)),
+        Task(1.0, ("other", "link"), (0,)),
+        Task(1.0, (), (1, 3)),
+    ]
+    assert schedule(tasks) == [Span(0, 2), Span(2, 5), Span(2, 3), Span(3, 4), Span(5, 6)]
+
+
+def test_resources_take_tasks_in_the_order_in_which_they_are_ready():
+    tasks = [Task(5.0, (), ()), Task(1.0, ("gpu",), (0,)), Task(1.0, (), ()), Task(9.0, ("gpu",), (2,))]
+    assert schedule(tasks)[1] == Span(10, 11)
+
+
+def test_tasks_that_wait_for_each_other_are_refused():
+    with pytest.raises(ValueError, match="must not wait for each other. Received: 2 tasks that do"):
+        schedule([Task(1.0, (), ()), Task(1.0, (), (2,)), Task(1.0, (), (1,))])
+
+
+def test_operations_take_the_longer_of_arithmetic_and_memory():
+    processor = Processor("gpu", 100.0, 400.0, 10.0, 50.0, 0.0, 0.5, matrix_efficiency=0.5, bandwidth_efficiency=0.2)
+    assert processor.seconds(200.0, 0.0) == 20.0
+    assert processor.seconds(200.0, 0.0, is_matrix=True) == 4.0
+    assert processor.seconds(200.0, 0.0, is_matrix=True, is_half=True) == 1.0
+    assert processor.seconds(200.0, 300.0) == 30.0
+    assert processor.seconds(1.0, 1.0) == 0.5
+    assert dataclasses.replace(processor, launches_ahead=False).seconds(200.0, 0.0) == 20.5
+    assert Link("link", 2.0, 10.0).seconds(30.0) == 5.0
+
+
+def test_machines_have_the_fastest_link_of_their_gpu_unless_it_is_named():
+    assert machine_of("A100").link.name == "NVLink 3"
+    assert machine_of("H100", "pcie").link.name == "PCIe 4.0 x16"
+    with pytest.raises(ValueError, match=r"links of RTX 4090 are: pcie. Received: 'nvlink'"):
+        machine_of("RTX4090", "nvlink")
+    with pytest.raises(ValueError, match=r"one of A100, H100, RTX4090. Received: 'RTX4080'"):
+        machine_of("RTX4080")
+    assert all(gpu.source for gpu in GPUS.values())
+
+
+def test_work_of_products_and_sums():
+    concrete = tf.function(lambda x, y: tf.matmul(x, y) + 1.0).get_concrete_function(
+        tf.TensorSpec([4, 5]), tf.TensorSpec([5, 6])
+    )
+    work = {operation.type: work_of_operations(concrete.graph)[operation.name] for operation in concrete.graph.get_operations()}
+    assert work["MatMul"].flops == 2 * 4 * 5 * 6
+    assert work["MatMul"].bytes == 4 * (4 * 5 + 5 * 6 + 4 * 6)
+    assert work["MatMul"].outputs == (4 * 4 * 6,)
+    assert work["AddV2"].flops == 4 * 6
+
+
+def collected(build, towers, rows=6, classes=4):
+    keras.config.set_floatx("float32")
+    with logical_cpus_for_gpus(towers) as devices:
+        parallel = keras_dp.DataParallelModel(build(), devices=devices, pack_copies=True)
+        parallel.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        x = np.ones((rows, *parallel.input_shape[1:]), parallel.inner_model.inputs[0].dtype)
+        return parallel, graph_of_step(parallel, (x, np.arange(rows) % classes))
+
+
+def mlp():
+    return keras.Sequential([keras.Input((64,)), *(layers.Dense(64, "relu") for _ in range(3)), layers.Dense(4, "softmax")])
+
+
+INSTANT = Link("instant", 0.0, 1e30)
+SLOW = Processor("slow", 1e9, 1e9, 1e9, 1e9, 0.0, 0.0, 1.0, 1.0)
+
+
+def simulated(towers, rows, machine):
+    parallel, step = collected(mlp, towers)
+    return simulate(place_step(step, rows, parallel.devices), machine)
+
+
+def test_much_work_and_instant_links_scale():
+    machine = Machine(SLOW, INSTANT, INSTANT, 0.0, 0.0)
+    one, two = (simulated(towers, 6_000, machine) for towers in (1, 2))
+    # The first product of the second tower waits for weights, which are packed after the first product of the first tower.
+    assert 1.7 < one.seconds / two.seconds <= 2.0
+    assert min(two.busy.values()) > 0.85
+    assert one.busy == {"GPU:0": pytest.approx(1.0, abs=0.01)}
+    assert two.peak_bytes["GPU:1"] < 0.6 * one.peak_bytes["GPU:0"]
+
+
+def test_no_work_and_slow_links_do_not_scale():
+    """Weights go to the other tower, and its gradients come back: two latencies at least."""
+    machine = Machine(
+        dataclasses.replace(SLOW, vector_flops=1e30, matrix_flops=1e30, bandwidth=1e30), Link("slow", 1.0, 1e30), INSTANT
+    )
+    one, two = (simulated(towers, 6, machine) for towers in (1, 2))
+    assert one.seconds < 0.1
+    assert 2.0 <= two.seconds < 6.0
+
+
+def test_launches_are_counted():
+    free = dataclasses.replace(SLOW, vector_flops=1e30, matrix_flops=1e30, bandwidth=1e30, launch_seconds=1.0)
+    machine = Machine(free, INSTANT, INSTANT, 0.0, 0.0)
+    parallel, step = collected(mlp, 1)
+    placed = place_step(step, 6, parallel.devices)
+    launched = simulate(placed, machine).seconds
+    products = sum(operation.type == "MatMul" for operation in placed.operations.values())
+    # Forward, and two products for each layer backward, without the gradient of the inputs.
+    assert products == 4 + 2 * 4 - 1
+    assert products < launched < len(placed.operations)
+    assert launched == pytest.approx(round(launched))
+
+
+def test_memory_holds_the_variables_and_the_activations():
+    machine = Machine(SLOW, INSTANT, INSTANT)
+    weights = 4 * (3 * (64 * 64 + 64) + 64 * 4 + 4)
+    few, many = (simulated(1, rows, machine).peak_bytes["GPU:0"] for rows in (6, 6_000))
+    assert weights < few < 4 * weights
+    # Inputs, and the outputs of three layers, are there when the backward pass begins.
+    assert many - few > 4 * 4 * 64 * 5_994
+
+
+def test_operations_of_loops_count_for_each_round():
+    def recurrent():
+        return keras.Sequential([keras.Input((7, 3)), layers.LSTM(5), layers.Dense(4, "softmax")])
+
+    parallel, step = collected(recurrent, 1)
+    placed = place_step(step, 6, parallel.devices)
+    rounds = rounds_of_operations({name: operation.node for name, operation in placed.operations.items()})
+    products = [name for name, operation in placed.operations.items() if operation.type == "MatMul"]
+    forward = [name for name in products if name.startswith("partitioned/tower_0/sequential_1/lstm_1/while")]
+    # One product with the inputs, and one with the state.
+    assert [rounds[name] for name in forward] == [7, 7]
+    assert {rounds.get(name, 1) for name in products if "while" not in name} == {1}
