@@ -75,13 +75,13 @@ def _draw_rows(builder: Any, node: Node, in_row: int | None, tower: int, inputs:
     in_block = _BLOCK_BITS // 8 // max(node.result_dtype().size, tf.float32.size)
 
     def on_host(operation: str, a: str, b: str, dtype: tf.DType = tf.int64) -> str:
-        return str(builder.graph.add(operation, [a, b], host, f"tower_{tower}/{node.name}/{operation}", T=dtype))
+        return str(builder.graph.add(operation, [a, b], host, f"host/{node.name}/{operation}", T=dtype))
 
     def number(value: Any, dtype: tf.DType = tf.int64) -> str:
         return str(builder.graph.constant(value, dtype, host))
 
     def cast(tensor: str, source: tf.DType, target: tf.DType) -> str:
-        name = f"tower_{tower}/{node.name}/cast"
+        name = f"host/{node.name}/cast"
         return str(builder.graph.add("Cast", [tensor], host, name, SrcT=source, DstT=target, Truncate=False))
 
     axes = number([0], tf.int32)
