@@ -7,6 +7,7 @@ another one has an earlier round. Copies of one round never lead to each other.
 
 import graphlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -123,18 +124,32 @@ def _rounds(copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[st
 
     A copy that no other one leads to leaves in round 0, as early as it can. Examples are the weights. Any other copy has the
     latest round that delays nothing: gradients, which only updates wait for, share the last one.
+
+    A tower on the device where a sum is made needs no copy of it, but takes part in the rounds like all others. Otherwise, the
+    sum would wait, in a message to another tower, for what this tower computes from it.
     """
     crossing = {(copy.maker, taker) for copy in copies for taker in copy.takers}
+    roles = {name: _tower(name) for name in nodes}
     before: dict[str, int] = defaultdict(int)
     after: dict[str, int] = defaultdict(int)
+
+    def is_step(source: str, name: str) -> bool:
+        return (source, name) in crossing or (source in roles and roles[source] != roles[name])
+
     edges = [(source, name) for name in order for source in map(source_of, nodes[name].input)]
     for source, name in edges:
-        before[name] = max(before[name], before[source] + ((source, name) in crossing))
+        before[name] = max(before[name], before[source] + is_step(source, name))
     for source, name in reversed(edges):
-        after[source] = max(after[source], after[name] + ((source, name) in crossing))
+        after[source] = max(after[source], after[name] + is_step(source, name))
     last = max(before.values(), default=0) - 1
     latest = [last - max(after[taker] for taker in copy.takers) for copy in copies]
     return [latest[i] if before[copy.maker] else 0 for i, copy in enumerate(copies)]
+
+
+def _tower(name: str) -> str:
+    """Returns the tower of a node; empty for a node that is computed once."""
+    found = re.match(r"tower_\d+(?=/)", name)
+    return found[0] if found else ""
 
 
 def _messages(copies: Sequence[Copy], rounds: Sequence[int], types: Mapping[str, tf.TensorSpec]) -> Iterator[list[Copy]]:

@@ -1,5 +1,7 @@
 """Copies that share messages give the same results, bit for bit, with far fewer copies."""
 
+import graphlib
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from comparison import largest_difference, twins, values
 from keras import layers
 
 import keras_dp
+from keras_dp.partition import calling, packing
+from keras_dp.partition.crossings import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 
 RNG = np.random.default_rng(5)
@@ -124,6 +128,41 @@ def test_towers_meet_once_forward_and_once_backward_for_each_batch_normalization
     """A message has the mean and the variance, or both of their gradients. Another one has the denominators of the loss."""
     _, packed = report(parameter_device=parameter_device, pack_copies=True)
     assert max(row.number for row in packed.copies if row.kind == "moments") <= 3 * 2 + 1
+
+
+def longest_chains(monkeypatch):
+    """Returns how often the longest chain of a step goes to a tower, or home from one: before packing, and after it."""
+    pack, lengths = calling.pack_copies, []
+
+    def measuring(written, *arguments):
+        before = longest_chain(written.function)
+        pack(written, *arguments)
+        lengths.append((before, longest_chain(written.function)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(calling, "pack_copies", measuring)
+        report(parameter_device="sharded", pack_copies=True)
+    return lengths[-1]
+
+
+def longest_chain(function):
+    nodes = {node.name: node for node in function.node_def}
+    sources = {name: [source_of(source) for source in node.input if source_of(source) in nodes] for name, node in nodes.items()}
+    tower = {name: name.partition("/")[0] if name.startswith("tower_") else "home" for name in nodes}
+    lengths = {}
+    for name in graphlib.TopologicalSorter(sources).static_order():
+        lengths[name] = max((lengths[source] + (tower[source] != tower[name]) for source in sources[name]), default=0)
+    return max(lengths.values())
+
+
+def test_no_message_waits_for_what_a_tower_computes_from_a_part_of_it(monkeypatch):
+    """A tower needs no copy of what is made on its own device. It must not get ahead of the towers that wait for a copy."""
+    before, after = longest_chains(monkeypatch)
+    assert after == before
+    # If such a tower has no part in the rounds, towers wait for each other: a negative control.
+    monkeypatch.setattr(packing, "_tower", lambda name: "")
+    before, after = longest_chains(monkeypatch)
+    assert after > before
 
 
 def dropouts():
