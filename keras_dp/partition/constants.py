@@ -88,15 +88,17 @@ class Constants:
             return count if per_row == 1 else graph.binary("Mul", count, graph.constant(per_row, dtype, device), dtype, device)
 
         scalars = [scalar(number) for number in entries.flat]
-        if entries.ndim == 0:
-            return scalars[0]
-        # TensorFlow infers the known sizes of a shape that is packed from scalars.
-        packed = partial(graph.add, "Pack", scalars, device, "integers", N=len(scalars), T=dtype, axis=0)
-        flat = str(graph.once(("integers", tuple(scalars), device), packed))
-        if entries.ndim == 1:
-            return flat
-        shape = graph.constant(entries.shape, device=device)
-        return graph.add("Reshape", [flat, shape], device, "integers", T=dtype, Tshape=tf.int32)
+        made = scalars[0]
+        shape: tuple[int, ...] = ()
+        if len(scalars) > 1:
+            # TensorFlow infers the known sizes of a shape that is packed from scalars.
+            packed = partial(graph.add, "Pack", scalars, device, "integers", N=len(scalars), T=dtype, axis=0)
+            made, shape = str(graph.once(("integers", tuple(scalars), device), packed)), (len(scalars),)
+        if shape == entries.shape:
+            return made
+        inputs = [made, graph.constant(entries.shape, device=device)]
+        reshaped = partial(graph.add, "Reshape", inputs, device, "integers", T=dtype, Tshape=tf.int32)
+        return str(graph.once(("integers", made, entries.shape, device), reshaped))
 
 
 def known_integers(facts: Facts) -> np.ndarray | None:
