@@ -119,12 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="numbers of GPUs to predict (default: 1,2,4,8)",
     )
-    parser.add_argument("--batch-size", type=argument(positive), help="rows in a batch (default: the model's own)")
+    parser.add_argument("--batch", type=argument(positive), help="rows in a batch (default: the model's own)")
     parser.add_argument(
         "--scaling",
         choices=("strong", "weak"),
         default="strong",
-        help="strong: --batch-size rows for all GPUs together; weak: --batch-size rows for each (default: %(default)s)",
+        help="strong: --batch rows for all GPUs together; weak: --batch rows for each (default: %(default)s)",
     )
     parser.add_argument(
         "--parameter-device",
@@ -226,7 +226,7 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
     return PlannedRun(
         model=options.model,
         towers=towers,
-        batch_size=options.batch_size,
+        batch_size=options.batch,
         batch_is_per_tower=options.scaling == "weak",
         parameter_device=options.parameter_device,
         pack_copies=not options.unpacked,

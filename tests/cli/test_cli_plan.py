@@ -46,9 +46,7 @@ def test_constants_of_the_machine_can_be_set():
 
 
 def test_arguments_describe_the_run():
-    planned = planned_of(
-        "--towers", "4", "--batch-size", "32", "--scaling", "weak", "--parameter-device", "GPU:1", "--unpacked"
-    )
+    planned = planned_of("--towers", "4", "--batch", "32", "--scaling", "weak", "--parameter-device", "GPU:1", "--unpacked")
     assert planned == PlannedRun("mlp", 4, 32, True, "GPU:1", False)
 
 
