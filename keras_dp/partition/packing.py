@@ -48,8 +48,15 @@ def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Ma
     names = _names(written.function)
     types = _types(written.function, given, names, [copy.tensor for copy in crossings.copies])
     copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]
-    for message in _messages(copies, _rounds(copies, nodes, order), types):
-        received = _sent_together(written, message, names, types)
+    before, after = _steps(copies, nodes, order)
+    users: dict[str, list[Any]] = defaultdict(list)
+    for node in filter(lambda node: _tower(node.name), nodes.values()):
+        for name in data_inputs(node):
+            if crossings.device(source_of(name)) == crossings.device(node.name):
+                users[name].append(node)
+    for message in _messages(copies, _rounds(copies, before, after), types):
+        sent, received = _sent_together(written, message, names, types)
+        _begin_after(sent, message, users, before)
         for copy, tensor in zip(message, received, strict=True):
             for taker in copy.takers:
                 _set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
@@ -119,28 +126,34 @@ def _stated_shapes(node: Any) -> list[tf.TensorShape]:
     return list(map(tf.TensorShape, stated)) or [tf.TensorShape(None) for _ in results_of(node)]
 
 
-def _rounds(copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[str]) -> list[int]:
-    """Returns the round of each copy.
+def _steps(copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the lengths of the longest chains before and after each node, counted in steps to a tower, or home from one.
 
-    A copy that no other one leads to leaves in round 0, as early as it can. Examples are the weights. Any other copy has the
-    latest round that delays nothing: gradients, which only updates wait for, share the last one.
-
-    A tower on the device where a sum is made needs no copy of it, but takes part in the rounds like all others. Otherwise, the
+    A tower on the device where a sum is made needs no copy of it, but its steps count like those of all others. Otherwise, the
     sum would wait, in a message to another tower, for what this tower computes from it.
     """
     crossing = {(copy.maker, taker) for copy in copies for taker in copy.takers}
-    roles = {name: _tower(name) for name in nodes}
+    towers = {name: _tower(name) for name in nodes}
     before: dict[str, int] = defaultdict(int)
     after: dict[str, int] = defaultdict(int)
 
     def is_step(source: str, name: str) -> bool:
-        return (source, name) in crossing or (source in roles and roles[source] != roles[name])
+        return (source, name) in crossing or (source in towers and towers[source] != towers[name])
 
     edges = [(source, name) for name in order for source in map(source_of, nodes[name].input)]
     for source, name in edges:
         before[name] = max(before[name], before[source] + is_step(source, name))
     for source, name in reversed(edges):
         after[source] = max(after[source], after[name] + is_step(source, name))
+    return before, after
+
+
+def _rounds(copies: Sequence[Copy], before: Mapping[str, int], after: Mapping[str, int]) -> list[int]:
+    """Returns the round of each copy.
+
+    A copy that no other one leads to leaves in round 0, as early as it can. Examples are the weights. Any other copy has the
+    latest round that delays nothing: gradients, which only updates wait for, share the last one.
+    """
     last = max(before.values(), default=0) - 1
     latest = [last - max(after[taker] for taker in copy.takers) for copy in copies]
     return [latest[i] if before[copy.maker] else 0 for i, copy in enumerate(copies)]
@@ -187,8 +200,8 @@ def _bytes(spec: tf.TensorSpec) -> int:
 
 def _sent_together(
     written: GraphWriter, message: Sequence[Copy], names: Mapping[str, str], types: Mapping[str, tf.TensorSpec]
-) -> list[str]:
-    """Sends some tensors in one message, and returns the names of the received tensors inside the function."""
+) -> tuple[str, list[str]]:
+    """Sends some tensors in one message. Returns its node, and the names of the received tensors inside the function."""
     source, destination = message[0].source, message[0].destination
     specs = [types[copy.tensor] for copy in message]
     dtype, count = _sent_as(specs[0]), len(specs)
@@ -210,7 +223,7 @@ def _sent_together(
     split = written.add("SplitV", inputs, destination, "packed/received", num_split=count, T=dtype, Tlen=tf.int32)
     received = [reshaped(f"{split}:{i}", spec.shape.as_list(), destination) for i, spec in enumerate(specs)]
     made = [cast(tensor, dtype, spec.dtype, destination) for tensor, spec in zip(received, specs, strict=True)]
-    return [written.inside(tensor)[0] for tensor in made]
+    return sent, [written.inside(tensor)[0] for tensor in made]
 
 
 def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
@@ -225,6 +238,23 @@ def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
             if len(names) > 1:
                 joined = written.once(("joined", *names), partial(written.add, "NoOp", names, there, "packed/joined"))
                 _set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
+
+
+def _begin_after(sent: str, message: Sequence[Copy], users: Mapping[str, Sequence[Any]], before: Mapping[str, int]) -> None:
+    """Makes the tower on the device of a message begin after the message is sent, since all other towers wait for it.
+
+    A GPU runs its operations in the order in which it is given them, and sends a message after those before it.
+
+    Args:
+        sent: the node of the message.
+        message: the tensors in it.
+        users: the nodes of the tower that take tensors on the device that makes them, by tensor.
+        before: see `_steps`. The message must not depend on what waits for it.
+    """
+    packed = max(before[copy.maker] for copy in message)
+    waiting = {user.name: user for copy in message for user in users[copy.tensor] if before[user.name] > packed}
+    for user in waiting.values():
+        user.input.append(f"^{sent}")
 
 
 def _set_inputs(node: Any, names: Sequence[str]) -> None:

@@ -41,8 +41,10 @@ class Simulation:
 def simulate(step: PlacedStep, machine: Machine) -> Simulation:
     """Schedules the operations and copies of a step.
 
-    Each device runs its operations one at a time, in the order in which they are ready. A copy occupies the link out of one
-    device and the link into the other. Operations on the host's memory take no time of a GPU.
+    Each device runs its operations one at a time, in the order in which the host gives them to it. The host gives an operation
+    as soon as it has given those before it, and waits for copies to end. A copy occupies the link out of one device and the
+    link into the other, and waits for the operations that both were given before it. Operations on the host's memory take no
+    time of a GPU.
 
     Args:
         step: the step, on GPUs, or on logical CPUs for a machine that is shared.
@@ -82,10 +84,18 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
         # A shape is known as soon as the operation that makes the tensor is launched.
         before = source_of(operation.inputs[0]) if operation.type in _SHAPES else name
         seconds, resources = _run(operation, machine, step.work.get(name, Work(0, 0, ())))
-        tasks.append(Task(seconds * rounds.get(name, 1), resources, tuple(dict.fromkeys(awaiting[before]))))
+        waits_for = tuple(dict.fromkeys(awaiting[before]))
+        is_queued = (
+            not machine.is_shared and operation.device != HOST and (operation.type in _FREE or resources == (operation.device,))
+        )
+        giving = machine.processor.launch_seconds if resources else machine.host_seconds
+        queue = operation.device if is_queued else ""
+        tasks.append(Task(seconds * rounds.get(name, 1), resources, waits_for, queue=queue, giving_seconds=giving))
     for copy in step.copies:
+        maker = source_of(copy.tensor)
         seconds, resources = _send(copy, machine, _bytes(copy.tensor, step.work))
-        tasks.append(Task(seconds * rounds.get(source_of(copy.tensor), 1), resources, (numbers[source_of(copy.tensor)],)))
+        queue = "" if machine.is_shared or copy.from_host else copy.source
+        tasks.append(Task(seconds * rounds.get(maker, 1), resources, (numbers[maker],), _streams(copy, machine), queue))
     tasks += [Task(machine.control_seconds, (), (numbers[control.operation],)) for control in step.controls]
     return tasks, numbers
 
@@ -113,6 +123,18 @@ def _send(copy: Copy, machine: Machine, copied_bytes: int) -> tuple[float, tuple
     if copy.to_host:
         return machine.host_link.seconds(copied_bytes), (f"{copy.source} to host",)
     return machine.link.seconds(copied_bytes), (f"out of {copy.source}", f"into {copy.destination}")
+
+
+def _streams(copy: Copy, machine: Machine) -> tuple[str, ...]:
+    """Returns the devices whose operations a copy waits for.
+
+    TensorFlow lets a copy wait for all operations that its sender and its receiver were given before, since the memory is
+    theirs: gpu_util.cc, DeviceToDeviceCopy.
+    """
+    if machine.is_shared:
+        return ()
+    ends = ((copy.source, copy.from_host), (copy.destination, copy.to_host))
+    return tuple(device for device, is_host in ends if not is_host)
 
 
 def _bytes(tensor: str, work: Mapping[str, Work]) -> int:

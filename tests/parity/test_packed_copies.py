@@ -165,6 +165,23 @@ def test_no_message_waits_for_what_a_tower_computes_from_a_part_of_it(monkeypatc
     assert after > before
 
 
+def test_the_tower_at_home_begins_after_messages_are_sent(monkeypatch):
+    """All other towers wait for them, and a GPU works in the order in which it is given operations."""
+    pack, functions = calling.pack_copies, []
+
+    def keeping(written, *arguments):
+        pack(written, *arguments)
+        functions.append(written.function)
+
+    monkeypatch.setattr(calling, "pack_copies", keeping)
+    report(pack_copies=True)
+    nodes = functions[-1].node_def
+    normalizing = [node for node in nodes if node.name.endswith("batchnorm/mul_1") and node.name.startswith("tower_")]
+    waiting = [node.name.partition("/")[0] for node in normalizing if any("^packed/message" in name for name in node.input)]
+    assert len(normalizing) == 4 * 3
+    assert waiting == ["tower_0"] * 3
+
+
 def dropouts():
     """Five layers that draw numbers, each with a key and a counter of its own."""
     stack = [layer for _ in range(5) for layer in (layers.Conv2D(3, 3, padding="same"), layers.Dropout(0.5))]
