@@ -202,6 +202,7 @@ def audit_table(plans):
 
 def scaling_table(plans, names, towers):
     """The predicted times of one GPU and speed-ups of several, packed and unpacked, in Markdown."""
+    towers = [count for count in towers if count > 1]
     headings = ["model, rows", "machine", "1 GPU, ms", "variables", *(f"{count} GPUs" for count in towers), "busy, %", "MB"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for name in names:
