@@ -39,3 +39,28 @@ def model_name(value: str) -> str:
         question = choices.question(value, list(MODELS))
         raise ValueError(f"A model is one of {', '.join(MODELS)}, or my_module:build_function.{question} Received: {value!r}")
     return value
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the model, the numbers of towers, and the rows of their batches."""
+    parser.add_argument(
+        "--model",
+        type=argument(model_name),
+        default="mlp",
+        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; a model that is "
+        "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--towers",
+        type=argument(tower_counts),
+        default=[1, 2, 4, 8],
+        metavar="N,N,...",
+        help="numbers of towers, each on a device of its own (default: 1,2,4,8)",
+    )
+    parser.add_argument("--batch", type=argument(positive), help="rows in a batch (default: the model's own)")
+    parser.add_argument(
+        "--scaling",
+        choices=("strong", "weak"),
+        default="strong",
+        help="strong: --batch rows for all towers together; weak: --batch rows for each tower (default: %(default)s)",
+    )

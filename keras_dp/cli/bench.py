@@ -28,7 +28,7 @@ from typing import Any
 
 from keras_dp import choices
 from keras_dp.cli import plot, runs, summary
-from keras_dp.cli.arguments import MODELS, argument, model_name, positive, tower_counts
+from keras_dp.cli.arguments import add_model_arguments, argument, positive
 from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
 from keras_dp.cli.summary import Cell
 
@@ -42,27 +42,7 @@ _DEVICE = re.compile(r"(/?device:)?(CPU|GPU):\d+", re.IGNORECASE)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "--model",
-        type=argument(model_name),
-        default="mlp",
-        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; a model that is "
-        "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--towers",
-        type=argument(tower_counts),
-        default=[1, 2, 4, 8],
-        metavar="N,N,...",
-        help="numbers of devices to measure (default: 1,2,4,8)",
-    )
-    parser.add_argument("--batch", type=argument(positive), help="rows in a batch (default: the model's own)")
-    parser.add_argument(
-        "--scaling",
-        choices=("strong", "weak"),
-        default="strong",
-        help="strong: --batch rows for all towers together; weak: --batch rows for each tower (default: %(default)s)",
-    )
+    add_model_arguments(parser)
     parser.add_argument(
         "--against",
         type=argument(_engines),

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from keras_dp.cli import runs
-from keras_dp.cli.arguments import MODELS, argument, model_name, positive, tower_counts
+from keras_dp.cli.arguments import add_model_arguments, argument
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.reports import hardware
 
@@ -105,27 +105,7 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "--model",
-        type=argument(model_name),
-        default="mlp",
-        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; a model that is "
-        "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--towers",
-        type=argument(tower_counts),
-        default=[1, 2, 4, 8],
-        metavar="N,N,...",
-        help="numbers of GPUs to predict (default: 1,2,4,8)",
-    )
-    parser.add_argument("--batch", type=argument(positive), help="rows in a batch (default: the model's own)")
-    parser.add_argument(
-        "--scaling",
-        choices=("strong", "weak"),
-        default="strong",
-        help="strong: --batch rows for all GPUs together; weak: --batch rows for each (default: %(default)s)",
-    )
+    add_model_arguments(parser)
     parser.add_argument(
         "--parameter-device",
         type=argument(_parameter_device),

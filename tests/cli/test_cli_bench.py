@@ -15,6 +15,7 @@ from keras import layers
 
 import keras_dp
 from keras_dp.cli import bench, environment, main, measurement, models, runs, summary, synthetic
+from keras_dp.cli.arguments import MODELS
 from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
 from keras_dp.cli.summary import Cell
 from keras_dp.cli.survey import survey
@@ -246,7 +247,7 @@ def test_what_is_found_out_first(user_directory):
     assert "No module named 'no_such_module'. Received: 'no_such_module:build'" in survey("no_such_module:build").problem
     assert survey("user_models:small") == Survey(environment.environment(), gpus=0, batch_size=64)
     assert survey("mlp").batch_size == 256
-    assert tuple(models.BUILT_IN) == bench.MODELS
+    assert tuple(models.BUILT_IN) == MODELS
     with pytest.raises(RunFailedError, match="RuntimeError: this model cannot be built"):
         runs.survey_in_new_process("user_models:broken")
 
