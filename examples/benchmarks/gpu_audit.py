@@ -36,7 +36,7 @@ PAGE = DIRECTORY.parents[1] / "docs" / "gpu.md"
 BATCH_SIZES = {
     "mlp": 4_096,
     "resnet20": 1_024,
-    "resnet50": 256,
+    "resnet50": 128,
     "unet": 256,
     "transformer": 512,
     "lstm": 512,
