@@ -9,7 +9,7 @@ import graphlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,9 +54,12 @@ def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Ma
         for name in data_inputs(node):
             if crossings.device(source_of(name)) == crossings.device(node.name):
                 users[name].append(node)
-    for message in _messages(copies, _rounds(copies, before, after), types):
+    rounds = _rounds(copies, before, after)
+    last = max(before.values(), default=0) - 1
+    for message in _messages(copies, rounds, types):
         sent, received = _sent_together(written, message, names, types)
-        _begin_after(sent, message, users, before)
+        following = last - rounds[copies.index(message[0])]
+        _begin_after(sent, message, users, {name for name, steps in after.items() if steps <= following})
         for copy, tensor in zip(message, received, strict=True):
             for taker in copy.takers:
                 _set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
@@ -240,7 +243,7 @@ def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
                 _set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
 
 
-def _begin_after(sent: str, message: Sequence[Copy], users: Mapping[str, Sequence[Any]], before: Mapping[str, int]) -> None:
+def _begin_after(sent: str, message: Sequence[Copy], users: Mapping[str, Sequence[Any]], followers: Collection[str]) -> None:
     """Makes the tower on the device of a message begin after the message is sent, since all other towers wait for it.
 
     A GPU runs its operations in the order in which it is given them, and sends a message after those before it.
@@ -249,10 +252,9 @@ def _begin_after(sent: str, message: Sequence[Copy], users: Mapping[str, Sequenc
         sent: the node of the message.
         message: the tensors in it.
         users: the nodes of the tower that take tensors on the device that makes them, by tensor.
-        before: see `_steps`. The message must not depend on what waits for it.
+        followers: the nodes that lead to copies of later rounds only, so that the message does not depend on them.
     """
-    packed = max(before[copy.maker] for copy in message)
-    waiting = {user.name: user for copy in message for user in users[copy.tensor] if before[user.name] > packed}
+    waiting = {user.name: user for copy in message for user in users[copy.tensor] if user.name in followers}
     for user in waiting.values():
         user.input.append(f"^{sent}")
 
