@@ -1,20 +1,25 @@
 """Pack the tensors that one device sends another into few messages.
 
 On GPUs a copy from one device to another costs its launch, whatever its size, so that a large copy takes less time than many
-small ones. Copies may share a message if none of them leads to another. So each copy gets a round, and a copy that leads to
-another one has an earlier round. Copies of one round never lead to each other.
+small ones. Copies may share a message if none of them leads to another. So each copy gets a round, and only copies of the same
+round share messages.
+
+No message waits for itself, whatever the rounds. Packing makes two kinds of nodes wait for a message: those that take its
+tensors, and those that begin after it. Either waits only if all copies that it leads to have later rounds. So a path from a
+message meets messages of later rounds alone, and never returns. The packed function is checked all the same.
 """
 
 import graphlib
 import math
 import re
+import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2
 
 from keras_dp.partition.crossings import Copy, Crossings, source_of
 from keras_dp.partition.graph import data_inputs
@@ -34,13 +39,38 @@ _SENT_AS = {tf.int64: tf.float64, tf.uint64: tf.float64, tf.uint32: tf.float32}
 def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
     """Packs the tensors that devices send each other, and joins control dependencies between devices.
 
-    A message holds tensors one after the other. Tensors of unknown size are sent by themselves.
+    A message holds tensors one after the other. Tensors of unknown size are sent by themselves. The packed function is checked:
+    if nodes waited for each other, it would be given up for the unpacked one.
 
     Args:
         written: the graph, with the signature of its function.
         given: the tensors that the function is called with.
         variable_devices: see `Crossings`.
     """
+    apart = function_pb2.FunctionDef()
+    apart.CopyFrom(written.function)
+    _pack(written, given, variable_devices)
+    cycle = find_cycle(written.function)
+    if cycle:
+        written.function.CopyFrom(apart)
+        warnings.warn(
+            "The tensors that devices send each other in this step travel one by one, as with pack_copies=False: in messages, "
+            "they would wait for each other. The results are the same. Please report this as an error of keras_dp. "
+            f"Received: a cycle of the nodes {', '.join(cycle)}",
+            stacklevel=2,
+        )
+
+
+def find_cycle(function: Any) -> list[str]:
+    """Returns the names of nodes of a function that wait for each other in a cycle; empty if there are none."""
+    try:
+        _in_order({node.name: node for node in function.node_def})
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _pack(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
     nodes = {node.name: node for node in written.function.node_def}
     order = _in_order(nodes)
     crossings = Crossings(written.function, variable_devices)
@@ -48,18 +78,17 @@ def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Ma
     names = _names(written.function)
     types = _types(written.function, given, names, [copy.tensor for copy in crossings.copies])
     copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]
-    before, after = _steps(copies, nodes, order)
+    before, latest = _steps(copies, nodes, order)
+    rounds = _rounds(copies, before, latest)
+    last = _last_rounds(copies, rounds, latest, nodes, order)
     users: dict[str, list[Any]] = defaultdict(list)
     for node in filter(lambda node: _tower(node.name), nodes.values()):
         for name in data_inputs(node):
             if crossings.device(source_of(name)) == crossings.device(node.name):
                 users[name].append(node)
-    rounds = _rounds(copies, before, after)
-    last = max(before.values(), default=0) - 1
-    for message in _messages(copies, rounds, types):
+    for number, message in _messages(copies, rounds, last, types):
         sent, received = _sent_together(written, message, names, types)
-        following = last - rounds[copies.index(message[0])]
-        _begin_after(sent, message, users, {name for name, steps in after.items() if steps <= following})
+        _begin_after(sent, (user for copy in message for user in users[copy.tensor] if number <= last[user.name]))
         for copy, tensor in zip(message, received, strict=True):
             for taker in copy.takers:
                 _set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
@@ -130,7 +159,9 @@ def _stated_shapes(node: Any) -> list[tf.TensorShape]:
 
 
 def _steps(copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the lengths of the longest chains before and after each node, counted in steps to a tower, or home from one.
+    """Returns how many steps lead to each node, and the latest round of a message that it can wait for without a delay.
+
+    A step goes to a tower, or home from one. The longest chain of steps has one round for each of them.
 
     A tower on the device where a sum is made needs no copy of it, but its steps count like those of all others. Otherwise, the
     sum would wait, in a message to another tower, for what this tower computes from it.
@@ -148,18 +179,37 @@ def _steps(copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[str
         before[name] = max(before[name], before[source] + is_step(source, name))
     for source, name in reversed(edges):
         after[source] = max(after[source], after[name] + is_step(source, name))
-    return before, after
+    last = max(before.values(), default=0) - 1
+    return before, {name: last - after[name] for name in nodes}
 
 
-def _rounds(copies: Sequence[Copy], before: Mapping[str, int], after: Mapping[str, int]) -> list[int]:
+def _rounds(copies: Sequence[Copy], before: Mapping[str, int], latest: Mapping[str, int]) -> list[int]:
     """Returns the round of each copy.
 
     A copy that no other one leads to leaves in round 0, as early as it can. Examples are the weights. Any other copy has the
     latest round that delays nothing: gradients, which only updates wait for, share the last one.
+
+    A copy never shares a round with those that it leads to. They come at least a step after it, so that their latest rounds are
+    later than its own. None of them leaves earlier than that, since the copy leads to it.
     """
-    last = max(before.values(), default=0) - 1
-    latest = [last - max(after[taker] for taker in copy.takers) for copy in copies]
-    return [latest[i] if before[copy.maker] else 0 for i, copy in enumerate(copies)]
+    return [min(latest[taker] for taker in copy.takers) if before[copy.maker] else 0 for copy in copies]
+
+
+def _last_rounds(
+    copies: Sequence[Copy], rounds: Sequence[int], latest: Mapping[str, int], nodes: Mapping[str, Any], order: Sequence[str]
+) -> dict[str, int]:
+    """Returns the last round of a message that each node may wait for.
+
+    The round comes before those of all copies that the node leads to. Otherwise, a message could wait for itself.
+    """
+    last = dict(latest)
+    for copy, number in zip(copies, rounds, strict=True):
+        last[copy.maker] = min(last[copy.maker], number - 1)
+    for name in reversed(order):
+        for source in map(source_of, nodes[name].input):
+            if source in last:
+                last[source] = min(last[source], last[name])
+    return last
 
 
 def _tower(name: str) -> str:
@@ -168,8 +218,10 @@ def _tower(name: str) -> str:
     return found[0] if found else ""
 
 
-def _messages(copies: Sequence[Copy], rounds: Sequence[int], types: Mapping[str, tf.TensorSpec]) -> Iterator[list[Copy]]:
-    """Yields the copies that share a message, two or more at a time."""
+def _messages(
+    copies: Sequence[Copy], rounds: Sequence[int], last: Mapping[str, int], types: Mapping[str, tf.TensorSpec]
+) -> Iterator[tuple[int, list[Copy]]]:
+    """Yields the copies that share a message, two or more at a time, with their round."""
     groups: dict[Any, list[Copy]] = defaultdict(list)
     loads: dict[Any, int] = defaultdict(int)
     for copy, number in zip(copies, rounds, strict=True):
@@ -177,20 +229,20 @@ def _messages(copies: Sequence[Copy], rounds: Sequence[int], types: Mapping[str,
         for end in (("from", copy.source), ("to", copy.destination)):
             loads[number, end] += _bytes(types[copy.tensor])
     full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
-    for group in groups.values():
+    for (number, *_), group in groups.items():
         message: list[Copy] = []
         size = 0
         for copy in group:
-            if _bytes(types[copy.tensor]) >= full:
-                # It leaves by itself: packing would only copy it once more.
+            if _bytes(types[copy.tensor]) >= full or any(number > last[taker] for taker in copy.takers):
+                # It leaves by itself: packing would only copy it once more, or make its takers wait for what they lead to.
                 continue
             message.append(copy)
             size += _bytes(types[copy.tensor])
             if size >= full:
-                yield message
+                yield number, message
                 message, size = [], 0
         if len(message) > 1:
-            yield message
+            yield number, message
 
 
 def _sent_as(spec: tf.TensorSpec) -> tf.DType:
@@ -230,7 +282,10 @@ def _sent_together(
 
 
 def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
-    """Makes a node wait for at most one node of each other device."""
+    """Makes a node wait for at most one node of each other device.
+
+    The one node waits for what its takers have waited for before, so that no node waits for more than before.
+    """
     for node in list(written.function.node_def):
         here, elsewhere = crossings.device(node.name), defaultdict(list)
         for name in node.input:
@@ -243,19 +298,16 @@ def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
                 _set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
 
 
-def _begin_after(sent: str, message: Sequence[Copy], users: Mapping[str, Sequence[Any]], followers: Collection[str]) -> None:
+def _begin_after(sent: str, users: Iterable[Any]) -> None:
     """Makes the tower on the device of a message begin after the message is sent, since all other towers wait for it.
 
     A GPU runs its operations in the order in which it is given them, and sends a message after those before it.
 
     Args:
         sent: the node of the message.
-        message: the tensors in it.
-        users: the nodes of the tower that take tensors on the device that makes them, by tensor.
-        followers: the nodes that lead to copies of later rounds only, so that the message does not depend on them.
+        users: the nodes of the tower that take tensors of the message on the device that makes them.
     """
-    waiting = {user.name: user for copy in message for user in users[copy.tensor] if user.name in followers}
-    for user in waiting.values():
+    for user in {user.name: user for user in users}.values():
         user.input.append(f"^{sent}")
 
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import largest_difference, twins, values
+from comparison import assert_same, largest_difference, twins, values
 from keras import layers
 
 import keras_dp
@@ -104,6 +104,113 @@ def test_a_weight_that_is_read_again_after_its_update_is_sent_again():
         each.optimizer.build(each.trainable_variables)
         each.fit(IMAGES, CLASSES, batch_size=4, shuffle=False, verbose=0)
     assert largest_difference(plain, parallel) < 1e-9
+
+
+class StepOfSums(keras.Sequential):
+    """Trains as Keras does, and returns what a function makes of the model, the rows and the targets."""
+
+    def __init__(self, of_rows):
+        super().__init__([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
+        self.of_rows = of_rows
+        self.kept = [self.add_weight(shape=(3,), initializer="zeros", trainable=False) for _ in range(2)]
+        self.second = keras.optimizers.Adam(0.01)
+
+    def train_step(self, data):
+        return {**super().train_step(data), **self.of_rows(self, *data[:2])}
+
+
+def two_sums(model, x, y):
+    a, b = tf.reduce_sum(x, 0), tf.reduce_sum(x**2, 0)
+    return {"a": tf.reduce_sum(tf.abs(a)), "c": tf.reduce_sum(tf.abs(a + b))}
+
+
+def a_chain_of_sums(model, x, y):
+    """Each sum is a part of the next one."""
+    a = tf.reduce_sum(x, 0)
+    b = a + tf.reduce_sum(x**2, 0)
+    c = b - 2.0 * tf.reduce_sum(tf.abs(x), 0)
+    return {"a": tf.norm(a), "b": tf.norm(b), "c": tf.norm(c), "all": tf.norm(a + b + c)}
+
+
+def sums_of_what_sums_leave(model, x, y):
+    """Towers need each sum for the next one."""
+    left, results = x, {}
+    for k in range(3):
+        mean = tf.reduce_mean(left, 0)
+        left = (left - mean) ** 2
+        results |= {f"mean_{k}": tf.norm(mean), f"total_{k}": tf.norm(mean + tf.reduce_sum(x, 0))}
+    return results
+
+
+def sums_that_are_assigned(model, x, y):
+    a, b = tf.reduce_sum(x, 0), tf.reduce_sum(x**2, 0)
+    model.kept[0].assign(a)
+    model.kept[1].assign_add(a + b)
+    return {"kept": tf.reduce_sum(model.kept[1] - model.kept[0])}
+
+
+def a_maximum_that_needs_a_sum(model, x, y):
+    total = tf.reduce_sum(x, 0)
+    largest = tf.reduce_max(tf.abs(x - total / 8), 0)
+    return {"total": tf.norm(total), "largest": tf.norm(largest), "scaled": tf.norm(tf.reduce_sum(x / largest, 0) + total)}
+
+
+def _gradients(model, x, y, variables):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+    return tape.gradient(loss, variables)
+
+
+def a_norm_and_clipped_gradients(model, x, y):
+    gradients = _gradients(model, x, y, model.trainable_variables)
+    clipped, norm = tf.clip_by_global_norm(gradients, 0.1)
+    added = [gradient + tf.reduce_sum(x) for gradient in gradients]
+    model.optimizer.apply(clipped, model.trainable_variables)
+    return {"norm": norm, "first": tf.norm(gradients[0]), "clipped": tf.norm(clipped[0]), "added": tf.linalg.global_norm(added)}
+
+
+def two_optimizers(model, x, y):
+    first, second = (layer.trainable_variables for layer in model.layers)
+    gradients = _gradients(model, x, y, [*first, *second])
+    total = tf.reduce_sum(x)
+    model.second.apply([gradient + total for gradient in gradients[:2]], first)
+    model.optimizer.apply(gradients, [*first, *second])
+    return {"norm": tf.linalg.global_norm(gradients), "total": total}
+
+
+STEPS = [
+    two_sums,
+    a_chain_of_sums,
+    sums_of_what_sums_leave,
+    sums_that_are_assigned,
+    a_maximum_that_needs_a_sum,
+    a_norm_and_clipped_gradients,
+    two_optimizers,
+]
+
+
+@pytest.mark.parametrize("parameter_device", [None, "sharded"])
+@pytest.mark.parametrize("of_rows", STEPS)
+def test_a_step_may_return_sums_of_which_one_needs_the_other(of_rows, parameter_device):
+    """A tower adds its parts of two sums before they travel, and the first one travels too.
+
+    Such a step failed, as a cycle: both parts were in one message, and the addition was to begin after it.
+    """
+    plain, *models = twins(lambda: StepOfSums(of_rows), count=3)
+    wrappers = [
+        keras_dp.DataParallelModel(model, devices=3, parameter_device=parameter_device, pack_copies=packs)
+        for model, packs in zip(models, (False, True), strict=True)
+    ]
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(21, 3)), rng.normal(size=(21, 2))
+    results = []
+    for model, inner in zip((plain, *wrappers), (plain, *models), strict=True):
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        inner.second.build(inner.layers[0].trainable_variables)
+        results.append(model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history)
+    for result, wrapper in zip(results[1:], wrappers, strict=True):
+        assert_same(results[0], result, 1e-9)
+        assert largest_difference(plain, wrapper) < 1e-9
 
 
 def report(num_towers=4, build=convolutions, **arguments):

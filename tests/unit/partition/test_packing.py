@@ -1,0 +1,117 @@
+"""No message waits for itself, and packing changes no number: random graphs on two to four devices."""
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2
+
+from keras_dp.partition import calling, packing
+from keras_dp.partition.writing import GraphWriter
+
+OPERATIONS = {"AddV2": np.add, "Sub": np.subtract, "Maximum": np.maximum}
+# Tensors of int32 are not packed.
+PASSED = {
+    f"passed_{dtype}_{len(shape)}:0": np.arange(1, 1 + np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
+    for dtype in ("float64", "int64", "int32")
+    for shape in [(), (2, 2)]
+}
+
+
+class RandomGraph:
+    """Draws a graph of towers, of which some or all have a home on their device. Some nodes wait for others on any device.
+
+    Args:
+        seed: the seed of all draws.
+
+    Attributes:
+        written: the graph. It takes the tensors in `PASSED`.
+        values: the values of all tensors, by name, as NumPy computes them.
+    """
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+        self.written = GraphWriter("CPU:0")
+        self.values = {}
+        self._alike = defaultdict(list)
+        count = self.draw.randint(2, 4)
+        homes = self.draw.choice([1, count])
+        places = [(f"tower_{k}", f"CPU:{k}") for k in range(count)] + [("home", f"CPU:{k}") for k in range(homes)]
+        for place in places:
+            for passed, value in PASSED.items():
+                self._write("Neg", [passed], -value, *place)
+        for _ in range(self.draw.randint(10, 50)):
+            self._combine(*self.draw.choice(places))
+
+    def _combine(self, prefix, device):
+        """Combines two tensors, more often those of the same tower than others."""
+        operation, kind = self.draw.choice(list(OPERATIONS)), self.draw.choice(list(PASSED))
+        alike = self._alike[kind, self.draw.choice([prefix, prefix, None])]
+        inputs = self.draw.choices(alike[-8:], k=2)
+        controls = self.draw.sample(list(self.values), self.draw.choice([0, 0, 0, 2, 3]))
+        value = OPERATIONS[operation](*(self.values[name] for name in inputs))
+        self._write(operation, [*inputs, *(f"^{name}" for name in controls)], value, prefix, device)
+
+    def _write(self, operation, inputs, value, prefix, device):
+        name = self.written.add(operation, inputs, device, f"{prefix}/{operation}", T=tf.as_dtype(value.dtype))
+        self.values[name] = value
+        for where in (prefix, None):
+            self._alike[f"passed_{value.dtype}_{value.ndim}:0", where].append(name)
+
+    def run(self):
+        """Returns all values, as the packed graph computes them, and the number of its messages."""
+        passed = {name: lambda value=value: tf.constant(value) for name, value in PASSED.items()}
+
+        @tf.function(autograph=False)
+        def function():
+            return calling.call(self.written, passed, list(self.values), [], packed_for={})
+
+        values = [value.numpy() for value in function.get_concrete_function()()]
+        return values, sum(node.name.startswith("packed/message") for node in self.written.function.node_def)
+
+
+def messages_of(seeds):
+    """Runs random graphs, compares all of their values, and returns how many messages they send."""
+    messages = 0
+    for seed in seeds:
+        graph = RandomGraph(seed)
+        values, count = graph.run()
+        for (name, expected), value in zip(graph.values.items(), values, strict=True):
+            np.testing.assert_array_equal(value, expected, err_msg=f"{name}, seed {seed}")
+        assert not packing.find_cycle(graph.written.function)
+        messages += count
+    return messages
+
+
+def test_packed_graphs_have_no_cycle_and_compute_the_same():
+    assert messages_of(range(150)) > 300
+
+
+def drawn_rounds(monkeypatch):
+    draw = random.Random(7)
+    monkeypatch.setattr(packing, "_rounds", lambda copies, *_: [draw.randrange(4) for _ in copies])
+
+
+def test_no_rounds_make_a_cycle(monkeypatch):
+    """The rounds say which copies share messages. They do not have to be right for the result to be right."""
+    drawn_rounds(monkeypatch)
+    assert messages_of(range(30)) > 20
+
+
+def test_a_function_that_would_wait_for_itself_is_not_packed(monkeypatch):
+    """A negative control: nodes wait for messages that they lead to, which the check finds."""
+    drawn_rounds(monkeypatch)
+    monkeypatch.setattr(packing, "_last_rounds", lambda copies, rounds, latest, nodes, order: dict.fromkeys(nodes, 4))
+    with pytest.warns(UserWarning, match="travel one by one, as with pack_copies=False.*a cycle of the nodes .*packed/message"):
+        messages_of(range(20))
+
+
+def test_a_cycle_is_found_in_tensors_and_in_controls():
+    function = function_pb2.FunctionDef()
+    for name, inputs in {"a": ["given"], "b": ["a:z:0", "^c"], "c": ["b:z:0"], "d": ["c:z:0"]}.items():
+        function.node_def.add(name=name, input=inputs)
+    assert set(packing.find_cycle(function)) == {"b", "c"}
+    function.node_def[1].input.remove("^c")
+    assert packing.find_cycle(function) == []
