@@ -31,6 +31,9 @@ from keras_dp.partition.writing import GraphWriter
 _FULL_MESSAGES = 4
 _LEAST_BYTES = 4 << 20
 
+# On CPUs, oneDNN fuses these operations with others, and TensorFlow ends the process if they wait for anything but their inputs.
+_FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
+
 # GPUs have kernels that pack floating-point numbers. These integers, such as the counters of random numbers, travel as numbers
 # of the same bits. On a GPU, int32 stays in the host's memory.
 _SENT_AS = {tf.int64: tf.float64, tf.uint64: tf.float64, tf.uint32: tf.float32}
@@ -308,7 +311,8 @@ def _begin_after(sent: str, users: Iterable[Any]) -> None:
         users: the nodes of the tower that take tensors of the message on the device that makes them.
     """
     for user in {user.name: user for user in users}.values():
-        user.input.append(f"^{sent}")
+        if not (user.op in _FUSED_ON_CPUS and "CPU" in user.device):
+            user.input.append(f"^{sent}")
 
 
 def _set_inputs(node: Any, names: Sequence[str]) -> None:
