@@ -1,7 +1,6 @@
 """Define DataParallelModel, which users wrap their model in."""
 
 import contextlib
-import functools
 import inspect
 import logging
 import warnings
@@ -17,7 +16,7 @@ from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.batches.input_strategy import HOST, NO_BATCHES, InputStrategy, empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
 from keras_dp.batches.shards import with_empty_batches
-from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, known_rows, own_rows, own_spec, row_spec, rows_of_batches
+from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.choices import refuse_unknown
 from keras_dp.devices import announcement, variable_homes
@@ -28,11 +27,11 @@ from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import Partition
 from keras_dp.steps.towers import TowerSteps
-from keras_dp.steps.trainer_functions import AnyRows, StepFunction
+from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.plain_training import PlainTraining
-from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, has_own_step, listed, refuse_strategy
+from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, listed, refuse_strategy
 
 Logs = dict[str, Any]
 
@@ -127,7 +126,7 @@ class DataParallelModel(ModelWrapper):
             self._devices, self._is_eager, self._prepare, self._workers.collectives, _chosen_whole(whole)
         )
         packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
-        self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype, packs)
+        self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype, packs, self._variables_made)
         self._remember(
             devices=self.devices,
             parameter_device=parameter_device,
@@ -222,10 +221,11 @@ class DataParallelModel(ModelWrapper):
             if self._feed.measure_wait(any(isinstance(callback, InputWait) for callback in callbacks)):
                 self._forget_traces()
             self._announce(arguments)
+            calls = self._steps.calls
             history = super().fit(arguments.pop("x", None), **arguments)
         # As in Keras, a generator that ends between epochs ends training. A generator without any batch is a mistake.
         if history.epoch and not any(history.history.get("loss", ())):
-            self._refuse_no_batches("fit")
+            self._refuse_no_batches("fit", calls)
         return history
 
     def evaluate(
@@ -266,8 +266,9 @@ class DataParallelModel(ModelWrapper):
             WorkerLostError: if a worker is lost.
         """
         with self._call("evaluate", {**_given(DataParallelModel.evaluate, locals()), **kwargs}, sharded) as arguments:
+            calls = self._steps.calls
             results = super().evaluate(arguments.pop("x", None), **arguments)
-        self._refuse_no_batches("evaluate")
+        self._refuse_no_batches("evaluate", calls)
         return results
 
     def predict(
@@ -460,20 +461,20 @@ class DataParallelModel(ModelWrapper):
         """Makes the function that `fit` calls, unless it exists; see `keras.Model.make_train_function`."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
-            self.train_function = self._for_any_rows(self.train_function, self.train_step)
+            self.train_function = self._on_towers(self.train_function, self.train_step)
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes the function that `evaluate` calls, unless it exists; see `keras.Model.make_test_function`."""
         if self.test_function is None or force:
             super().make_test_function(force=True)
-            self.test_function = self._for_any_rows(self.test_function, self.test_step)
+            self.test_function = self._on_towers(self.test_function, self.test_step)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that `predict` calls, unless it exists; see `keras.Model.make_predict_function`."""
         if self.predict_function is None or force:
             super().make_predict_function(force=True)
             if not self._is_eager():
-                self.predict_function = AnyRows(self.predict_function, self._steps)
+                self.predict_function = PredictFunction(self.predict_function, self._steps)
 
     def _step(self, name: choices.Step, data: Any) -> Any:
         """Runs a step on N slices in a compiled function, or, eagerly, the inner model's own step on the whole batch."""
@@ -496,7 +497,8 @@ class DataParallelModel(ModelWrapper):
         result, partition = self._current_steps().run(name, slices)
         self._joint_calls.synchronize_others(known, partition.variables)
         if name == "train" and not self._told_gathered:
-            self._tell_gathered(self._explanation(partition, self._batch_rows or BATCH_SIZE))
+            rows = partition.propagation.batch_rows or self._batch_rows or BATCH_SIZE
+            self._tell_gathered(self._explanation(partition, rows))
         return own_rows(result, slices) if name == "predict" and self._predicts_shard else result
 
     def _current_steps(self) -> TowerSteps:
@@ -559,6 +561,7 @@ class DataParallelModel(ModelWrapper):
                 if name in arguments:
                     arguments[name] = with_empty_batches(arguments[name], self._workers, self.steps_per_execution)
         before, self._feed.takes_shards = self._feed.takes_shards, sharded
+        cut_before, self._feed.cuts_in_step = self._feed.cuts_in_step, method == "predict"
         self._loops.append(method)
         try:
             with self._workers.reporting_lost_workers():
@@ -566,6 +569,7 @@ class DataParallelModel(ModelWrapper):
         finally:
             self._loops.pop()
             self._feed.takes_shards = before
+            self._feed.cuts_in_step = cut_before
         if self._feed.different_batches is not None:
             self._feed.different_batches.report()
 
@@ -578,9 +582,9 @@ class DataParallelModel(ModelWrapper):
         batch_norm = self._steps.batch_norm if batch_norms(self.inner_model) else None
         logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm))
 
-    def _refuse_no_batches(self, method: str) -> None:
-        # The user's own step may track no loss.
-        if not has_own_step(self.inner_model) and not keras.ops.any(keras_models.loss_tracker(self.inner_model).count):
+    def _refuse_no_batches(self, method: str, calls: int) -> None:
+        """Raises a ValueError if no step has run since there were so many calls of steps. Eager steps are not counted."""
+        if self._steps.calls == calls and not self._is_eager():
             raise ValueError(NO_BATCHES.format(method))
 
     def _predict_shard(self, wanted: bool) -> None:
@@ -600,27 +604,16 @@ class DataParallelModel(ModelWrapper):
                 return keras.tree.map_structure(as_tensor, batch)
         return self._steps.on_host(batch)
 
-    def _prepare(self, batch: Any) -> None:
-        """Creates all variables before any step is traced. TensorFlow traces a function twice if it creates variables."""
-        model = self.inner_model
-        if has_own_step(model):
-            self._place_variables()
-            self._joint_calls.synchronize(model)
-            return
-        rows = known_rows(batch, self._feed.whole)
-        self._steps.trace(functools.partial(self._build_for, batch), rows)
-        keras_models.seed_states(model)
-        self._joint_calls.synchronize(model)
-
-    def _build_for(self, batch: Any, rows: int | None) -> None:
-        """Builds the inner model, its metrics and its optimizer for batches of `rows` rows; None stands for any number."""
-        model, stays = self.inner_model, iter(self._feed.whole.of(batch))
-        specs = keras.tree.map_structure(lambda leaf: own_spec(leaf) if next(stays) else row_spec(leaf, rows), batch)
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(specs)
-        keras_models.build(model, x)
+    def _prepare(self) -> None:
+        """Makes variables that exist ready for a step: in their places, and equal on all workers."""
         self._place_variables()
-        if self.compiled and (y is not None or (model.loss is None and keras_models.compile_metrics(model) is None)):
-            keras_models.symbolic_build(model, specs)
+        self._joint_calls.synchronize(self.inner_model)
+
+    def _variables_made(self) -> None:
+        """Places the variables that the first trace of a step has made, before the second one."""
+        self._place_variables()
+        if getattr(self.inner_model, "optimizer", None) is not None:
+            variable_homes.place_state(self.inner_model.optimizer)
 
     def _place_variables(self) -> None:
         """Moves the variables of a built model to the parameter device."""
@@ -685,7 +678,7 @@ class DataParallelModel(ModelWrapper):
         self._compiled_with = weakref.ref(keras_models.loss_tracker(model))
         self._joint_calls.forget()
 
-    def _for_any_rows(self, function: Callable[[Any], Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _on_towers(self, function: Callable[[Any], Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return function if self._is_eager() else StepFunction(function, step, self._steps, self.steps_per_execution)
 
     def _forget_traces(self) -> None:

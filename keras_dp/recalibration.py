@@ -11,12 +11,11 @@ import tensorflow as tf
 from keras_dp.batch_normalization.modes import Moments, batch_norm_mode
 from keras_dp.batch_normalization.synchronized import batch_norms, is_synchronized
 from keras_dp.batches.input_strategy import InputStrategy, empty_prediction_refused
-from keras_dp.batches.slicing import row_spec
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices.available import tower_devices
 from keras_dp.keras_internals import keras_batch_norms, keras_models
 from keras_dp.model import DataParallelModel
-from keras_dp.steps.partitioned import run_on_slices
+from keras_dp.steps.partitioned import on_slices
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.synchronization import synchronize
 from keras_dp.wrapping.wrapper import refuse_strategy
@@ -110,22 +109,22 @@ class _MomentsModel(keras.Model):
         """The input strategy that feeds the towers; Keras's trainer takes it for a `tf.distribute` strategy."""
         return self.feed
 
-    def prepare(self, batch: Any) -> None:
-        """Creates the model's variables before the step is traced."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(row_spec, batch))
-        keras_models.build(self.model, x)
+    def prepare(self) -> None:
+        """Makes the model's variables equal on all workers."""
         synchronize(current_workers(), [*self.model.variables, *keras_models.seed_states(self.model)])
 
     def predict_step(self, slices: Any) -> list[list[Moments]]:
         """Returns the moments of one batch for each call of each batch normalization, with an axis for the batches."""
-        moments, _ = run_on_slices(
-            self.moments_of, slices, WholeTensors(), None, self.devices, self.devices[0], self.collectives
-        )
+        step = on_slices(self.moments_of, slices, WholeTensors(), self.devices, self.collectives)
+        moments, _ = step.run(self.devices[0])
         return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
 
     def moments_of(self, data: Any) -> list[list[Moments]]:
         """Returns the moments of a batch. Only the variables of random generators are updated."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        if not keras_models.is_built(self.model):
+            # No variables can be made in a stateless scope.
+            keras_models.call_model(self.model, x, training=True)
         layers = batch_norms(self.model)
         synchronized = [layer for layer in layers if is_synchronized(layer)]
         with keras.StatelessScope() as scope, batch_norm_mode(self.batch_norm, synchronized) as taken:

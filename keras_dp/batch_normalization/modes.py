@@ -81,7 +81,9 @@ def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, tot
     axes = keras_batch_norms.reduction_axes(layer)
     if mask is not None:
         return _masked_moments(inputs, mask, axes, total)
-    count = total(tf.reduce_sum(tf.ones(tf.shape(inputs)[:1], inputs.dtype)))
+    # TensorFlow would turn `tf.ones_like` into a constant: the number of all rows, where a tower counts its own.
+    first_of_each_row = (slice(None), *[0] * (inputs.shape.rank - 1))
+    count = total(tf.reduce_sum(tf.raw_ops.OnesLike(x=inputs[first_of_each_row])))
     for axis in axes:
         if axis:
             count *= tf.cast(tf.shape(inputs)[axis], inputs.dtype)

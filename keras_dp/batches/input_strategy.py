@@ -9,9 +9,11 @@ import tensorflow as tf
 
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
-from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, known_rows, refuse_other_rows, whole_batch
+from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, refuse_other_rows, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.error_notes import add_note
+from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
+from keras_dp.partition.tensorflow_internals import outside_of_traces
 from keras_dp.workers.collectives import OneWorker
 
 HOST = "CPU:0"
@@ -53,25 +55,26 @@ class InputStrategy:
     Args:
         devices: the devices of the N towers; a batch is cut into one slice for each.
         is_eager: a function that returns whether steps run eagerly; batches then stay whole.
-        prepare: a function that is called with the type of a dataset's batches, before any step is traced.
+        prepare: a function that is called before a step is traced.
         collectives: the collectives of the workers; each worker cuts its own part of every batch.
         whole: the tensors of a batch that are not cut.
 
     Attributes:
         takes_shards: whether the next datasets hold only this worker's own batches.
+        cuts_in_step: whether steps cut the batches of the next datasets. TensorFlow traces such a step by the type of the whole
+            batch, as it does for one device.
         different_batches: the count of batches that differ between workers; None for a single worker.
         prefetches: whether each tower's next slice may be sent to its device while the towers work on the last one. It is true
             if all devices are GPUs, since CPUs share the host's memory. A batch stays on the host if it may not be read ahead,
             or holds anything but dense numbers or booleans.
         seconds_waited: the time for which steps have waited for their input; None if it is not measured.
-        known_rows: the number of rows of each batch of the current data, if it is known before a batch is read.
     """
 
     def __init__(
         self,
         devices: Sequence[str],
         is_eager: Callable[[], bool],
-        prepare: Callable[[Any], None],
+        prepare: Callable[[], None],
         collectives: OneWorker | None = None,
         whole: WholeTensors | None = None,
     ):
@@ -81,10 +84,10 @@ class InputStrategy:
         self.collectives = collectives or OneWorker()
         self.whole = whole or WholeTensors()
         self.takes_shards = False
+        self.cuts_in_step = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
-        self.known_rows: int | None = None
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._default_strategy = tf.distribute.get_strategy()
 
@@ -103,7 +106,8 @@ class InputStrategy:
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
         """Returns this worker's N slices of a global batch."""
-        return _cut_shard(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
+        cut_own = _cut_own_rows if self.cuts_in_step else _cut_shard
+        return cut_own(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
 
     def measure_wait(self, wanted: bool) -> bool:
         """Turns the measurement of input waits on or off. Returns whether this is a change, so that steps must be retraced."""
@@ -136,20 +140,21 @@ class InputStrategy:
                 "With sharded=True each worker reads its own data, but tensors that are not cut must be the same for all. "
                 f"Leave sharded out and give all workers the same data. Received: whole={list(self.whole.names)}"
             )
-        # The number of rows of all workers' shards together is unknown.
-        self.known_rows = None if are_shards else known_rows(dataset.element_spec, self.whole)
         refuse_other_rows(dataset.element_spec, self.whole)
-        with _single_rows_explained(self._shapes):
-            self.prepare(dataset.element_spec)
+        self.prepare()
+        if self.cuts_in_step and not are_shards:
+            return dataset
         # tf.data passes a batch that is a tuple as several arguments.
         is_tuple = type(dataset.element_spec) is tuple
         # TensorFlow may keep the function alive, so the function must not refer to this object, which refers to the model.
         num_towers, index, count, whole = self.num_towers, self.collectives.index, self.collectives.count, self.whole
         has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
+        # The slices are read ahead in place of the batches: Python code that makes batches runs no further ahead than in Keras.
+        source, ahead = _read_ahead(dataset)
         if are_shards:
-            sliced = cut_shards(dataset, num_towers)
+            sliced = cut_shards(source, num_towers)
         else:
-            sliced = dataset.map(
+            sliced = source.map(
                 # The function has nothing to convert, and trying would take a second.
                 tf.autograph.experimental.do_not_convert(
                     lambda *batch: _cut_own_rows(batch if is_tuple else batch[0], num_towers, index, count, whole)
@@ -160,10 +165,9 @@ class InputStrategy:
             # Autotuning sometimes stalls the start of an epoch for a second, far longer than a cut takes.
             options.autotune.enabled = False
         sliced = sliced.with_options(options)
-        if not _reads_ahead(dataset):
+        if ahead is None:
             return sliced
-        sliced = sliced.prefetch(1)
-        return _prefetch_to(self.devices, sliced) if has_devices else sliced
+        return _prefetch_to(self.devices, sliced) if has_devices else sliced.prefetch(ahead)
 
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
@@ -175,11 +179,9 @@ class InputStrategy:
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
                 self.seconds_waited.assign_add(tf.timestamp() - begin)
         if not self.is_eager():
-            if not _is_cut(batch):
-                self.known_rows = known_rows(batch, self.whole)
             # The model may have changed since its data were distributed: a callback may have compiled it again.
-            with tf.init_scope():
-                self.prepare(batch[0].data if _is_cut(batch) else batch)
+            with outside_of_traces():
+                self.prepare()
             with tf.device(HOST):
                 batch = batch if _is_cut(batch) else self.cut(batch)
         elif _is_cut(batch):
@@ -200,12 +202,15 @@ class InputStrategy:
         return slices
 
 
-def _reads_ahead(dataset: tf.data.Dataset) -> bool:
-    """Returns whether batches are read ahead: if the dataset's options allow it, or the dataset ends with a prefetch."""
+def _read_ahead(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int | None]:
+    """Returns a dataset without its prefetch, and how many batches may be read ahead; None if its options allow none."""
+    prefetched = before_prefetch(dataset)
+    if prefetched is not None:
+        return prefetched
     options = dataset.options()
     optimizations = options.experimental_optimization
     said = (options.autotune.enabled, optimizations.inject_prefetch, optimizations.apply_default_optimizations)
-    return False not in said or isinstance(dataset, type(dataset.prefetch(1)))
+    return dataset, None if False in said else 1
 
 
 def _fits_on_devices(spec: Any) -> bool:

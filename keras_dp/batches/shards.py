@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, slice_rows
+from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, slice_rows, without_entries
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
 
@@ -85,8 +85,8 @@ def placed(shard: Shard, slices: Sequence[Slice], collectives: OneWorker) -> tup
         ended = iter(tf.data.Dataset.range(0))
     stop = tf.cond(batch_rows > 0, lambda: tf.constant(0, tf.int64), lambda: next(ended))
     # A borrowed row needs a position in the batch as well.
-    last = batch_rows - 1
-    slices = tuple(Slice(part.data, tf.minimum(part.begin + before, last), part.rows, batch_rows) for part in slices)
+    last, whole_rows = batch_rows - 1, without_entries(batch_rows)
+    slices = tuple(Slice(part.data, tf.minimum(part.begin + before, last), part.rows, whole_rows) for part in slices)
     # A step that fails during an exchange makes all later ones fail. So none may start before a worker is known to have rows.
     with tf.control_dependencies([stop]):
         slices = tf.nest.map_structure(tf.identity, slices, expand_composites=True)

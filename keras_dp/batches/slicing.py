@@ -41,7 +41,8 @@ class Slice(NamedTuple):
             zero rows abort some kernels.
         begin: the index of the first row in the global batch, an int32 scalar.
         rows: the number of rows that belong to the tower, 0 if the slice is empty, an int32 scalar.
-        batch_rows: B, the number of rows of the global batch, an int32 scalar.
+        batch: B rows without entries, of shape (B, 0). Its type says how many rows the global batch has, where it is known that
+            all batches have as many.
         source: how several workers read the global batch, a `SameBatch` or a `Shard`. It is empty after the workers have
             compared or joined their batches in the step, and for a single worker.
     """
@@ -49,8 +50,18 @@ class Slice(NamedTuple):
     data: Any
     begin: Tensor
     rows: Tensor
-    batch_rows: Tensor
+    batch: Tensor
     source: SameBatch | Shard | tuple[()] = ()
+
+    @property
+    def batch_rows(self) -> Tensor:
+        """B, the number of rows of the global batch, as an int32 scalar."""
+        return tf.shape(self.batch)[0]
+
+
+def without_entries(batch_rows: Tensor | int) -> Tensor:
+    """Returns rows without entries, of shape (B, 0), for the `batch` of a `Slice`."""
+    return tf.zeros([batch_rows, 0], tf.int32)
 
 
 _ALL_CUT = WholeTensors()
@@ -70,18 +81,23 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
         tf.errors.InvalidArgumentError: if the numbers of rows differ when the batch is cut, or are 0.
     """
     batch = keras.tree.map_structure(as_tensor, batch)
-    batch_rows = count_rows(batch, whole=whole)
+    counted = count_rows(batch, whole=whole)
+    # With a number, TensorFlow knows how many rows each slice has.
+    known = known_rows(batch, whole)
+    batch_rows = counted if known is None else known
+    with tf.control_dependencies([counted]):
+        whole_rows = without_entries(batch_rows)
     is_whole = keras.tree.pack_sequence_as(batch, whole.of(batch))
     slices = []
     for i in range(num_slices) if wanted is None else wanted:
         begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
-        last = tf.maximum(end, begin + 1)
+        last = tf.maximum(end, begin + 1) if known is None else max(end, begin + 1)
 
-        def rows_of(leaf: Any, stays: bool, begin: Tensor = begin, last: Tensor = last) -> Any:
+        def rows_of(leaf: Any, stays: bool, begin: Any = begin, last: Any = last) -> Any:
             return leaf if stays else slice_rows(leaf, begin, last)
 
         data = keras.tree.map_structure(rows_of, batch, is_whole)
-        slices.append(Slice(data, begin, end - begin, batch_rows))
+        slices.append(Slice(data, tf.convert_to_tensor(begin), tf.convert_to_tensor(end - begin), whole_rows))
     return tuple(slices)
 
 
@@ -125,15 +141,24 @@ def refuse_other_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> None:
         raise ValueError(f"{_SAME_ROWS} {received}")
 
 
-def slice_rows(leaf: Any, begin: Tensor, end: Tensor) -> Any:
+def slice_rows(leaf: Any, begin: Tensor | int, end: Tensor | int) -> Any:
     """Returns rows `begin` to `end` of a tensor, and any other object unchanged."""
     if not tf.is_tensor(leaf):
         return leaf
     if isinstance(leaf, tf.SparseTensor):
-        sizes = tf.concat([[tf.cast(end - begin, tf.int64)], leaf.dense_shape[1:]], axis=0)
-        starts = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
-        return tf.sparse.slice(leaf, starts, sizes)
+        return _slice_sparse(leaf, begin, end)
     return leaf[begin:end]
+
+
+def _slice_sparse(leaf: tf.SparseTensor, begin: Tensor | int, end: Tensor | int) -> tf.SparseTensor:
+    sizes = tf.concat([[tf.cast(end - begin, tf.int64)], leaf.dense_shape[1:]], axis=0)
+    starts = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
+    own = tf.sparse.slice(leaf, starts, sizes)
+    if not isinstance(end, int) or leaf.shape.rank is None or leaf.shape[0] is None:
+        return own
+    # TensorFlow knows a sparse tensor's shape from the numbers of which it is made.
+    known = [size if size is not None else own.dense_shape[axis] for axis, size in enumerate([end - begin, *leaf.shape[1:]])]
+    return tf.SparseTensor(own.indices, own.values, tf.stack([tf.cast(size, tf.int64) for size in known]))
 
 
 def own_spec(leaf: Any) -> Any:
@@ -156,10 +181,21 @@ def row_spec(leaf: Any, rows: int | None = None) -> Any:
 
 
 def known_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> int | None:
-    """Returns the number of rows of a batch of tensors or types, if all that are cut are known to have it; else None."""
+    """Returns the number of rows of a batch of tensors or types, if any that is cut is known to have it; else None."""
     shapes = [tf.TensorShape(leaf.shape) for leaf in whole.cut_leaves(batch).values()]
-    rows = {None if shape.rank is None else shape[0] for shape in shapes}
-    return rows.pop() if len(rows) == 1 else None
+    return next((shape[0] for shape in shapes if shape.rank and shape[0] is not None), None)
+
+
+def traced_spec(leaf: Any, batch_rows: int | None) -> Any:
+    """Returns the type with which one device traces a tensor, from a slice of it.
+
+    Args:
+        leaf: a tower's slice of the tensor.
+        batch_rows: B, if it is known.
+    """
+    spec = own_spec(leaf)
+    is_known = spec is not None and spec.shape.rank and spec.shape[0] is not None
+    return row_spec(spec, batch_rows if is_known else None)
 
 
 def rows_of_batches(data: Any, batch_size: int | None) -> int | None:

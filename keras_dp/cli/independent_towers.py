@@ -9,13 +9,14 @@ import keras
 import tensorflow as tf
 
 from keras_dp import choices
-from keras_dp.batches.slicing import Slice
+from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.calling import call
 from keras_dp.partition.graph import traced_step
 from keras_dp.partition.step import Partition, Trace, build, given
 from keras_dp.steps.partitioned import arguments_of, rows_of
 from keras_dp.steps.towers import TowerSteps
+from keras_dp.workers.collectives import OneWorker
 
 Tensor = Any
 
@@ -47,9 +48,9 @@ class _IndependentSteps(TowerSteps):
     def run(self, name: choices.Step, slices: Sequence[Slice]) -> tuple[Any, Partition]:
         """Runs a step on each slice, and returns the result of the first."""
         batches = [_as_batch(part) for part in slices]
-        steps = [arguments_of(self.plain(name), [batch], self.inputs.whole, None) for batch in batches]
+        steps = [arguments_of(self.plain(name), [batch], self.inputs.whole, OneWorker()) for batch in batches]
         of_batch, arguments = steps[0]
-        trace = Trace(of_batch, [argument.spec for argument in arguments])
+        trace = Trace(of_batch, [argument.spec for argument in arguments], self.variables_made)
         traced = traced_step(trace.concrete)
         devices = self.inputs.devices
         first, *others = zip(batches, (arguments for _, arguments in steps), devices, strict=True)
@@ -57,15 +58,16 @@ class _IndependentSteps(TowerSteps):
         def run_on(batch: Slice, arguments: Sequence[Any], device: str) -> tuple[list[Tensor], Partition]:
             is_first = device == devices[0]
             placed = traced if is_first else dataclasses.replace(traced, places={})
-            builder, outputs, effects = build(placed, arguments, [device], self.home if is_first else device)
-            tensors = given(trace.concrete, traced, arguments, rows_of([batch]))
+            rows = rows_of([batch], OneWorker())
+            builder, outputs, effects = build(placed, arguments, rows, [device], self.home if is_first else device)
+            tensors = given(trace.concrete, traced, arguments, rows)
             if not is_first:
                 captured = zip(traced.arguments[len(arguments) :], trace.concrete.captured_inputs, strict=True)
                 handles = {variable.handle.ref(): self._copy_on(device, variable).handle for variable in trace.variables()}
                 own = {name: handles[handle.ref()] for name, handle in captured if handle.ref() in handles}
                 tensors |= {f"in/{name}": partial(tf.convert_to_tensor, handle) for name, handle in own.items()}
             results = call(builder.graph, tensors, outputs if is_first else [], effects)
-            return results, Partition(placed, builder.propagation, builder.exchanges.made, trace.variables())
+            return results, Partition(placed, builder.propagation, builder.exchanges.made, trace.variables(), [device])
 
         results, partition = run_on(*first)
         for other in others:
@@ -84,4 +86,4 @@ class _IndependentSteps(TowerSteps):
 def _as_batch(part: Slice) -> Slice:
     """Turns a slice into a batch of its own."""
     rows = tf.maximum(part.rows, 1)
-    return Slice(part.data, tf.zeros_like(rows), rows, rows)
+    return Slice(part.data, tf.zeros_like(rows), rows, without_entries(rows))

@@ -1,11 +1,10 @@
 """Read, build and move Keras's models through their private names."""
 
-import random
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend as keras_backend
+from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
 
@@ -27,46 +26,6 @@ def call_model(model: keras.Model, x: Any, training: bool) -> Any:
 def is_built(model: keras.Model) -> bool:
     """Returns whether the model and all its layers have their variables."""
     return all(layer.built for layer in flatten_layers(model))
-
-
-def build(model: keras.Model, x: Any) -> None:
-    """Creates the variables of a model from the type specs of its inputs, unless it has them already."""
-    if is_built(model):
-        return
-    keras_backend.compute_output_spec(lambda: call_model(model, keras.tree.map_structure(_placeholder, x), training=False))
-
-
-def symbolic_build(model: keras.Model, batch: Any) -> None:
-    """Creates the variables of a compiled model's metrics, losses and optimizer, from the type specs of a batch.
-
-    Does the same as `model._symbolic_build`, which supports dense tensors only.
-    """
-    has_metrics = model._compile_metrics is not None and not model._compile_metrics.built
-    has_loss = model._compile_loss is not None and not model._compile_loss.built
-
-    def forward() -> None:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_placeholder, batch))
-        y_pred = call_model(model, x, training=False)
-        if has_metrics:
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        if has_loss:
-            model._compute_loss(x, y, y_pred, sample_weight, training=False)
-
-    if has_metrics or has_loss:
-        keras_backend.compute_output_spec(forward)
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    model._post_build()
-
-
-def _placeholder(spec: Any) -> Any:
-    """Creates a placeholder for a type spec, dense, ragged or sparse, in the current graph."""
-    if spec is None:
-        return None
-    if isinstance(spec, tf.TensorSpec):
-        return tf.compat.v1.placeholder(spec.dtype, spec.shape)
-    parts = tf.nest.map_structure(lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), spec._component_specs)
-    return spec._from_components(parts)
 
 
 def forget_traces(model: keras.Model) -> None:
@@ -95,19 +54,17 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """Lists the states of the random generators of a model; the last one serves operations without a seed."""
+    """Lists the states of the random generators of a model, and of the one for operations without a seed, if it exists."""
     states = [generator.state for layer in flatten_layers(model) for generator in layer._seed_generators]
-    # The first call creates that generator with a seed from Python's `random`. The user's random numbers stay the same.
-    before = random.getstate()
-    try:
-        return [*states, seed_generator.global_seed_generator().state]
-    finally:
-        random.setstate(before)
+    without_seed = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return states if without_seed is None else [*states, without_seed.state]
 
 
 def move_variable(variable: keras.Variable, device: str) -> None:
     """Moves the value of a variable to another device; the variable stays the same object, also for optimizers."""
     old = variable.value
+    # A function that is being traced would take a variable that is read in the usual way for its own.
+    value = tf.raw_ops.ReadVariableOp(resource=old.handle, dtype=old.dtype)
     with tf.device(device):
-        variable._value = tf.Variable(old, trainable=old.trainable, name=variable.name, dtype=old.dtype)
+        variable._value = tf.Variable(value, trainable=old.trainable, name=variable.name, dtype=old.dtype)
     variable._value._unique_id = old._unique_id

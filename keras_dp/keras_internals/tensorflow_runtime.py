@@ -1,4 +1,4 @@
-"""Start TensorFlow's server, abort its collectives, and ask for its kernels and their costs."""
+"""Start TensorFlow's server, abort its collectives, look into datasets, and ask for kernels and their costs."""
 
 import functools
 from collections.abc import Mapping
@@ -44,6 +44,12 @@ def start_server(jobs: dict[str, list[str]], job: str, task: int, leader: str) -
 def abort_collectives(reason: str) -> None:
     """Makes all running and future collectives of this process fail."""
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
+
+
+def before_prefetch(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int] | None:
+    """Returns the dataset that a dataset reads ahead, and how many of its elements; None if it does not end with a prefetch."""
+    ends_with_prefetch = isinstance(dataset, type(dataset.prefetch(1)))
+    return (dataset._input_dataset, int(dataset._buffer_size)) if ends_with_prefetch else None
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Build the partitioned graph, with each node at home or on towers."""
 
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.across import Across
+from keras_dp.partition.bodies import TowerBodies
 from keras_dp.partition.constants import Constants
 from keras_dp.partition.construction import Construction
 from keras_dp.partition.control_flow import LOOPS
@@ -20,6 +22,7 @@ from keras_dp.partition.late_writes import hold_back_writes
 from keras_dp.partition.node import Node
 from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError, Propagation
+from keras_dp.partition.row_counts import RowCounts
 from keras_dp.partition.tensorflow_internals import HOST, is_stateful
 from keras_dp.partition.writing import GraphWriter
 
@@ -43,6 +46,7 @@ class Builder:
         devices: the devices of the N towers.
         home: the device of operations that are computed once.
         feeds: the names of the tensors that the graph is given.
+        known_rows: the numbers of rows, if they are known while the step is traced; else None.
         across: the exchanges between workers, each of which builds this graph; None for a single worker.
 
     Attributes:
@@ -51,17 +55,43 @@ class Builder:
         forms: the converter of tensors to the form that a node needs.
     """
 
-    def __init__(self, propagation: Propagation, devices: Sequence[str], home: str, feeds: Feeds, across: Across | None = None):
+    def __init__(
+        self,
+        propagation: Propagation,
+        devices: Sequence[str],
+        home: str,
+        feeds: Feeds,
+        known_rows: RowCounts | None = None,
+        across: Across | None = None,
+    ):
         self.propagation = propagation
         self.devices = list(devices)
-        self.feeds = feeds
         self.graph = GraphWriter(home)
+        self.feeds = feeds if known_rows is None else self._with_constants(feeds, known_rows)
         self._instances = Instances(feeds.slices)
         self._homes = Homes(propagation, home)
-        construction = Construction(self.graph, propagation, self.devices, feeds, self._instances, self._homes, across)
+        construction = Construction(
+            self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, across
+        )
         self.exchanges = Exchanges(construction)
         self._constants = Constants(self.graph, propagation)
         self.forms = Forms(construction, self.exchanges, self._constants)
+        self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
+
+    def _with_constants(self, feeds: Feeds, known: RowCounts) -> Feeds:
+        """Returns the names that the graph is given, with constants in the place of the numbers of rows."""
+
+        def written(numbers: Sequence[int]) -> list[str]:
+            return [self.graph.constant(number, device=HOST) for number in numbers]
+
+        return dataclasses.replace(
+            feeds,
+            batch_rows=self.graph.constant(known.batch_rows, device=HOST),
+            begins=written(known.begins),
+            rows=written([max(rows, 1) for rows in known.own_rows]),
+            own_rows=written(known.own_rows),
+            is_alive=[self.graph.constant(rows > 0, tf.bool, HOST) for rows in known.own_rows],
+        )
 
     def build(self, outputs: Iterable[str], effects: Iterable[str]) -> tuple[list[str], list[str]]:
         """Makes the nodes that some outputs and effects of the traced graph need, and no others.
@@ -204,13 +234,15 @@ class Builder:
         plan, outputs = self.propagation.plans[definition.name], self.propagation.sources[definition.name]
         made = []
         for tower, device in enumerate(self.devices):
-            inputs = [self.forms.form(output, need, tower) for output, need in zip(outputs, plan.needs or (), strict=True)]
+            needs = enumerate(zip(outputs, plan.needs or (), strict=True))
+            inputs = [self.forms.form(output, need, tower, plan.readings.get(i)) for i, (output, need) in needs]
             if definition.op in LOOPS:
                 inputs = self._beside_loop(definition, inputs, device, f"tower_{tower}")
             if plan.instance:
                 made.append(plan.instance(self, definition, tower, inputs))
             else:
-                made.append(self.copy(definition, f"tower_{tower}", device, inputs))
+                own = self._bodies.on_tower(definition, plan, tower) if self._bodies and plan.functions else definition
+                made.append(self.copy(own, f"tower_{tower}", device, inputs))
         self._instances.towers[definition.name] = made
 
     def _beside_loop(self, definition: Any, inputs: Sequence[str], device: str, prefix: str) -> list[str]:

@@ -2,19 +2,23 @@
 
 import contextlib
 import contextvars
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dp.partition.packing import pack_copies
-from keras_dp.partition.tensorflow_internals import add_function, body_with_functions, graphs_around, handle_data, is_function
+from keras_dp.partition.tensorflow_internals import (
+    add_function,
+    body_with_functions,
+    graphs_around,
+    handle_data,
+    unused_function_name,
+)
 from keras_dp.partition.writing import GraphWriter
 
 Tensor = Any
 
-_NUMBERS = itertools.count()
 _NODE_BY_NODE: contextvars.ContextVar[bool] = contextvars.ContextVar("node_by_node", default=False)
 
 
@@ -40,8 +44,7 @@ def call(
     """
     graph = tf.compat.v1.get_default_graph()
     function = written.function
-    # A module that is imported again restarts its count: skip the names that are taken.
-    function.signature.name = next(name for name in map("partitioned_{}".format, _NUMBERS) if not is_function(name))
+    function.signature.name = unused_function_name("partitioned")
     function.signature.is_stateful = True
     wanted = list(map(written.inside, outputs))
     given = {argument: graph.capture(tensors[name]()) for name, argument in written.given.items()}

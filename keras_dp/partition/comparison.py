@@ -1,7 +1,7 @@
 """Compare a partitioned step with the plain one, tensor by tensor."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from keras_dp.partition.calling import call
 from keras_dp.partition.graph import Output, Traced, data_inputs, name_of, output_of, traced_step
 from keras_dp.partition.placements import Partial, Replicate, Shard
 from keras_dp.partition.propagation import CannotGatherError
-from keras_dp.partition.step import Argument, RowCounts, Trace, build, given
+from keras_dp.partition.row_counts import RowCounts
+from keras_dp.partition.step import Argument, Trace, build, given
 from keras_dp.partition.user_lines import user_line
 
 Tensor = Any
@@ -63,7 +64,7 @@ class Comparison:
 
 
 def compare(
-    step: Callable[..., Any],
+    trace: Trace,
     arguments: Sequence[Argument],
     rows: RowCounts,
     devices: Sequence[str],
@@ -75,7 +76,7 @@ def compare(
     Restores the state.
 
     Args:
-        step: a function that takes the tensors of a batch and returns nested tensors.
+        trace: the trace of the step.
         arguments: the tensors of an eager batch.
         rows: the rows of the batch and of each slice.
         devices: the devices of the N towers.
@@ -84,9 +85,8 @@ def compare(
     """
     # Make the whole tensors eagerly: one function cannot use a tensor that is made inside the other one.
     arguments = [dataclasses.replace(argument, whole=partial(tf.identity, argument.whole())) for argument in arguments]
-    trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
-    builder, outputs, effects, compared = _with_tensors(traced, arguments, devices, home)
+    builder, outputs, effects, compared = _with_tensors(traced, arguments, rows, devices, home)
 
     @tf.function(autograph=False)
     def on_towers() -> list[Tensor]:
@@ -126,15 +126,15 @@ def _assign(variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> N
 
 
 def _with_tensors(
-    traced: Traced, arguments: Sequence[Argument], devices: Sequence[str], home: str
+    traced: Traced, arguments: Sequence[Argument], rows: RowCounts, devices: Sequence[str], home: str
 ) -> tuple[Builder, list[str], list[str], list[Output]]:
     """Builds the partitioned graph with all tensors that can be combined at home."""
-    builder, _, _ = build(traced, arguments, devices, home)
+    builder, _, _ = build(traced, arguments, rows, devices, home)
     excluded: set[str] = set()
     while True:
         wanted = [output for output in _comparable(builder) if output[0] not in excluded]
         try:
-            built, outputs, effects = build(traced, arguments, devices, home, [name_of(*output) for output in wanted])
+            built, outputs, effects = build(traced, arguments, rows, devices, home, [name_of(*output) for output in wanted])
         except CannotGatherError as error:
             excluded.add(error.node)
             continue

@@ -49,7 +49,7 @@ class Constants:
         (name, port), definition = output, self._propagation.nodes[output[0]]
         entries = known_integers(self._propagation.facts[output])
         if definition.op != "Const" and entries is not None:
-            return self._write_integers(entries, self._propagation.static(output).dtype, rows, device)
+            return self.write_integers(entries, self._propagation.static(output).dtype, rows, device)
         inputs = [self.write(source, rows, device, prefix) for source in self._propagation.sources[name]]
         copy = partial(self._graph.copy, definition, f"{prefix}/{name}", device, inputs)
         return name_of(self._graph.once(("constant", name, device, prefix), copy), port)
@@ -73,8 +73,20 @@ class Constants:
     def _is_constant(self, output: Output) -> bool:
         return output[0] in self._computed or self._propagation.facts[output].integers is not None
 
-    def _write_integers(self, entries: np.ndarray, dtype: tf.DType, rows: str, device: str) -> str:
+    def write_integers(self, entries: np.ndarray, dtype: tf.DType, rows: str, device: str) -> str:
+        """Writes integers, once on each device, and returns their name.
+
+        Args:
+            entries: the integers; each is an `int`, or a `Rows` with so many entries for each row.
+            dtype: their dtype.
+            rows: the name of an int32 scalar: the number of rows that shapes count.
+            device: the device that needs them.
+        """
         graph = self._graph
+        counted = graph.value(rows)
+        if counted is not None:
+            known = [number if isinstance(number, int) else _per_row(number) * int(counted) for number in entries.flat]
+            return graph.constant(np.reshape(known, entries.shape), dtype, device)
         if all(isinstance(number, int) for number in entries.flat):
             return graph.constant(entries, dtype, device)
         # On a GPU, int32 stays in the host's memory, where shapes are needed; other integers do not.
@@ -109,10 +121,14 @@ def known_integers(facts: Facts) -> np.ndarray | None:
         return array_of(axes)
     if facts.placement != REPLICATE or facts.entries is None:
         return None
-    is_known = all(isinstance(number, int) or isinstance(_per_row(number), int) for number in facts.entries.flat)
-    return facts.entries if is_known else None
+    return facts.entries if are_known(facts.entries) else None
 
 
-def _per_row(number: object) -> object:
+def are_known(entries: np.ndarray) -> bool:
+    """Returns whether each entry is an `int`, or a `Rows` with so many entries for each row."""
+    return all(isinstance(number, int) or isinstance(_per_row(number), int) for number in entries.flat)
+
+
+def _per_row(number: object) -> Any:
     """Returns the number of entries for each row; None for a number that does not count rows."""
     return number.total if isinstance(number, Rows) else None

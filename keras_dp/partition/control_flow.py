@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_dp.partition.graph import CALLS
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Partial
+from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Partial, Shard
 from keras_dp.partition.rules.joining import join, need_of
 
 LOOPS = ("While", "StatelessWhile")
@@ -50,7 +50,9 @@ def _plan(node: Node, propagation: Any) -> Plan | str:
     inside, results = propagation.body(_function(node, "f"), arguments, node.statics, known_shapes=True)
     # A named size of the function may be another one in another call.
     results = [Facts(facts.placement, None, _plain(facts.shape)) for facts in results]
-    return (inside.obstacle and f"in the function, {inside.obstacle}") or Plan(results, [need_of(facts) for facts in arguments])
+    if inside.obstacle:
+        return f"in the function, {inside.obstacle}"
+    return Plan(results, [need_of(facts) for facts in arguments], functions={"f": inside})
 
 
 def _branches(node: Node, propagation: Any) -> Plan | str:
@@ -58,8 +60,10 @@ def _branches(node: Node, propagation: Any) -> Plan | str:
     if condition.placement != REPLICATE or condition.counts_rows():
         return "the condition depends on the rows"
     outcomes: list[list[Facts]] = []
-    for name in (_function(node, "then_branch"), _function(node, "else_branch")):
-        inside, results = propagation.body(name, arguments, node.statics[1:], known_shapes=True)
+    functions = {}
+    for branch in ("then_branch", "else_branch"):
+        inside, results = propagation.body(_function(node, branch), arguments, node.statics[1:], known_shapes=True)
+        functions[branch] = inside
         if inside.obstacle:
             return f"in a branch, {inside.obstacle}"
         outcomes.append(results)
@@ -69,7 +73,7 @@ def _branches(node: Node, propagation: Any) -> Plan | str:
     ]
     if None in joined:
         return "the branches place their results differently"
-    return Plan([facts for facts in joined if facts], [REPLICATE, *map(need_of, arguments)])
+    return Plan([facts for facts in joined if facts], [REPLICATE, *map(need_of, arguments)], functions=functions)
 
 
 def _loop(node: Node, propagation: Any) -> Plan | str:
@@ -78,9 +82,15 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
     for facts, static in zip(map(_summed, node.inputs), node.statics, strict=True):
         variables.append(Facts(facts.placement, facts.entries, facts.shape if facts.shape is not None else static.shape))
     body, condition = _function(node, "body"), _function(node, "cond")
+    first = variables
     for _ in range(_MOST_ROUNDS):
         inside, results = propagation.body(body, variables, node.statics, known_shapes=False)
         joined = [join(a, b, f"{node.name}:{k}") for k, (a, b) in enumerate(zip(variables, results, strict=True))]
+        if _gain_rows(variables, joined):
+            # What a list holds so far is placed as if these variables had no rows.
+            pairs = zip(first, variables, joined, strict=True)
+            variables = [a if isinstance(a.placement, ListOf) else c or b for a, b, c in pairs]
+            continue
         if None in joined:
             k = joined.index(None)
             return f"in the loop, a variable changes from {variables[k].placement} to {results[k].placement}"
@@ -95,9 +105,17 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
                 return f"in the loop's condition, {decision.obstacle or 'the result depends on the rows'}"
             # A named size of the last round may differ from the sizes of earlier rounds.
             outputs = [Facts(facts.placement, facts.entries, _plain(facts.shape)) for facts in variables]
-            return Plan(outputs, [need_of(facts) for facts in variables])
+            return Plan(outputs, [need_of(facts) for facts in variables], functions={"body": inside, "cond": decision})
         variables = [facts for facts in joined if facts]
     return "the placements of the loop's variables do not settle"
+
+
+def _gain_rows(variables: list[Facts], joined: list[Facts | None]) -> bool:
+    """Returns whether a round gives rows to variables that had none, such as states that begin with zeros."""
+    return any(
+        after is not None and isinstance(after.placement, Shard) and before.placement == REPLICATE
+        for before, after in zip(variables, joined, strict=True)
+    )
 
 
 def _is_placed_as(result: Facts, variable: Facts) -> bool:

@@ -84,7 +84,9 @@ class EmptySlices:
         made = []
         for tower in range(len(self._construction.devices)):
             part = self._construction.instances.part(output, tower)
-            if not self._construction.surely_has_rows(tower):
+            if self._construction.surely_has_none(tower):
+                part = otherwise(other or part, tower)
+            elif not self._construction.surely_has_rows(tower):
                 dead = otherwise(self._switch(other or part, tower, dtype), tower)
                 inputs = [dead, name_of(self._switch(part, tower, dtype), 1)]
                 part = self._graph.add("Merge", inputs, self._device(tower), f"tower_{tower}/own", N=2, T=dtype)
@@ -93,6 +95,8 @@ class EmptySlices:
 
     def _switch(self, tensor: str, tower: int, dtype: tf.DType) -> str:
         """Passes a tensor to its first output on a tower without rows, and to its second one on others."""
+        if self._construction.surely_has_none(tower):
+            return tensor
         inputs = [tensor, self._feeds.is_alive[tower]]
         return str(
             self._graph.once(

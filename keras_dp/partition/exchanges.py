@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -248,7 +249,7 @@ class Exchanges:
 
     def share(self, output: Output, whole: str, tower: int) -> str:
         """Returns a tower's part of a sum that is already whole: one tower takes all of it, the others take zeros."""
-        if self._construction.surely_has_rows(tower):
+        if self._construction.takes_sums(tower):
             return whole
         dtype = self._propagation.static(output).dtype
         zeros = str(
@@ -269,6 +270,9 @@ class Exchanges:
     def has_first(self, tower: int) -> str:
         """Returns whether a tower has the first row of the batch. Exactly one tower of all workers has it."""
         begins = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
+        known = self._construction.known_rows
+        if known is not None:
+            return self._graph.constant(known.begins[tower] == 0 and known.own_rows[tower] > 0, tf.bool)
         return str(
             self._graph.once(
                 ("has_first", tower),
@@ -276,44 +280,63 @@ class Exchanges:
             )
         )
 
-    def cut(self, output: Output, whole: str, need: Shard) -> list[str]:
-        """Returns each tower's rows of a whole tensor. A single entry for all rows is given to every tower."""
-        self.made.append(Exchange("cut", output))
+    def cut(self, output: Output, wholes: Sequence[str], need: Shard, devices: Sequence[str]) -> list[str]:
+        """Returns each tower's rows of a whole tensor. A single entry for all rows is given to every tower.
+
+        Args:
+            output: the tensor.
+            wholes: the N names of the whole tensor; each is on the device on which a tower's rows are cut.
+            need: the rows.
+            devices: the N devices on which they are cut.
+        """
         static = self._propagation.static(output)
         if static.shape is None:
             raise CannotGatherError(output[0])
-        is_made_for_rows = isinstance(self._propagation.facts[output].placement, Shard)
-        count, rank = len(need.blocks), len(static.shape)
-        size = self._graph.size(whole, need.axis, static.dtype)
-        blocks: list[str]
-        if all(isinstance(block, int) for block in need.blocks):
-            blocks = [self._graph.constant(block) for block in need.blocks]
-        elif len(set(need.blocks)) == 1:
-            all_rows = self._graph.binary("Mul", self._feeds.batch_rows, self._graph.constant(count))
-            blocks = [self._graph.binary("FloorDiv", size, all_rows)] * count
-        else:
-            raise CannotGatherError(output[0])
-        ends = [self._graph.binary("Mul", self._feeds.batch_rows, block) for block in blocks]
-        firsts = [self._graph.constant(0), *itertools.accumulate(ends, lambda a, b: self._graph.binary("AddV2", a, b))]
-        if not is_made_for_rows:
-            size = self._one_or(firsts[-1], size, output[0])
+        size = static.shape[need.axis]
+        has_rows = isinstance(self._propagation.facts[output].placement, Shard) or (
+            self._propagation.batch_rows is not None
+            and all(isinstance(block, int) for block in need.blocks)
+            and size == self._propagation.batch_rows * sum(need.blocks)
+        )
         slices = []
-        for tower in range(len(self._devices)):
-            pieces = []
-            for i, block in enumerate(blocks):
-                begin = self._graph.binary("Mul", self._feeds.begins[tower], block)
-                begin = begin if i == 0 else self._graph.binary("AddV2", firsts[i], begin)
-                length = self._graph.binary("Mul", self._feeds.rows[tower], block)
-                if not is_made_for_rows:
-                    is_one = self._graph.binary("Equal", size, self._graph.constant(1))
-                    begin = self._graph.select(is_one, self._graph.constant(0), begin)
-                    length = self._graph.select(is_one, self._graph.constant(int(i == 0)), length)
-                pieces.append(self._graph.range_along(whole, need.axis, rank, begin, length, static.dtype))
-            if count > 1:
+        for tower, (whole, device) in enumerate(zip(wholes, devices, strict=True)):
+            begins, lengths = self._segments_of(output, whole, need, tower, has_rows)
+            ranges = zip(begins, lengths, strict=True)
+            rank, dtype = len(static.shape), static.dtype
+            pieces = [self._graph.range_along(whole, need.axis, rank, begin, length, dtype, device) for begin, length in ranges]
+            if len(pieces) > 1:
                 inputs = [*pieces, self._graph.constant(need.axis)]
-                pieces = [self._graph.add("ConcatV2", inputs, self._graph.home, "cut", N=count, T=static.dtype, Tidx=tf.int32)]
+                pieces = [self._graph.add("ConcatV2", inputs, device, "cut", N=len(inputs) - 1, T=dtype, Tidx=tf.int32)]
             slices += pieces
         return slices
+
+    def _segments_of(self, output: Output, whole: str, need: Shard, tower: int, has_rows: bool) -> tuple[list[str], list[str]]:
+        """Returns where a tower's rows begin in each segment of a whole tensor, and how many entries they have there."""
+        graph, count, dtype = self._graph, len(need.blocks), self._propagation.static(output).dtype
+        blocks: list[str]
+        if all(isinstance(block, int) for block in need.blocks):
+            blocks = [graph.constant(block) for block in need.blocks]
+        elif len(set(need.blocks)) == 1:
+            all_rows = graph.binary("Mul", self._feeds.batch_rows, graph.constant(count))
+            blocks = [graph.binary("FloorDiv", graph.size(whole, need.axis, dtype), all_rows)] * count
+        else:
+            raise CannotGatherError(output[0])
+        ends = [graph.binary("Mul", self._feeds.batch_rows, block) for block in blocks]
+        firsts = [graph.constant(0), *itertools.accumulate(ends, lambda a, b: graph.binary("AddV2", a, b))]
+        is_one = graph.constant(False, tf.bool)
+        if not has_rows:
+            size = graph.once(
+                ("one or rows", output, need),
+                lambda: self._one_or(firsts[-1], graph.size(whole, need.axis, dtype), output[0]),
+            )
+            is_one = graph.binary("Equal", size, graph.constant(1))
+        begins, lengths = [], []
+        for i, (first, block) in enumerate(zip(firsts, blocks, strict=False)):
+            begin = graph.binary("AddV2", first, graph.binary("Mul", self._feeds.begins[tower], block))
+            length = graph.binary("Mul", self._feeds.rows[tower], block)
+            begins.append(graph.select(is_one, graph.constant(0), begin))
+            lengths.append(graph.select(is_one, graph.constant(int(i == 0)), length))
+        return begins, lengths
 
     def _one_or(self, rows: str, size: str, name: str) -> str:
         """Returns a size that is not known while tracing, and checks in the step that it is 1 or the size along the rows."""

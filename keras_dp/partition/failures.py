@@ -1,10 +1,11 @@
 """Name the operation of a partitioned step that failed, its tower, and the user's line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
+from keras_dp.partition.step import Partition
 from keras_dp.partition.user_lines import user_line
 
 # TensorFlow's message names nodes in double braces. The partition puts a node's place before its name. Nodes of branches and
@@ -14,21 +15,21 @@ _NODE = re.compile(
 )
 
 
-def failed_operation(error: tf.errors.OpError, graphs: Sequence[tf.Graph], devices: Sequence[str]) -> str | None:
+def failed_operation(error: tf.errors.OpError, partitions: Iterable[Partition]) -> str | None:
     """Names the first failed operation that a step has; None if there is none.
 
     Args:
         error: the error of a partitioned step.
-        graphs: the traced graphs of the steps that may have failed.
-        devices: the devices of the N towers.
+        partitions: the steps that may have failed.
     """
     for failed in _NODE.finditer(error.message):
         name = failed["name"] or failed["inner"]
         known = name if failed["name"] else name.rpartition("/")[0]
-        for graph in graphs:
+        for partition in partitions:
+            graph = partition.traced.graph
             if _has(graph, known):
                 line = user_line(graph, known)
-                return f"{name} failed{_place(failed, devices)}{f', at {line}' if line else ''}."
+                return f"{name} failed{_place(failed, partition.devices)}{f', at {line}' if line else ''}."
     return None
 
 

@@ -1,10 +1,13 @@
 """Convert tensors to the forms that towers and home need."""
 
-from keras_dp.partition.constants import Constants
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.constants import Constants, are_known
 from keras_dp.partition.construction import Construction
-from keras_dp.partition.exchanges import Exchanges
+from keras_dp.partition.exchanges import Exchange, Exchanges
 from keras_dp.partition.graph import Output, name_of
-from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Shard
+from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Shard, array_of
 
 
 class Forms:
@@ -22,8 +25,17 @@ class Forms:
         self._graph, self._propagation, self._feeds = construction.graph, construction.propagation, construction.feeds
         self._devices, self._instances = construction.devices, construction.instances
 
-    def form(self, output: Output, need: Need, tower: int) -> str:
-        """Returns a tensor in the form that a tower needs."""
+    def form(self, output: Output, need: Need, tower: int, reading: np.ndarray | None = None) -> str:
+        """Returns a tensor in the form that a tower needs.
+
+        Args:
+            output: the tensor.
+            need: the form.
+            tower: the number of the tower.
+            reading: for a shape, its entries with row counts in the place of some integers; see `readings`.
+        """
+        if reading is not None and need == LOCAL_SHAPE:
+            return self._as_read(output, reading, tower)
         if need in (REPLICATE, LOCAL_SHAPE, ANY_SHAPE) and self._constants.is_known(output):
             rows = self._feeds.batch_rows if need == REPLICATE else self._feeds.rows[tower]
             return self._constants.write(output, rows, self._devices[tower], f"tower_{tower}")
@@ -36,6 +48,27 @@ class Forms:
         if isinstance(need, ListOf | Own):
             return self._instances.part(output, tower)
         return self.whole(output)
+
+    def _as_read(self, output: Output, reading: np.ndarray, tower: int) -> str:
+        """Returns a shape in which some integers are read as the tower's own row counts."""
+        rows, device, dtype = self._feeds.rows[tower], self._devices[tower], self._propagation.static(output).dtype
+        if are_known(reading):
+            return self._constants.write_integers(reading, dtype, rows, device)
+        entries = self._propagation.facts[output].entries
+        assert entries is not None
+        is_read = np.array([read != number for read, number in zip(reading.flat, entries.flat, strict=True)])
+        read = array_of([number if known else 0 for number, known in zip(reading.flat, is_read, strict=True)])
+        return self._graph.add(
+            "SelectV2",
+            [
+                self._graph.constant(is_read, tf.bool, device),
+                self._constants.write_integers(read, dtype, rows, device),
+                self._local(output, tower),
+            ],
+            device,
+            f"tower_{tower}/{output[0]}/read",
+            T=dtype,
+        )
 
     def whole(self, output: Output, device: str | None = None) -> str:
         """Returns the tensor of the whole batch, at home. A tensor that is known is written on the given device."""
@@ -61,7 +94,17 @@ class Forms:
         )
         if is_there:
             return self._instances.part(output, tower)
-        return self._graph.once(("cut", output, need), lambda: self.exchanges.cut(output, self.whole(output), need))[tower]
+        return str(self._graph.once(("cut", output, need), lambda: self._cut(output, need))[tower])
+
+    def _cut(self, output: Output, need: Shard) -> list[str]:
+        """Returns each tower's rows of a whole tensor. A tower cuts a tensor that is known by itself."""
+        if self._constants.is_known(output):
+            pairs = enumerate(self._devices)
+            wholes = [self._constants.write(output, self._feeds.batch_rows, device, f"tower_{i}") for i, device in pairs]
+            return self.exchanges.cut(output, wholes, need, self._devices)
+        self.exchanges.made.append(Exchange("cut", output))
+        count = len(self._devices)
+        return self.exchanges.cut(output, [self.whole(output)] * count, need, [self._graph.home] * count)
 
     def _local(self, output: Output, tower: int) -> str:
         """Returns a shape that counts the tower's own rows."""

@@ -18,6 +18,8 @@ class Feeds:
         is_alive: for each tower, whether it has rows of its own, bool.
         whole: for each argument of the step, the tensor of the whole batch.
         slices: for each argument that has rows, the N slices.
+
+    The numbers are constants if they are known while the step is traced.
     """
 
     batch_rows: str

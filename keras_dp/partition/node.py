@@ -1,9 +1,10 @@
 """Describe a node of the graph to rules, and hold the plan that a rule makes for it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.placements import Facts, ListOf, Need, Partial, Shard
@@ -21,6 +22,8 @@ class Plan:
             if the instance is a copy of the node.
         also_at_home: whether home can compute the whole result, too, without a gather.
         gathers: the inputs whose rows are gathered although the node is computed on towers.
+        readings: by input, the entries of integers in which numbers are read as row counts. A tower takes its own version.
+        functions: by attribute, the propagations through the functions that a loop, branch or call runs on towers.
     """
 
     outputs: list[Facts]
@@ -28,6 +31,8 @@ class Plan:
     instance: Callable[..., str] | None = None
     also_at_home: bool = False
     gathers: tuple[int, ...] = ()
+    readings: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    functions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def is_at_home(self) -> bool:
@@ -67,10 +72,17 @@ class Node:
         statics: the `Static` of each input.
         results: the `Static` of each output, as far as TensorFlow knows it.
         in_loop: whether the node is in the body of a loop or branch that each tower runs by itself.
+        batch_rows: B, if it was known while the step was traced; else None.
     """
 
     def __init__(
-        self, definition: Any, inputs: list[Facts], statics: list[Static], results: list[Static], in_loop: bool = False
+        self,
+        definition: Any,
+        inputs: list[Facts],
+        statics: list[Static],
+        results: list[Static],
+        in_loop: bool = False,
+        batch_rows: int | None = None,
     ):
         self.definition = definition
         self.name: str = definition.name
@@ -79,6 +91,17 @@ class Node:
         self.statics = statics
         self.results = results
         self.in_loop = in_loop
+        self.batch_rows = batch_rows
+
+    def with_inputs(self, inputs: list[Facts]) -> "Node":
+        """Returns the node with other facts of its inputs."""
+        return Node(self.definition, inputs, self.statics, self.results, self.in_loop, self.batch_rows)
+
+    def counts_all(self, number: Number, blocks: Sequence[Any]) -> bool:
+        """Returns whether a number is known to count the entries of all rows, of which each has `blocks`."""
+        if self.batch_rows is None or not isinstance(number, int) or not all(isinstance(block, int) for block in blocks):
+            return False
+        return number == self.batch_rows * sum(blocks)
 
     def shape(self, i: int) -> list[Any] | None:
         """Returns the shape of an input; None if its rank is not known."""

@@ -31,7 +31,7 @@ from keras_dp.partition.writing import GraphWriter
 _FULL_MESSAGES = 4
 _LEAST_BYTES = 4 << 20
 
-# On CPUs, oneDNN fuses these operations with others, and TensorFlow ends the process if they wait for anything but their inputs.
+# On CPUs, oneDNN fuses these operations with others. TensorFlow ends the process if they wait for anything but their inputs.
 _FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
 
 # GPUs have kernels that pack floating-point numbers. These integers, such as the counters of random numbers, travel as numbers

@@ -20,9 +20,11 @@ from keras_dp.partition.placements import (
     ListOf,
     Need,
     Partial,
+    Placement,
     Shard,
     array_of,
 )
+from keras_dp.partition.readings import RowSources, readings
 from keras_dp.partition.rows import Size
 from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
@@ -69,6 +71,7 @@ class Propagation:
         arguments: the facts of its placeholders, by name.
         at_home: the names of nodes that are computed at home, regardless of their rules.
         in_loop: whether the graph is the body of a loop or branch, which each tower runs by itself.
+        batch_rows: B, if it was known while the step was traced; else None.
 
     Attributes:
         facts: the facts of each output.
@@ -87,9 +90,11 @@ class Propagation:
         arguments: Mapping[str, Facts],
         at_home: Collection[str] = (),
         in_loop: bool = False,
+        batch_rows: int | None = None,
     ):
         self.traced = traced
         self.in_loop = in_loop
+        self.batch_rows = batch_rows
         self.facts: dict[Output, Facts] = {}
         self.plans: dict[str, Plan] = {}
         self.nodes = {node.name: node for node in traced.nodes}
@@ -100,6 +105,7 @@ class Propagation:
         self.bodies: list[Propagation] = []
         self._at_home = at_home
         self._functions: dict[Any, Traced] = {}
+        self._row_sources = None if batch_rows is None else RowSources(self.nodes, self.sources, traced.statics, arguments)
         for node in traced.nodes:
             plan = Plan([arguments[node.name]]) if node.name in arguments else self._plan(node)
             self.plans[node.name] = plan
@@ -109,9 +115,14 @@ class Propagation:
                 self.obstacle = self._obstacle(node)
 
     def static(self, output: Output) -> Static:
-        """Returns the dtype and the shape of an output, as far as TensorFlow or the rules know them."""
+        """Returns the dtype and the shape of an output, as far as TensorFlow or the rules know them.
+
+        Of the axis of rows, the size is never known: it differs from tower to tower.
+        """
         static = self.traced.statics[output[0]][output[1]]
         facts = self.facts.get(output)
+        if self.batch_rows is not None and facts is not None:
+            static = _without_rows(static, facts.placement, output)
         if facts is not None and facts.entries is not None and not axes_of_a_gradient(facts):
             return Static(static.dtype, list(facts.entries.shape))
         if facts is None or not isinstance(facts.shape, list) or static.dtype in (tf.resource, tf.variant):
@@ -129,7 +140,7 @@ class Propagation:
         sources = self.sources[definition.name]
         inputs = [self.facts[source] for source in sources]
         statics = [self.static(source) for source in sources]
-        return Node(definition, inputs, statics, self.traced.statics[definition.name], self.in_loop)
+        return Node(definition, inputs, statics, self.traced.statics[definition.name], self.in_loop, self.batch_rows)
 
     def body(
         self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
@@ -157,7 +168,8 @@ class Propagation:
         if key not in self._functions:
             self._functions[key] = traced_function(self.traced, name, shapes, handles)
         traced = self._functions[key]
-        propagation = Propagation(traced, dict(zip(traced.arguments, arguments, strict=True)), in_loop=True)
+        placed = dict(zip(traced.arguments, arguments, strict=True))
+        propagation = Propagation(traced, placed, in_loop=True, batch_rows=self.batch_rows)
         self.bodies.append(propagation)
         results = []
         for output in map(output_of, traced.outputs):
@@ -166,17 +178,29 @@ class Propagation:
             results.append(Facts(facts.placement, facts.entries, shape))
         return propagation, results
 
+    def can_cut_inside(self, static: Static, need: Shard) -> bool:
+        """Returns whether a tower can take its rows of a whole tensor in a body: each row is known to have one block."""
+        blocks, sizes = need.blocks, static.shape
+        if self.batch_rows is None or sizes is None or len(blocks) != 1 or not isinstance(blocks[0], int):
+            return False
+        return bool(sizes[need.axis] == self.batch_rows * blocks[0])
+
     def _plan(self, definition: Any) -> Plan:
         node = self.view(definition)
         if node.type == "Const":
             return Plan([Facts(REPLICATE, _constant(definition))])
         if node.name in self._at_home:
             return self._once(node, "its result is needed at home")
+        blocks = None if self._row_sources is None else self._row_sources.blocks_made(node, self.facts)
         if any(facts.placement == OWN for facts in node.inputs) and not is_stateful(node.type):
-            return self._with_own(node)
+            return self._with_own(node, blocks)
         is_spread = any(facts.placement != REPLICATE for facts in node.inputs)
         counts_rows = any(facts.counts_rows() for facts in node.inputs)
         entries = evaluate(node) if _is_small(node) else None
+        if not is_spread and entries is None and blocks is not None:
+            plan = self._by_rule(node, blocks)
+            if plan is not None:
+                return plan
         if not is_spread and not counts_rows and node.type not in _LISTS:
             # In loops, rules may know more of a shape than TensorFlow does.
             shape = node.shape(0) if len(node.inputs) == len(node.results) == 1 and node.type in ("Identity", "Cast") else None
@@ -188,15 +212,25 @@ class Propagation:
         elif is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT, "ResourceGather"):
             plan = None
         else:
-            rule = RULES.get(node.type)
-            plan = rule(node) if rule else None
-        if plan is None or not self._is_sound(node, plan):
+            plan = self._by_rule(node, blocks or ())
+        if plan is None:
             return self._once(node, self._why_gathered(node))
         if node.type == "Mean" and plan.outputs[0].placement == Partial() and not self.in_loop:
             return self._as_variance(node, plan)
         if plan.gathers:
             self.gathered.append(Gathered(node.type, node.name, "rows meet rows: one operand is gathered"))
         return plan
+
+    def _by_rule(self, node: Node, blocks: tuple[Any, ...] = ()) -> Plan | None:
+        """Plans a node by its rule, with the first reading of its integers that the rule accepts; None if there is none."""
+        rule = RULES.get(node.type)
+        for read in readings(node, blocks) if rule else ():
+            plan = rule(read)  # type: ignore[misc]
+            if plan is not None and self._is_sound(read, plan):
+                pairs = enumerate(zip(read.inputs, node.inputs, strict=True))
+                read_again = {i: facts.entries for i, (facts, own) in pairs if facts is not own and facts.entries is not None}
+                return dataclasses.replace(plan, readings={**read_again, **plan.readings}) if read_again else plan
+        return None
 
     def _as_variance(self, node: Node, plan: Plan) -> Plan:
         """Plans a mean over rows. If it computes a variance, it takes the rows in place of the distances."""
@@ -210,8 +244,13 @@ class Propagation:
         self.sources[node.name] = [rows, mean, self.sources[node.name][1]]
         return plan_of_variance(mean, self.facts[rows], plan.outputs[0].shape, plan.instance)
 
-    def _with_own(self, node: Node) -> Plan:
-        """Plans a node that takes values that each tower has for itself."""
+    def _with_own(self, node: Node, blocks: tuple[Any, ...] | None) -> Plan:
+        """Plans a node that takes values that each tower has for itself.
+
+        Args:
+            node: the node.
+            blocks: the segments of the rows that it may make; None if it makes no rows.
+        """
         rule = RULES.get(node.type)
         if node.type == "Snapshot":
             plan = rule(node) if rule else None
@@ -219,9 +258,9 @@ class Propagation:
             inputs = [
                 Facts(REPLICATE, facts.entries, facts.shape) if facts.placement == OWN else facts for facts in node.inputs
             ]
-            as_one = Node(node.definition, inputs, node.statics, node.results, node.in_loop)
-            has_rows = any(facts.placement != REPLICATE or facts.counts_rows() for facts in inputs)
-            found = rule(as_one) if rule and has_rows else None
+            as_one = node.with_inputs(inputs)
+            has_rows = blocks is not None or any(facts.placement != REPLICATE or facts.counts_rows() for facts in inputs)
+            found = self._by_rule(as_one, blocks or ()) if has_rows else None
             plan = None if has_rows and found is None else with_own(node, found)
         if plan is None or not self._is_sound(node, plan):
             raise ValueError(
@@ -268,7 +307,8 @@ class Propagation:
             return f"{where} is not the same on a tower"
         statics = [self.static(source) for source in self.sources[definition.name]]
         for facts, need, static in zip(sources, plan.needs or (), statics, strict=True):
-            if not _is_there(facts, need, static):
+            is_cut = isinstance(need, Shard) and facts.placement == REPLICATE and self.can_cut_inside(static, need)
+            if not is_cut and not _is_there(facts, need, static):
                 return f"{where} takes {facts.placement} as {need}"
         return None
 
@@ -283,6 +323,15 @@ class Propagation:
             if facts.counts_rows() and not any(result.counts_rows() for result in plan.outputs):
                 return f"{where} takes the number of all rows"
         return None
+
+
+def _without_rows(static: Static, placement: Placement, output: Output) -> Static:
+    """Returns a static without the known size of the axis of rows."""
+    if static.shape is None or not isinstance(placement, Shard):
+        return static
+    shape = list(static.shape)
+    shape[placement.axis] = Size.named(f"{output[0]}:{output[1]}[{placement.axis}]")
+    return Static(static.dtype, shape)
 
 
 def _is_there(facts: Facts, need: Need, static: Static) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,24 +19,10 @@ from keras_dp.partition.graph import Traced, traced_step
 from keras_dp.partition.instances import Feeds
 from keras_dp.partition.placements import Facts, Shard
 from keras_dp.partition.propagation import CannotGatherError, Gathered, Propagation
-from keras_dp.partition.tensorflow_internals import forget_custom_gradients, graphs_around
+from keras_dp.partition.row_counts import RowCounts
+from keras_dp.partition.tensorflow_internals import forget_custom_gradients, graphs_around, outside_of_traces
 
 Tensor = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class RowCounts:
-    """The towers' rows of the global batch.
-
-    Attributes:
-        batch_rows: B, an int32 scalar.
-        begins: the index of each tower's first row, N int32 scalars.
-        own_rows: the number of each tower's rows, N int32 scalars. A tower with 0 rows has borrowed one row.
-    """
-
-    batch_rows: Tensor
-    begins: Sequence[Tensor]
-    own_rows: Sequence[Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +30,7 @@ class Argument:
     """A tensor that a step takes.
 
     Attributes:
-        spec: its type, with any number of rows.
+        spec: its type, as one device traces it.
         whole: returns the tensor of the whole batch.
         slices: the N towers' slices; None if the tensor has no rows, or its rows cannot be cut.
     """
@@ -62,12 +49,14 @@ class Partition:
         propagation: the placement of each tensor, and the plan for each node.
         exchanges: the exchanges between towers.
         variables: the variables that the step uses.
+        devices: the devices of the N towers.
     """
 
     traced: Traced
     propagation: Propagation
     exchanges: list[Exchange]
     variables: Sequence[tf.Variable]
+    devices: Sequence[str]
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -76,7 +65,7 @@ class Partition:
 
 
 def run_partitioned(
-    step: Callable[..., Any],
+    trace: "Trace",
     arguments: Sequence[Argument],
     rows: RowCounts,
     devices: Sequence[str],
@@ -93,8 +82,8 @@ def run_partitioned(
     the order of the traced graph.
 
     Args:
-        step: takes the tensors of a batch, and returns nested tensors.
-        arguments: the tensors.
+        trace: the trace of the step.
+        arguments: the tensors that the step takes.
         rows: the numbers of rows of the batch and of each slice.
         devices: the devices of the N towers.
         home: the device of the operations that are computed once, on each worker.
@@ -105,12 +94,10 @@ def run_partitioned(
     Returns:
         The step's result for the whole batch, and the partition of the step.
     """
-    # Trace the step as one device runs it.
-    trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
 
     # Propagate placements, exchange where rules ask for it, and build one graph for all towers.
-    builder, outputs, effects = build(traced, arguments, devices, home, across=across)
+    builder, outputs, effects = build(traced, arguments, rows, devices, home, across=across)
     if jit_compile:
         compile_towers(builder.graph)
 
@@ -119,28 +106,41 @@ def run_partitioned(
     results = call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects, packed_for)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition(traced, builder.propagation, builder.exchanges.made, trace.variables())
+    partition = Partition(traced, builder.propagation, builder.exchanges.made, trace.variables(), devices)
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
 
-def partition_of(step: Callable[..., Any], arguments: Sequence[Argument], devices: Sequence[str], home: str) -> Partition:
+def partition_of(
+    trace: "Trace", arguments: Sequence[Argument], rows: RowCounts, devices: Sequence[str], home: str
+) -> Partition:
     """Partitions a step without running it. The arguments are those of `run_partitioned`."""
-    trace = Trace(step, [argument.spec for argument in arguments])
     traced = traced_step(trace.concrete)
-    builder, _, _ = build(traced, arguments, devices, home)
-    return Partition(traced, builder.propagation, builder.exchanges.made, trace.variables())
+    builder, _, _ = build(traced, arguments, rows, devices, home)
+    return Partition(traced, builder.propagation, builder.exchanges.made, trace.variables(), devices)
 
 
 class Trace:
-    """Traces a step as one device runs it, with any number of rows.
+    """Traces a step as one device does, and as often: a second time if the first trace makes variables.
+
+    Args:
+        step: takes the tensors of a batch, and returns nested tensors.
+        specs: the types of the tensors.
+        variables_made: is called when the first trace has made variables, before the second one.
 
     Attributes:
         concrete: the concrete function of the batch's tensors.
     """
 
-    def __init__(self, step: Callable[..., Any], specs: Sequence[tf.TensorSpec]):
+    def __init__(
+        self, step: Callable[..., Any], specs: Sequence[tf.TensorSpec], variables_made: Callable[[], None] = lambda: None
+    ):
+        times = itertools.count()
+
         def traced(*tensors: Tensor) -> list[Tensor]:
+            if next(times):
+                with outside_of_traces():
+                    variables_made()
             self._result = step(*tensors)
             return [tf.convert_to_tensor(leaf) for leaf in self._leaves() if _is_tensor(leaf)]
 
@@ -170,6 +170,7 @@ def _is_tensor(leaf: Any) -> bool:
 def build(
     traced: Traced,
     arguments: Sequence[Argument],
+    rows: RowCounts,
     devices: Sequence[str],
     home: str,
     more: Collection[str] = (),
@@ -182,6 +183,7 @@ def build(
     Args:
         traced: the graph of the step.
         arguments: the tensors of the batch.
+        rows: the numbers of rows of the batch and of each slice.
         devices: the devices of the N towers.
         home: the device of the operations that are computed once.
         more: the names of tensors that are wanted in addition to the outputs.
@@ -199,7 +201,11 @@ def build(
     while True:
         try:
             with _garbage_collection_put_off():
-                builder = Builder(Propagation(traced, facts, at_home), devices, home, feeds, across)
+                known = rows.known
+                # The one row of a batch is not cut.
+                batch_rows = known.batch_rows if known and known.batch_rows > 1 else None
+                propagation = Propagation(traced, facts, at_home, batch_rows=batch_rows)
+                builder = Builder(propagation, devices, home, feeds, known, across)
                 return builder, *builder.build([*traced.outputs, *more], traced.effects)
         except CannotGatherError as error:
             if error.node in at_home:
@@ -244,8 +250,11 @@ def _feeds(placeholders: Sequence[str], arguments: Sequence[Argument], count: in
 def given(concrete: Any, traced: Traced, arguments: Sequence[Argument], rows: RowCounts) -> dict[str, Callable[[], Tensor]]:
     """Returns the tensors that the partitioned graph is given, by name, as functions that make them on demand."""
     graph, placeholders = tf.compat.v1.get_default_graph(), traced.arguments
-    tensors: dict[str, Callable[[], Tensor]] = {"in/batch_rows": partial(_same, rows.batch_rows)}
-    for tower, (begin, own) in enumerate(zip(rows.begins, rows.own_rows, strict=True)):
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    numbers = zip(rows.begins, rows.own_rows, strict=True) if rows.known is None else ()
+    if rows.known is None:
+        tensors["in/batch_rows"] = partial(_same, rows.batch_rows)
+    for tower, (begin, own) in enumerate(numbers):
         tensors[f"in/begin_{tower}"] = partial(_same, begin)
         tensors[f"in/own_rows_{tower}"] = partial(_same, own)
         tensors[f"in/rows_{tower}"] = partial(tf.maximum, own, 1)

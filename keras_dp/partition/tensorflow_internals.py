@@ -1,7 +1,9 @@
 """Touch the private names of TensorFlow that the partition needs, each guarded by a test."""
 
+import contextlib
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +13,8 @@ from tensorflow.python.framework import func_graph, function_def_to_graph, op_de
 from tensorflow.python.ops import handle_data_util
 
 Tensor = Any
+
+_NUMBERS = itertools.count()
 
 # The device of numbers that are computed in the host's memory.
 HOST = "CPU:0"
@@ -55,9 +59,22 @@ def add_function(function: Any, graph: tf.Graph) -> None:
     weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
 
 
-def is_function(name: str) -> bool:
-    """Returns whether TensorFlow knows a function of this name."""
-    return bool(context.context().has_function(name))
+@contextlib.contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """Leaves all functions that are being traced, which do not take the variables that are made here for their own."""
+    with tf.init_scope():
+        graph = ops.get_default_graph()
+        creators, graph._variable_creator_stack = graph._variable_creator_stack, []
+        try:
+            yield
+        finally:
+            graph._variable_creator_stack = creators
+
+
+def unused_function_name(prefix: str) -> str:
+    """Returns a name that no function of TensorFlow has. A module that is imported again restarts its count."""
+    names = map(f"{prefix}_{{}}".format, _NUMBERS)
+    return next(name for name in names if not context.context().has_function(name))
 
 
 def graphs_around(graph: tf.Graph) -> list[tf.Graph]:

@@ -31,8 +31,23 @@ class Given:
     device: str
 
 
+# These operations on known scalars are computed while the graph is written.
+_FOLDED: dict[str, Callable[..., Any]] = {
+    "AddV2": np.add,
+    "Equal": np.equal,
+    "FloorDiv": np.floor_divide,
+    "FloorMod": np.mod,
+    "Less": np.less,
+    "LogicalAnd": np.logical_and,
+    "Mul": np.multiply,
+    "RealDiv": np.divide,
+}
+
+
 class GraphWriter:
     """Writes a graph node by node.
+
+    A node that takes a constant gets one of its own device, so that no device sends constants to another one.
 
     Args:
         home: the default device of nodes.
@@ -52,9 +67,11 @@ class GraphWriter:
         self._results_of_copied: dict[str, list[tuple[str, tf.DType]]] = {}
         self._rounds: dict[str, int] = {}
         self._inside: dict[str, tuple[str, tf.DType | None]] = {}
+        self._constants: dict[str, tuple[np.ndarray, tf.DType, str]] = {}
 
     def add(self, operation: str, inputs: Sequence[str], device: str, name: str, **attributes: Any) -> str:
         """Writes a new node, and returns its name."""
+        inputs = [self._on(device, tensor) for tensor in inputs]
         node = self.function.node_def.add(op=operation, name=self.unique(name), device=_full_name(device))
         node.input.extend(map(self._input, inputs))
         for attribute, value in attributes.items():
@@ -83,6 +100,7 @@ class GraphWriter:
         operation: str | None = None,
     ) -> str:
         """Writes a copy of a node, with other inputs, on a device, and returns its name."""
+        inputs = [self._on(device, tensor) for tensor in inputs]
         made = self.unique(name)
         known = None if operation else self._results_of_copied.get(definition.name)
         node = self._write(definition, made, device, inputs, controls, operation)
@@ -128,6 +146,10 @@ class GraphWriter:
     def binary(self, operation: str, a: str, b: str, dtype: tf.DType = tf.int32, device: str | None = None) -> str:
         """Writes a node with two operands of the same dtype, unless it exists, and returns its name."""
         device = device or self.home
+        x, y = self.value(a), self.value(b)
+        if x is not None and y is not None:
+            result = _FOLDED[operation](x, y)
+            return self.constant(result, tf.bool if result.dtype == bool else dtype, device)
         return str(
             self.once((operation, a, b, device), lambda: self.add(operation, [a, b], device, operation.lower(), T=dtype))
         )
@@ -137,6 +159,9 @@ class GraphWriter:
         if source == target:
             return tensor
         device = device or self.home
+        value = self.value(tensor)
+        if value is not None:
+            return self.constant(value, target, device)
         return str(
             self.once(
                 ("cast", tensor, target, device),
@@ -148,15 +173,30 @@ class GraphWriter:
         """Writes a constant, once on each device, and returns its name."""
         array = np.asarray(value, dtype.as_numpy_dtype)
         device = device or self.home
-        return str(
-            self.once(
-                ("value", array.tobytes(), array.shape, dtype.name, device),
-                lambda: self.add("Const", [], device, "constant", dtype=dtype, value=tf.make_tensor_proto(array)),
-            )
-        )
+
+        def written() -> str:
+            made = self.add("Const", [], device, "constant", dtype=dtype, value=tf.make_tensor_proto(array, dtype))
+            self._constants[made] = array, dtype, device
+            return made
+
+        return str(self.once(("value", array.tobytes(), array.shape, dtype.name, device), written))
+
+    def value(self, name: str) -> np.ndarray | None:
+        """Returns the value of a constant that `constant` wrote; None for any other tensor."""
+        return self._constants[name][0] if name in self._constants else None
+
+    def _on(self, device: str, name: str) -> str:
+        """Returns a constant's copy on a device, and any other tensor as it is."""
+        if name not in self._constants or not device:
+            return name
+        value, dtype, made_on = self._constants[name]
+        return name if made_on == device else self.constant(value, dtype, device)
 
     def select(self, condition: str, yes: str, no: str) -> str:
         """Selects one of two int32 scalars at home."""
+        decided = self.value(condition)
+        if decided is not None:
+            return yes if decided else no
         return self.add("SelectV2", [condition, yes, no], self.home, "select", T=tf.int32)
 
     def size(self, tensor: str, axis: int, dtype: tf.DType, device: str | None = None) -> str:
@@ -174,16 +214,22 @@ class GraphWriter:
             )
         )
 
-    def range_along(self, tensor: str, axis: int, rank: int, begin: str, length: str, dtype: tf.DType) -> str:
-        """Takes a range of a tensor at home along an axis."""
+    def range_along(
+        self, tensor: str, axis: int, rank: int, begin: str, length: str, dtype: tf.DType, device: str | None = None
+    ) -> str:
+        """Takes a range of a tensor along an axis, at home or on another device."""
+        device = device or self.home
         begins = [begin if i == axis else self.constant(0) for i in range(rank)]
         lengths = [length if i == axis else self.constant(-1) for i in range(rank)]
-        inputs = [
-            tensor,
-            self.add("Pack", begins, self.home, "begin", N=rank, T=tf.int32, axis=0),
-            self.add("Pack", lengths, self.home, "length", N=rank, T=tf.int32, axis=0),
-        ]
-        return self.add("Slice", inputs, self.home, "cut", T=dtype, Index=tf.int32)
+        inputs = [tensor, self._packed(begins, device, "begin"), self._packed(lengths, device, "length")]
+        return self.add("Slice", inputs, device, "cut", T=dtype, Index=tf.int32)
+
+    def _packed(self, scalars: Sequence[str], device: str, name: str) -> str:
+        """Packs int32 scalars into a vector."""
+        values = [self.value(scalar) for scalar in scalars]
+        if all(value is not None for value in values):
+            return self.constant(values, tf.int32, device)
+        return self.add("Pack", scalars, device, name, N=len(scalars), T=tf.int32, axis=0)
 
     def reserve(self, name: str, dtype: tf.DType, sources: Sequence[str]) -> str:
         """Reserves a name for a tensor that is computed from `sources` and written later. Nodes may take it before."""

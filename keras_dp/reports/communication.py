@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dp.batches.slicing import Slice
+from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.devices.available import short_name
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.calling import node_by_node
 from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
-from keras_dp.reports.step_graph import partition_graphs, refuse_what_has_no_graph, untouched
+from keras_dp.reports.step_graph import make_variables, partition_graphs, refuse_what_has_no_graph, untouched
 
 Tensor = Any
 Graph = Any
@@ -146,6 +146,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     batch = steps.on_host(batch)
     with tf.device("CPU:0"):
         slices = steps.inputs.cut(batch)
+    make_variables(parallel, slices)
     with untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
         # XLA compiles within devices, and would rename tensors.
         step, graphs = _run_and_collect(parallel.train_step, slices)
@@ -167,8 +168,9 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
     def on_slices(data: list[Any]) -> Any:
         # The rows of each slice are constants here, so that the sizes of all tensors are known.
         with tf.name_scope("inputs"):
-            rows = [[tf.constant(scalar.numpy()) for scalar in (part.begin, part.rows, part.batch_rows)] for part in slices]
-        return step(tuple(Slice(part, *scalars) for part, scalars in zip(data, rows, strict=True)))
+            rows = [(tf.constant(part.begin.numpy()), tf.constant(part.rows.numpy())) for part in slices]
+            batch = without_entries(int(slices[0].batch.shape[0]))
+        return step(tuple(Slice(part, begin, own, batch) for part, (begin, own) in zip(data, rows, strict=True)))
 
     function = tf.function(on_slices, autograph=False)
     data = [part.data for part in slices]

@@ -74,8 +74,9 @@ class StepGraph:
             for spec in tf.nest.flatten(part.data, expand_composites=True):
                 shape = [max(1, end - begin) if size is None else size for size in spec.shape]
                 yield tf.compat.v1.placeholder(spec.dtype, shape, next(names))
-            for number in (begin, end - begin, rows):
+            for number in (begin, end - begin):
                 yield tf.constant(number, tf.int32, name=next(names))
+            yield tf.zeros([rows, 0], tf.int32, name=next(names))
 
 
 def graph_of_step(parallel: DataParallelModel, batch: Any) -> StepGraph:
@@ -94,7 +95,9 @@ def graph_of_step(parallel: DataParallelModel, batch: Any) -> StepGraph:
     refuse_what_has_no_graph("graph_of_step()", parallel)
     steps = parallel.tower_steps
     slices = []
-    for part, device in zip(steps.slices_of(batch if isinstance(batch, tuple) else (batch,)), parallel.devices, strict=True):
+    on_host = steps.slices_of(batch if isinstance(batch, tuple) else (batch,))
+    make_variables(parallel, on_host)
+    for part, device in zip(on_host, parallel.devices, strict=True):
         with tf.device(device):
             slices.append(keras.tree.map_structure(tf.identity, part))
     specs = [_with_any_rows(part) for part in slices]
@@ -114,6 +117,15 @@ def refuse_what_has_no_graph(name: str, parallel: Any) -> None:
             f"{name} takes a compiled DataParallelModel that does not run eagerly; eager steps use one device. "
             f"Received: {parallel!r}"
         )
+
+
+def make_variables(parallel: DataParallelModel, slices: Sequence[Slice]) -> None:
+    """Makes the variables of a model's training step, unless they exist, by a trace of the step."""
+    model = parallel.inner_model
+    metrics = keras_models.compile_metrics(model)
+    parts = (model.optimizer, metrics)
+    if not keras_models.is_built(model) or not all(part is None or part.built for part in parts):
+        parallel.tower_steps.trace("train", slices)
 
 
 @contextlib.contextmanager
@@ -161,7 +173,7 @@ def partition_graphs(function: Any, arguments: Any, known: Collection[str]) -> l
 
 def _with_any_rows(part: Slice) -> Slice:
     spec = keras.tree.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), part)
-    return spec._replace(data=keras.tree.map_structure(row_spec, part.data))
+    return spec._replace(data=keras.tree.map_structure(row_spec, part.data), batch=row_spec(part.batch))
 
 
 def _merged(parts: Sequence[Any]) -> graph_pb2.GraphDef:

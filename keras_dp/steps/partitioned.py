@@ -1,64 +1,117 @@
 """Run a step of a Keras model on slices of a nested batch."""
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dp.batches.slicing import Slice, row_spec, whole_batch
+from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
-from keras_dp.partition.step import Argument, Partition, RowCounts, run_partitioned
+from keras_dp.partition.comparison import Comparison, compare
+from keras_dp.partition.row_counts import RowCounts
+from keras_dp.partition.step import Argument, Partition, Trace, partition_of, run_partitioned
 from keras_dp.steps.across_workers import AcrossWorkers, refuse_strings
 from keras_dp.workers.collectives import OneWorker
 
 Tensor = Any
 
 
-def run_on_slices(
+@dataclasses.dataclass(frozen=True)
+class StepOnSlices:
+    """A traced step, and the slices of the batch that it is to run on.
+
+    Attributes:
+        trace: the trace of the step, as one device runs it.
+        arguments: the tensors of the batch.
+        rows: the numbers of rows of the batch and of each slice.
+        devices: the devices of the towers that have rows.
+        across: the exchanges between workers; None for a single worker.
+    """
+
+    trace: Trace
+    arguments: Sequence[Argument]
+    rows: RowCounts
+    devices: Sequence[str]
+    across: AcrossWorkers | None = None
+
+    def run(self, home: str, jit_compile: bool = False, pack_copies: bool = False) -> tuple[Any, Partition]:
+        """Runs the step.
+
+        Args:
+            home: the device of operations that run once.
+            jit_compile: whether XLA compiles the towers' operations between exchanges.
+            pack_copies: whether the tensors that devices send each other share messages.
+
+        Returns:
+            The step's result for the whole batch, and the step's partition.
+        """
+        given = self.trace, self.arguments, self.rows, self.devices, home
+        return run_partitioned(*given, self.across, jit_compile, pack_copies)
+
+    def partition(self, home: str) -> Partition:
+        """Partitions the step without running it."""
+        return partition_of(self.trace, self.arguments, self.rows, self.devices, home)
+
+    def compare(self, home: str, tolerance: float) -> Comparison:
+        """Runs the step on one device and on towers, and compares all tensors. The slices are eager tensors."""
+        return compare(self.trace, self.arguments, self.rows, self.devices, home, tolerance)
+
+
+def on_slices(
     step: Callable[[Any], Any],
     slices: Sequence[Slice],
     whole: WholeTensors,
-    known_rows: int | None,
     devices: Sequence[str],
-    home: str,
-    collectives: OneWorker,
-    jit_compile: bool = False,
-    pack_copies: bool = False,
-) -> tuple[Any, Partition]:
-    """Runs a step, written for one device and a whole batch, on N slices of a batch.
+    collectives: OneWorker | None = None,
+    variables_made: Callable[[], None] = lambda: None,
+) -> StepOnSlices:
+    """Traces a step, written for one device and a whole batch, to run on N slices of a batch.
 
     Args:
         step: a function that takes a batch and returns nested tensors, such as `keras.Model.train_step`.
         slices: the N slices of the batch.
         whole: the tensors that were not cut.
-        known_rows: the number of rows of each batch, as in `arguments_of`.
         devices: the devices of the N towers.
-        home: the device of operations that run once.
-        collectives: the collectives of the workers, each of which has N towers.
-        jit_compile: whether XLA compiles the towers' operations between exchanges.
-        pack_copies: whether the tensors that devices send each other share messages.
-
-    Returns:
-        The step's result for the whole batch, and the step's partition.
+        collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
+        variables_made: is called when a first trace has made variables, before a second one.
     """
-    of_batch, arguments = arguments_of(step, slices, whole, known_rows, collectives)
-    across = AcrossWorkers(collectives) if collectives.count > 1 else None
-    return run_partitioned(of_batch, arguments, rows_of(slices), devices, home, across, jit_compile, pack_copies)
+    collectives = collectives or OneWorker()
+    rows = rows_of(slices, collectives)
+    of_batch, arguments = arguments_of(step, slices, whole, collectives)
+    trace = Trace(of_batch, [argument.spec for argument in arguments], variables_made)
+    if collectives.count > 1:
+        return StepOnSlices(trace, arguments, rows, devices, AcrossWorkers(collectives))
+    if rows.known is not None:
+        # Towers that are known to have no rows take no part.
+        used = [tower for tower, own in enumerate(rows.own_rows) if own]
+        arguments = [_of_towers(argument, used) for argument in arguments]
+        rows = RowCounts(rows.batch_rows, [rows.begins[tower] for tower in used], [rows.own_rows[tower] for tower in used])
+        devices = [devices[tower] for tower in used]
+    return StepOnSlices(trace, arguments, rows, devices)
 
 
-def rows_of(slices: Sequence[Slice]) -> RowCounts:
-    """Returns the numbers of the towers' rows."""
-    return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
+def _of_towers(argument: Argument, towers: Sequence[int]) -> Argument:
+    if argument.slices is None:
+        return argument
+    return dataclasses.replace(argument, slices=[argument.slices[tower] for tower in towers])
+
+
+def rows_of(slices: Sequence[Slice], collectives: OneWorker) -> RowCounts:
+    """Returns the numbers of the towers' rows, as integers if the number of rows of the batch is known."""
+    batch_rows, count = slices[0].batch.shape[0], len(slices) * collectives.count
+    if batch_rows is None:
+        return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
+    first = len(slices) * collectives.index
+    ends = [batch_rows * (first + i) // count for i in range(len(slices) + 1)]
+    return RowCounts(batch_rows, ends[:-1], [end - begin for begin, end in itertools.pairwise(ends)])
 
 
 def arguments_of(
-    step: Callable[[Any], Any],
-    slices: Sequence[Slice],
-    whole: WholeTensors,
-    known_rows: int | None,
-    collectives: OneWorker | None = None,
+    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors, collectives: OneWorker
 ) -> tuple[Callable[..., Any], list[Argument]]:
     """Turns a step on a nested batch into a step on flat tensors, and returns it with these tensors.
 
@@ -66,23 +119,22 @@ def arguments_of(
         step: a function that takes a batch.
         slices: the slices of the batch.
         whole: the tensors that were not cut.
-        known_rows: the number of rows of each batch, for a step that asks for it while it is traced. Such a step takes whole
-            batches. None for a step that takes any number of rows, and can be partitioned.
-        collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
+        collectives: the collectives of the workers that have slices of the batch.
     """
     parts = [keras.tree.flatten(part.data) for part in slices]
+    batch_rows = slices[0].batch.shape[0]
     arguments: list[Argument] = []
-    counts = []
+    counts, specs = [], []
     for stays, *leaves in zip(whole.of(slices[0].data), *parts, strict=True):
-        made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, slices, collectives or OneWorker())
-        if known_rows is not None:
-            made = [_of_known_rows(argument, known_rows) if argument.slices else argument for argument in made]
+        spec = own_spec(leaves[0]) if stays else traced_spec(leaves[0], batch_rows)
+        made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, spec, slices, collectives)
         arguments += made
         counts.append(len(made))
+        specs.append(spec)
 
     def of_batch(*tensors: Tensor) -> Any:
         following = iter(tensors)
-        leaves = [_filled(leaf, [next(following) for _ in range(count)]) for leaf, count in zip(parts[0], counts, strict=True)]
+        leaves = [_filled(spec, [next(following) for _ in range(count)]) for spec, count in zip(specs, counts, strict=True)]
         return step(keras.tree.pack_sequence_as(slices[0].data, leaves))
 
     return of_batch, arguments
@@ -96,7 +148,7 @@ def _whole_arguments(leaf: Any) -> list[Argument]:
     ]
 
 
-def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: OneWorker) -> list[Argument]:
+def _arguments(leaves: Sequence[Any], spec: Any, slices: Sequence[Slice], collectives: OneWorker) -> list[Argument]:
     """Returns the tensors of a leaf of the batch: one, or the components of a ragged or sparse tensor, which stays whole."""
     if not tf.is_tensor(leaves[0]):
         return []
@@ -108,39 +160,16 @@ def _arguments(leaves: Sequence[Any], slices: Sequence[Slice], collectives: OneW
         return collectives.gather(whole_batch(leaves, slices))
 
     if isinstance(leaves[0], tf.Tensor):
-        return [Argument(row_spec(leaves[0]), whole, list(leaves))]
-    components = tf.nest.flatten(leaves[0], expand_composites=True)
-    specs = [tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype) for tensor in components]
+        # A batch of one row is not cut: an axis of one entry may be broadcast.
+        return [Argument(spec, whole, None if slices[0].batch.shape[0] == 1 else list(leaves))]
 
     def component(i: int) -> Tensor:
         return tf.nest.flatten(whole(), expand_composites=True)[i]
 
-    return [Argument(spec, functools.partial(component, i), None) for i, spec in enumerate(specs)]
+    components = tf.nest.flatten(spec, expand_composites=True)
+    return [Argument(part, functools.partial(component, i), None) for i, part in enumerate(components)]
 
 
-def _of_known_rows(argument: Argument, rows: int) -> Argument:
-    """Turns an argument into the whole tensor, which is traced for `rows` rows and checked to have them."""
-    spec = tf.TensorSpec([rows, *argument.spec.shape[1:]], argument.spec.dtype)
-
-    def whole() -> Tensor:
-        tensor = argument.whole()
-        is_as_traced = tf.debugging.assert_equal(
-            tf.shape(tensor)[0],
-            rows,
-            f"The step asks for the number of rows while it is traced, and was traced for batches of {rows} rows. Use "
-            "keras.ops.shape(x)[0] in the step, or compile the model again before it takes batches of another size.",
-        )
-        with tf.control_dependencies([] if is_as_traced is None else [is_as_traced]):
-            checked = tf.identity(tensor)
-        checked.set_shape(spec.shape)
-        return checked
-
-    return Argument(spec, whole, None)
-
-
-def _filled(leaf: Any, tensors: list[Tensor]) -> Any:
-    if not tf.is_tensor(leaf):
-        return None
-    if isinstance(leaf, tf.Tensor):
-        return tensors[0]
-    return tf.nest.pack_sequence_as(row_spec(leaf), tensors, expand_composites=True)
+def _filled(spec: Any, tensors: list[Tensor]) -> Any:
+    """Returns a leaf of a batch that consists of tensors; None for a leaf that is not a tensor."""
+    return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True) if tensors else None

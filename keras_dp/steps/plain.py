@@ -38,9 +38,9 @@ def plain_step(
     optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
     synchronized = [layer for layer in batch_norms(model) if is_synchronized(layer)]
     accumulates_rows = optimizer is not None and optimizer.accumulate == "rows"
-    is_spread = len({variable_homes.home(variable) for variable in model.trainable_weights}) > 1
 
     def step(data: Any) -> Any:
+        is_spread = len({variable_homes.home(variable) for variable in model.trainable_weights}) > 1
         with contextlib.ExitStack() as stack:
             for layer in synchronized:
                 # Keras would compute E[x^2] - E[x]^2, which is wrong if the mean is large. The partition synchronizes anyway.

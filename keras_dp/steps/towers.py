@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,14 +13,12 @@ from keras_dp.batches.slicing import Slice, as_tensor, cut, refuse_other_rows
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.partition.comparison import Comparison, compare
+from keras_dp.partition.comparison import Comparison
 from keras_dp.partition.failures import failed_operation
-from keras_dp.partition.step import Partition, partition_of
-from keras_dp.steps.partitioned import arguments_of, rows_of, run_on_slices
+from keras_dp.partition.step import Partition
+from keras_dp.steps.partitioned import StepOnSlices, on_slices
 from keras_dp.steps.plain import plain_step
-from keras_dp.steps.unknown_rows import UnknownRows
-
-Result = TypeVar("Result")
+from keras_dp.workers.collectives import OneWorker
 
 
 class TowerSteps:
@@ -41,10 +39,12 @@ class TowerSteps:
         batch_norm: see `DataParallelModel`.
         gradient_dtype: see `DataParallelModel`.
         pack_copies: whether the tensors that devices send each other share messages.
+        variables_made: is called when a first trace has made variables, before a second one.
 
     Attributes:
         optimizer: the optimizer that applies the gradients in "train"; None if there is none.
         jit_compile: whether XLA compiles the towers' operations between exchanges.
+        calls: how often the steps of training and evaluation were called, and found a batch.
     """
 
     def __init__(
@@ -54,15 +54,17 @@ class TowerSteps:
         batch_norm: choices.BatchNorm = "sync",
         gradient_dtype: choices.GradientType = None,
         pack_copies: bool = False,
+        variables_made: Callable[[], None] = lambda: None,
     ):
         self.model = model
         self.inputs = inputs
         self.batch_norm = batch_norm
         self.gradient_dtype = gradient_dtype
         self.pack_copies = pack_copies
+        self.variables_made = variables_made
         self.optimizer: DataParallelOptimizer | None = None
         self.jit_compile = False
-        self._unknown_rows = UnknownRows()
+        self.calls = 0
         self._partitions: dict[str, Partition] = {}
 
     @property
@@ -77,22 +79,20 @@ class TowerSteps:
         Returns:
             The step's result for the whole batch, and the step's partition.
         """
-        step, inputs = self.plain(name), self.inputs
-        result, self._partitions[name] = self.trace(
-            lambda rows: run_on_slices(
-                step,
-                slices,
-                inputs.whole,
-                rows,
-                inputs.devices,
-                self.home,
-                inputs.collectives,
-                jit_compile=self.jit_compile,
-                pack_copies=self.pack_copies,
-            ),
-            inputs.known_rows,
-        )
+        traced = self.trace(name, slices, self.inputs.collectives)
+        result, self._partitions[name] = traced.run(self.home, self.jit_compile, self.pack_copies)
         return result, self._partitions[name]
+
+    def trace(self, name: choices.Step, slices: Sequence[Slice], collectives: OneWorker | None = None) -> StepOnSlices:
+        """Traces a step as one device does, to run it on N slices of a batch. It may make variables.
+
+        Args:
+            name: the step.
+            slices: the slices.
+            collectives: as in `on_slices`.
+        """
+        step, inputs = self.plain(name), self.inputs
+        return on_slices(step, slices, inputs.whole, inputs.devices, collectives, self.variables_made)
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -100,8 +100,7 @@ class TowerSteps:
         try:
             yield
         except tf.errors.OpError as error:
-            graphs = [partition.traced.graph for partition in self._partitions.values()]
-            failed = failed_operation(error, graphs, self.inputs.devices)
+            failed = failed_operation(error, self._partitions.values())
             if failed is not None:
                 debug = "To run the step line by line on one device, compile with run_eagerly=True."
                 add_note(error, f"keras_dp: {failed} {debug}")
@@ -109,41 +108,29 @@ class TowerSteps:
 
     def partition(self, name: choices.Step, slices: Sequence[Slice]) -> Partition:
         """Partitions a step for N slices of an eager batch, without running it."""
-        step, inputs = self.plain(name), self.inputs
-        return self.trace(
-            lambda rows: partition_of(*arguments_of(step, slices, inputs.whole, rows), inputs.devices, self.home),
-            int(slices[0].batch_rows),
-        )
+        traced = self.trace(name, slices)
+        return traced.partition(self.home)
 
     def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> Comparison:
         """Runs a step on one device and on towers, for N slices of an eager batch, and compares all tensors."""
-        step, inputs = self.plain(name), self.inputs
-
-        def compared(rows: int | None) -> Comparison:
-            of_batch, arguments = arguments_of(step, slices, inputs.whole, rows)
-            return compare(of_batch, arguments, rows_of(slices), inputs.devices, self.home, tolerance)
-
-        return self.trace(compared, int(slices[0].batch_rows))
+        traced = self.trace(name, slices)
+        return traced.compare(self.home, tolerance)
 
     def plain(self, name: choices.Step) -> Callable[[Any], Any]:
         """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`."""
         optimizer = self.optimizer if name == "train" else None
         return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, self.inputs.whole)
 
-    def trace(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
-        """Traces a step for any number of rows, or for a known number if the step asks for it; see `UnknownRows`."""
-        return self._unknown_rows.trace(attempt, rows)
-
     def on_host(self, batch: Any) -> Any:
-        """Returns an eager batch as tensors on the host, and creates all variables."""
+        """Returns an eager batch as tensors on the host."""
         with tf.device(HOST):
             batch = keras.tree.map_structure(as_tensor, batch)
         refuse_other_rows(batch, self.inputs.whole)
-        self.inputs.prepare(batch)
+        self.inputs.prepare()
         return batch
 
     def slices_of(self, batch: Any) -> Sequence[Slice]:
-        """Returns the N slices of an eager batch, and creates all variables."""
+        """Returns the N slices of an eager batch."""
         batch = self.on_host(batch)
         with tf.device(HOST):
             return cut(batch, self.inputs.num_towers, whole=self.inputs.whole)

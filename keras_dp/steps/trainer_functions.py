@@ -1,4 +1,4 @@
-"""Trace the functions of Keras's trainer once for batches of all sizes."""
+"""Call the functions of Keras's trainer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,55 +6,39 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp.batches.slicing import own_spec, row_spec
+from keras_dp.batches.slicing import Shard, Slice, own_spec, row_spec
 from keras_dp.steps.towers import TowerSteps
 
 
-class AnyRows:
-    """Calls a function of batches that has one trace for any number of rows.
+class PredictFunction:
+    """Predicts for several batches.
 
-    `tf.function` by itself takes several traces to learn that the number varies.
+    TensorFlow traces the function by the types of the batches, as it does for one device. Workers that predict for shards of
+    their own trace it once for any number of rows: each of them has other ones, and all of them have to trace together.
 
     Args:
-        function: a `tf.function` of a batch, of several batches, or of slices.
+        function: Keras's function.
         steps: the steps on towers.
     """
 
     def __init__(self, function: Any, steps: TowerSteps):
         self._function = function
         self._steps = steps
-        self._feed = steps.inputs
         self._traced: set[str] = set()
 
-    def __call__(self, batch: Any) -> Any:
-        """Calls the function, and traces it first if the types of the batch are new."""
-        # Slices that were prefetched to their devices are not tensors, but values that hold one tensor for each device.
-        are_tensors = all(leaf is None or tf.is_tensor(leaf) for leaf in keras.tree.flatten(batch))
-        if are_tensors and not self._feed.is_eager():
-            types = self._types(batch)
-            if repr(types) not in self._traced:
-                self._traced.add(repr(types))
-                self._trace(types)
+    def __call__(self, batches: Any) -> Any:
+        """Returns the outputs, in the order of the rows."""
         with self._steps.naming_failures():
-            return self._function(batch)
+            if any(isinstance(part, Slice) and isinstance(part.source, Shard) for batch in batches for part in batch):
+                self._trace_for_any_rows(batches)
+            return self._function(batches)
 
-    def _types(self, batch: Any) -> Any:
-        """Returns the types of a batch with any number of rows; tensors that are not cut keep their shapes."""
-        leaves = keras.tree.flatten(batch)
-        stays = zip(leaves, self._feed.whole.of(batch), strict=True)
-        types = [own_spec(leaf) if is_whole else row_spec(leaf) for leaf, is_whole in stays]
-        return keras.tree.pack_sequence_as(batch, types)
-
-    def _trace(self, types: Any) -> None:
-        """Traces the function for any number of rows. If a layer asks for the number, each number gets its own trace later."""
-        known_rows, self._feed.known_rows = self._feed.known_rows, None
-        try:
+    def _trace_for_any_rows(self, batches: Any) -> None:
+        stays = keras.tree.pack_sequence_as(batches, self._steps.inputs.whole.of(batches))
+        types = keras.tree.map_structure(lambda leaf, is_whole: own_spec(leaf) if is_whole else row_spec(leaf), batches, stays)
+        if repr(types) not in self._traced:
+            self._traced.add(repr(types))
             self._function.get_concrete_function(types)
-        except (TypeError, ValueError):
-            # The trace for the actual batch raises the error again, if it still applies.
-            pass
-        finally:
-            self._feed.known_rows = known_rows
 
 
 class StepFunction:
@@ -71,15 +55,15 @@ class StepFunction:
         self._function = function
         self._steps = steps
         self._executions = range(steps_per_execution)
-        self._on_batch = AnyRows(
-            tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True), steps
-        )
+        self._on_batch = tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True)
 
     def __call__(self, iterator: Any) -> Any:
         """Runs the steps, and returns the result of the last one."""
-        if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
-            with self._steps.naming_failures():
-                return self._function(iterator)
-        for _, batch in zip(self._executions, iterator, strict=False):
-            result = self._on_batch(batch)
+        with self._steps.naming_failures():
+            if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+                result = self._function(iterator)
+            else:
+                for _, batch in zip(self._executions, iterator, strict=False):
+                    result = self._on_batch(batch)
+        self._steps.calls += 1
         return result

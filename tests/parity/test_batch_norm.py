@@ -18,8 +18,8 @@ from keras_dp.batches.slicing import cut
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.keras_internals import keras_batch_norms
 from keras_dp.partition.calling import node_by_node
-from keras_dp.steps.partitioned import run_on_slices
-from keras_dp.workers.collectives import Collectives, OneWorker
+from keras_dp.steps.partitioned import on_slices
+from keras_dp.workers.collectives import Collectives
 
 rng = np.random.default_rng(0)
 
@@ -30,8 +30,9 @@ def step_on_towers(function, batch, num_towers, collectives=None):
     @tf.function(autograph=False)
     def run():
         devices = [f"CPU:{i}" for i in range(num_towers)]
-        slices = cut(batch, num_towers)
-        return run_on_slices(function, slices, WholeTensors(), None, devices, "CPU:0", collectives or OneWorker())[0]
+        index, count = (0, 1) if collectives is None else (collectives.index, collectives.count)
+        slices = cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)))
+        return on_slices(function, slices, WholeTensors(), devices, collectives).run("CPU:0")[0]
 
     return run
 

@@ -166,7 +166,7 @@ def test_outputs_without_an_axis_of_their_own():
 def test_binary_labels_are_decided_by_the_whole_batch():
     """A hinge maps labels 0 and 1 to -1 and 1, unless the batch has a label -1 anywhere."""
     y = np.r_[np.zeros((8, 3)), np.ones((8, 3)), -np.ones((7, 3))]
-    arguments = compiled("hinge", metrics=["hinge", keras.metrics.SquaredHinge()])
+    arguments = compiled("hinge", metrics=["hinge", "squared_hinge"])
     assert_same_training(dense(), arguments, [((X, y), 23)], 3)
 
 

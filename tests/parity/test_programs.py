@@ -12,6 +12,7 @@ from programs.catalogue import PROGRAMS
 
 import keras_dp
 from keras_dp.reports.graph_optimizer import graph_optimizer
+from keras_dp.steps.partitioned import StepOnSlices
 
 PAGE = (
     Path(__file__)
@@ -29,14 +30,14 @@ GATHERED = {
 def gathered(monkeypatch):
     """Collects the types of operations that the steps traced during a test compute once, from gathered rows."""
     types = set()
-    run_on_slices = keras_dp.steps.towers.run_on_slices
+    run = StepOnSlices.run
 
     def recording(*args, **options):
-        result, partition = run_on_slices(*args, **options)
+        result, partition = run(*args, **options)
         types.update(once.type for once in partition.gathered)
         return result, partition
 
-    monkeypatch.setattr(keras_dp.steps.towers, "run_on_slices", recording)
+    monkeypatch.setattr(StepOnSlices, "run", recording)
     return types
 
 

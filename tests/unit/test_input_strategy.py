@@ -28,7 +28,7 @@ def dataset():
 
 def test_slices_are_cut_on_the_host_in_the_input_pipeline():
     """The step receives N slices, without the whole batch."""
-    feed = InputStrategy(DEVICES[:3], lambda: False, lambda spec: None)
+    feed = InputStrategy(DEVICES[:3], lambda: False, lambda: None)
     parts = next(iter(feed.experimental_distribute_dataset(dataset())))
     assert all(isinstance(part, Slice) for part in parts)
     assert [len(part.data[0]) for part in parts] == [1, 2, 2]
@@ -43,14 +43,14 @@ def test_shards_have_no_tensors_that_stay_whole():
         def __init__(self):
             pass
 
-    feed = InputStrategy(DEVICES[:2], lambda: False, lambda spec: None, TwoWorkers(), WholeTensors(("2",)))
+    feed = InputStrategy(DEVICES[:2], lambda: False, lambda: None, TwoWorkers(), WholeTensors(("2",)))
     feed.takes_shards = True
     with pytest.raises(ValueError, match=r"must be the same for all.*Received: whole=\['2'\]"):
         feed.experimental_distribute_dataset(dataset())
 
 
 def test_a_users_own_autotuning_is_kept():
-    feed = InputStrategy(DEVICES[:2], lambda: False, lambda spec: None)
+    feed = InputStrategy(DEVICES[:2], lambda: False, lambda: None)
     assert feed.experimental_distribute_dataset(dataset()).options().autotune.enabled is False
     options = tf.data.Options()
     options.autotune.enabled = True
@@ -145,11 +145,11 @@ def test_predicting_slices_that_are_sent_to_devices_ahead():
 
 @pytest.mark.parametrize("devices", [["GPU:0", "GPU:1"], ["CPU:0"], ["GPU:0", "CPU:0"]])
 def test_slices_are_sent_ahead_if_all_devices_are_gpus(devices):
-    assert InputStrategy(devices, lambda: False, lambda spec: None).prefetches is ("CPU:0" not in devices)
+    assert InputStrategy(devices, lambda: False, lambda: None).prefetches is ("CPU:0" not in devices)
 
 
 def test_slices_wait_on_their_devices():
-    feed = InputStrategy(DEVICES[1:], lambda: False, lambda spec: None)
+    feed = InputStrategy(DEVICES[1:], lambda: False, lambda: None)
     feed.prefetches = True
     distributed = feed.experimental_distribute_dataset(dataset())
     assert isinstance(distributed, tf.distribute.DistributedDataset)
@@ -159,7 +159,7 @@ def test_slices_wait_on_their_devices():
 
 
 def test_what_only_a_host_can_hold_stays_there():
-    feed = InputStrategy(DEVICES[1:], lambda: False, lambda spec: None)
+    feed = InputStrategy(DEVICES[1:], lambda: False, lambda: None)
     feed.prefetches = True
     words = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).batch(3)
     assert isinstance(feed.experimental_distribute_dataset(words), tf.data.Dataset)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from worker_threads import on_workers
 
 from keras_dp.batches.same_batches import SAMPLED_ELEMENTS, DifferentBatches, digest
-from keras_dp.batches.slicing import SameBatch, Slice
+from keras_dp.batches.slicing import SameBatch, Slice, without_entries
 
 rng = np.random.default_rng(0)
 ROWS = rng.normal(size=(5, 3))
@@ -68,7 +68,10 @@ def checked(steps):
         for digests, rows in steps:
             batch_rows, of_batch = (tf.constant(numbers[collectives.index]) for numbers in (rows, digests))
             source = SameBatch(of_batch)
-            slices = [Slice(tf.zeros([2]), tf.constant(begin), tf.constant(2), batch_rows, source) for begin in (0, 2)]
+            slices = [
+                Slice(tf.zeros([2]), tf.constant(begin), tf.constant(2), without_entries(batch_rows), source)
+                for begin in (0, 2)
+            ]
             received = batches.check(source, slices)
             assert received == tuple(part._replace(source=()) for part in slices)
         return batches

@@ -1,5 +1,9 @@
 """Place operations on each entry, with broadcasting."""
 
+from typing import Any
+
+from tensorflow.core.framework.node_def_pb2 import NodeDef
+
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Shard
 from keras_dp.partition.rules.joining import join
@@ -36,7 +40,7 @@ def elementwise(node: Node) -> Plan | None:
     if any(node.is_list(i) for i in range(len(node.inputs))):
         return _of_lists(node)
     if node.type == "EnsureShape" and node.is_shard(0) and node.fixes_rows("shape"):
-        return None
+        return _of_known_rows(node)
     plan = linear(node)
     if plan:
         return plan
@@ -71,6 +75,21 @@ def identities(node: Node) -> Plan | None:
         return plan
     placements = [facts.placement if isinstance(facts.placement, Shard) else REPLICATE for facts in node.inputs]
     return Plan([Facts(placement) for placement in placements], placements)
+
+
+def _of_known_rows(node: Node) -> Plan | None:
+    """Plans a check that the whole batch passes for sure: its number of rows is the known one."""
+    placement, sizes = node.inputs[0].placement, node.definition.attr["shape"].shape.dim
+    if not isinstance(placement, Shard) or not node.counts_all(sizes[placement.axis].size, placement.blocks):
+        return None
+
+    def instance(builder: Any, definition: Any, tower: int, inputs: list[str]) -> str:
+        own = NodeDef()
+        own.CopyFrom(definition)
+        own.attr["shape"].shape.dim[placement.axis].size = -1
+        return str(builder.copy(own, f"tower_{tower}", builder.devices[tower], inputs))
+
+    return Plan([Facts(placement, shape=node.shape(0))], [placement], instance)
 
 
 def _of_lists(node: Node) -> Plan | None:

@@ -83,8 +83,8 @@ def _need(node: Node, i: int, labels: Labels | Need, rows: str, blocks: tuple[An
     shape, axis, placement = node.shape(i), labels.index(rows), node.inputs[i].placement
     size = shape[axis] if shape is not None and axis < len(shape) else None
     is_row_axis = isinstance(placement, Shard) and placement.axis == axis
-    if isinstance(size, int) and not is_row_axis:
-        # One entry is broadcast to any number of rows. Another number of entries would have to be the batch's number of rows.
+    if isinstance(size, int) and not is_row_axis and not node.counts_all(size, blocks):
+        # One entry is broadcast to any number of rows.
         return REPLICATE if size == 1 and broadcasts else None
     return Shard(axis, blocks)
 

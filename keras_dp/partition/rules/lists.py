@@ -1,12 +1,18 @@
 """Place the TensorLists of loops."""
 
+from dataclasses import replace
+
+import numpy as np
+
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import (
     LOCAL_SHAPE,
     REPLICATE,
     Facts,
     ListOf,
+    Need,
     Partial,
+    Placement,
     Shard,
     array_of,
 )
@@ -17,12 +23,54 @@ from keras_dp.partition.rules.registry import rule
 
 @rule("EmptyTensorList", "TensorListReserve")
 def new_list(node: Node) -> Plan | None:
-    """Plans a list on each tower for elements of any placement. The lists of all towers have the same length."""
+    """Plans a list on each tower for elements of any placement. The lists of all towers have the same length.
+
+    A tower does not state the sizes that may count rows: it is not known yet what the elements are.
+    """
     if node.inputs[1].counts_rows():
         return None
-    return Plan(
-        [Facts(ListOf())], [LOCAL_SHAPE if facts.entries is not None else REPLICATE for facts in node.inputs], None, True
-    )
+    needs: list[Need] = [LOCAL_SHAPE if facts.entries is not None else REPLICATE for facts in node.inputs]
+    shape = node.inputs[0].entries
+    stated = None if shape is None or node.batch_rows is None else _unstated(shape, node.batch_rows)
+    return Plan([Facts(ListOf())], needs, None, True, readings={} if stated is None else {0: stated})
+
+
+def _unstated(shape: np.ndarray, batch_rows: int) -> np.ndarray:
+    """Returns the entries of a shape, with -1 in the place of multiples of B."""
+    stated = shape.copy()
+    for i, size in enumerate(shape.flat):
+        if isinstance(size, int) and size > 0 and not size % batch_rows:
+            stated.flat[i] = -1
+    return stated
+
+
+def _taking(node: Node, i: int, plan: Plan, element: Facts) -> Plan | None:
+    """Returns a plan in which the input of index `i` is the shape of the elements; None if towers know no version of it."""
+    shape = node.inputs[i].entries
+    local = _local_shape(shape, element.placement, node.batch_rows)
+    if shape is not None and local is None:
+        return None
+    is_read = shape is not None and local is not None and list(shape.flat) != list(local.flat)
+    return replace(plan, readings={i: local}) if is_read else plan  # type: ignore[dict-item]
+
+
+def _local_shape(shape: np.ndarray | None, element: Placement, batch_rows: int | None) -> np.ndarray | None:
+    """Returns the shape of an element of a list as a tower has it; None if its rows are not known to be the tower's.
+
+    Args:
+        shape: the entries of the shape; -1 for an unknown size.
+        element: the placement of the element.
+        batch_rows: B, if it was known while the step was traced; else None.
+    """
+    if shape is None or not isinstance(element, Shard) or shape.ndim != 1:
+        return shape
+    own = shape.copy()
+    number = own[element.axis]
+    if batch_rows is not None and isinstance(number, int) and number > 0:
+        if not all(isinstance(block, int) for block in element.blocks) or number != batch_rows * sum(element.blocks):
+            return None
+        own[element.axis] = Rows((sum(element.blocks),))
+    return own
 
 
 @rule("TensorListFromTensor")
@@ -32,7 +80,7 @@ def list_of_rows(node: Node) -> Plan | None:
     if not isinstance(placement, Shard) or placement.axis == 0 or not node.inputs[1].is_local_shape():
         return None
     element = Facts(Shard(placement.axis - 1, placement.blocks), shape=None if shape is None else shape[1:])
-    return Plan([Facts(ListOf(element))], [placement, LOCAL_SHAPE])
+    return _taking(node, 1, Plan([Facts(ListOf(element))], [placement, LOCAL_SHAPE]), element)
 
 
 @rule("TensorListPushBack", "TensorListSetItem")
@@ -57,8 +105,8 @@ def take(node: Node) -> Plan | None:
     if not isinstance(listed, ListOf) or listed.element is None or not node.inputs[-1].is_local_shape():
         return None
     if node.type == "TensorListPopBack":
-        return Plan([Facts(listed), listed.element], [listed, LOCAL_SHAPE])
-    return Plan([listed.element], [listed, REPLICATE, LOCAL_SHAPE])
+        return _taking(node, 1, Plan([Facts(listed), listed.element], [listed, LOCAL_SHAPE]), listed.element)
+    return _taking(node, 2, Plan([listed.element], [listed, REPLICATE, LOCAL_SHAPE]), listed.element)
 
 
 @rule("TensorListStack")
@@ -70,7 +118,8 @@ def stack(node: Node) -> Plan | None:
     element = listed.element
     if isinstance(element.placement, Shard):
         shape = None if element.shape is None else [None, *element.shape]
-        return Plan([Facts(Shard(element.placement.axis + 1, element.placement.blocks), shape=shape)], [listed, LOCAL_SHAPE])
+        placement = Shard(element.placement.axis + 1, element.placement.blocks)
+        return _taking(node, 1, Plan([Facts(placement, shape=shape)], [listed, LOCAL_SHAPE]), element)
     return Plan([Facts(Partial())], [listed, LOCAL_SHAPE]) if element.placement == Partial() else None
 
 

@@ -1,5 +1,6 @@
 """Place conversions from parts of sums to each tower's own values, and back."""
 
+from dataclasses import replace
 from typing import Any
 
 from keras_dp.partition.node import Node, Plan
@@ -44,4 +45,4 @@ def with_own(node: Node, plan: Plan | None) -> Plan | None:
             return None
         needs.append(OWN if facts.placement == OWN else need)
     outputs = [Facts(OWN, None, facts.shape) if facts.placement == REPLICATE else facts for facts in plan.outputs]
-    return Plan(outputs, needs, plan.instance)
+    return replace(plan, outputs=outputs, needs=needs, also_at_home=False)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Replicate, Shard
+from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Partial, Replicate, Shard
 from keras_dp.partition.rows import Number, Rows, depends_on_rows, divide, exactly, multiply, product
 from keras_dp.partition.rules.labels import axes, by_labels
 from keras_dp.partition.rules.linearity import linear
@@ -138,10 +138,12 @@ def tile(node: Node) -> Plan | None:
             return None
         return Plan([Facts(Shard(placement.axis, placement.blocks * times))], [placement, REPLICATE])
     along = _only_rows(multiples)
-    if along is None or not isinstance(placement, Replicate) or len(multiples[along].blocks) != 1:
+    if along is None or not isinstance(placement, Replicate | Partial):
         return None
     size = (node.shape(0) or [])[along]
-    blocks = (multiply(multiples[along].blocks[0], size),)
+    if len(multiples[along].blocks) != 1 and size != 1:
+        return None
+    blocks = tuple(multiply(block, size) for block in multiples[along].blocks)
     return Plan([Facts(Shard(along, blocks))], [REPLICATE, LOCAL_SHAPE], also_at_home=True)
 
 

@@ -11,7 +11,8 @@ import tensorflow as tf
 from keras_dp.partition.graph import Traced
 from keras_dp.partition.placements import Partial, Shard
 from keras_dp.partition.propagation import Propagation
-from keras_dp.partition.step import Argument, RowCounts, run_partitioned
+from keras_dp.partition.row_counts import RowCounts
+from keras_dp.partition.step import Argument, Trace, run_partitioned
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 HOME = "CPU:3"
@@ -99,8 +100,14 @@ def arrays_of(sample: Sample, case: Case, rows: int, seed: int) -> list[np.ndarr
     return arrays
 
 
-def prove(sample: Sample, case: Case) -> set[str]:
-    """Asserts that a sample gives the same whole and partitioned, and returns those of its types that towers computed."""
+def prove(sample: Sample, case: Case, known_rows: int | None = None) -> set[str]:
+    """Asserts that a sample gives the same whole and partitioned, and returns those of its types that towers computed.
+
+    Args:
+        sample: the sample.
+        case: the placements of its inputs.
+        known_rows: the number of rows, for a step that is traced for it; None for a step that is traced for any number.
+    """
     shapes = [array.shape for array in arrays_of(sample, case, 2, 0)]
     axis_of = {i: sample.axes[i].index(case.rows) for i in case.sharded} if case.rows else {}
 
@@ -116,7 +123,7 @@ def prove(sample: Sample, case: Case) -> set[str]:
         return tf.nest.flatten(sample.function(*inputs))
 
     partitioned = None
-    for seed, rows in enumerate(ROW_COUNTS):
+    for seed, rows in enumerate(ROW_COUNTS if known_rows is None else (known_rows,)):
         arrays = arrays_of(sample, case, rows, seed)
         given, specs, has_rows = [], [], []
         for i, array in enumerate(arrays):
@@ -127,12 +134,14 @@ def prove(sample: Sample, case: Case) -> set[str]:
                 given.append(_parts(array, rows, seed) if i in case.partial else array)
             of_rows = [letter == case.rows for letter in sample.axes[i]]
             shape = [None if has_rows[i] and axis == 0 else size for axis, size in enumerate(given[i].shape)]
-            if case.rows and not has_rows[i]:
+            if known_rows is not None:
+                shape = list(given[i].shape)
+            elif case.rows and not has_rows[i]:
                 # A whole tensor with as many rows; its size is unknown while the step is traced.
                 shape = [None if of else size for of, size in zip(of_rows, shape, strict=True)]
             specs.append(tf.TensorSpec(shape, tf.constant(given[i]).dtype))
         if partitioned is None:
-            partitioned, partition = partitioned_step(step, specs, has_rows)
+            partitioned, partition = partitioned_step(step, specs, has_rows, known_rows)
         expected = tf.nest.flatten(sample.function(*map(tf.constant, arrays)))
         for one, other in zip(expected, tf.nest.flatten(partitioned(*map(tf.constant, given))), strict=True):
             _compare(one.numpy(), other.numpy())
@@ -226,22 +235,25 @@ def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
     return tf.nest.flatten(partitioned(*map(tf.constant, arrays))), partition
 
 
-def partitioned_step(step: Callable[..., object], specs: Sequence[tf.TensorSpec], has_rows: Sequence[bool]) -> tuple:
+def partitioned_step(
+    step: Callable[..., object], specs: Sequence[tf.TensorSpec], has_rows: Sequence[bool], known_rows: int | None = None
+) -> tuple:
     """Partitions a step, and returns it as a function of whole tensors, with its partition."""
     found = []
     count = len(DEVICES)
 
     def function(*tensors: tf.Tensor) -> object:
-        rows = tf.shape(tensors[has_rows.index(True)])[0]
+        rows = tf.shape(tensors[has_rows.index(True)])[0] if known_rows is None else known_rows
         begins = [rows * i // count for i in range(count)]
         ends = [rows * (i + 1) // count for i in range(count)]
         counts = RowCounts(rows, begins, [end - begin for begin, end in zip(begins, ends, strict=True)])
-        ranges = [(begin, tf.maximum(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
+        larger = tf.maximum if known_rows is None else max
+        ranges = [(begin, larger(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
         arguments = [
             Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
             for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)
         ]
-        result, partition = run_partitioned(step, arguments, counts, DEVICES, HOME)
+        result, partition = run_partitioned(Trace(step, specs), arguments, counts, DEVICES, HOME)
         found.append(partition)
         return result
 

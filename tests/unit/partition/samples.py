@@ -78,6 +78,8 @@ def _ensured(x):
 
     The rows are counted by their values: of the shape of x, TensorFlow's graph optimizer believes that it is the ensured one.
     """
+    if x.shape[0] is not None:
+        return tf.ensure_shape(x, [x.shape[0], 3])
     rows = tf.shape(tf.where(tf.equal(x[:, 0], x[:, 0])))[0]
     return tf.cond(rows == 7, lambda: tf.ensure_shape(x, [7, 3]), lambda: x)
 

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from keras_dp.partition.crossings import Crossings
 from keras_dp.partition.graph import traced_step
+from keras_dp.partition.row_counts import RowCounts
 from keras_dp.partition.step import Argument, Trace, build
 from partition.proofs import partitioned_step
 
@@ -16,7 +17,8 @@ ROWS = tf.TensorSpec([None, 4], tf.float64)
 def copies(step):
     """Returns the source and the destination of each copy between towers in a step on a batch of rows."""
     traced = traced_step(Trace(step, [ROWS]).concrete)
-    builder, _, _ = build(traced, [Argument(ROWS, lambda: None, DEVICES)], DEVICES, HOME)
+    rows = RowCounts(tf.constant(9), [None] * 3, [None] * 3)
+    builder, _, _ = build(traced, [Argument(ROWS, lambda: None, DEVICES)], rows, DEVICES, HOME)
     found = Crossings(builder.graph.function, builder.variable_devices).copies
     return sorted((copy.source[-5:], copy.destination[-5:]) for copy in found if copy.source[-5:] in DEVICES)
 

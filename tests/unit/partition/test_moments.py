@@ -6,7 +6,8 @@ import tensorflow as tf
 from worker_threads import on_workers
 
 from keras_dp.partition.moments import Variance
-from keras_dp.partition.step import Argument, RowCounts, partition_of, run_partitioned
+from keras_dp.partition.row_counts import RowCounts
+from keras_dp.partition.step import Argument, Trace, partition_of, run_partitioned
 from keras_dp.partition.worker_exchanges import _pooled
 from keras_dp.steps.across_workers import AcrossWorkers
 
@@ -25,13 +26,20 @@ def batch_of(rows, counts):
 
 def on_towers(step, rows, counts):
     """Runs a step on towers, and returns its result."""
-    return tf.function(lambda: run_partitioned(step, *batch_of(rows, counts))[0], autograph=False)()
+    arguments, *others = batch_of(rows, counts)
+
+    @tf.function(autograph=False)
+    def partitioned():
+        return run_partitioned(Trace(step, [argument.spec for argument in arguments]), arguments, *others)[0]
+
+    return partitioned()
 
 
 def variances(step, rows):
     """Returns how many variances the partition of a step recognizes."""
-    arguments, _, devices, home = batch_of(rows, (4, 0, len(rows) - 4))
-    facts = partition_of(step, arguments, devices, home).propagation.facts.values()
+    arguments, *others = batch_of(rows, (4, 0, len(rows) - 4))
+    trace = Trace(step, [argument.spec for argument in arguments])
+    facts = partition_of(trace, arguments, *others).propagation.facts.values()
     return sum(isinstance(known.placement, Variance) for known in facts)
 
 

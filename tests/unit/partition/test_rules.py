@@ -31,6 +31,18 @@ def test_partitioned_is_whole(k):
     assert missing == list(sample.missing)
 
 
+@pytest.mark.parametrize("k", range(len(SAMPLES)), ids=lambda k: f"{SAMPLES[k].types[0]}-{k}")
+@pytest.mark.parametrize("rows", [3, pytest.param(6, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough)])
+def test_partitioned_is_whole_with_known_rows(k, rows):
+    """Most sizes of the samples are 3, too, or divide the number of rows: integers do not tell what they count."""
+    sample = SAMPLES[k]
+    spread = set()
+    for case in cases_of(sample):
+        spread |= prove(sample, case, rows)
+    # A range of a known length is a constant.
+    assert sample.meets or sample.types == ("Range",) or spread == set(sample.types)
+
+
 def test_each_rule_has_a_sample():
     """Every registered rule has a proof."""
     proven = {name for sample in SAMPLES for name in sample.types}

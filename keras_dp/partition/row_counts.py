@@ -1,0 +1,25 @@
+"""Count the rows of a batch and of the towers' slices."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCounts:
+    """The towers' rows of the global batch. All are `int`s if they are known while the step is traced, else int32 scalars.
+
+    Attributes:
+        batch_rows: B.
+        begins: the index of each tower's first row, N numbers.
+        own_rows: the number of each tower's rows, N numbers. A tower with 0 rows has borrowed one row.
+    """
+
+    batch_rows: Any
+    begins: Sequence[Any]
+    own_rows: Sequence[Any]
+
+    @property
+    def known(self) -> "RowCounts | None":
+        """The counts, if they are known while the step is traced; else None."""
+        return self if isinstance(self.batch_rows, int) else None
