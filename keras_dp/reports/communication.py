@@ -143,7 +143,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     if not isinstance(batch, tuple):
         batch = (batch,)
     steps = parallel.tower_steps
-    batch = steps.on_host(batch)
+    batch = steps.on_host(batch, finds_whole=True)
     with tf.device("CPU:0"):
         slices = steps.inputs.cut(batch)
     with untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
@@ -168,7 +168,12 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
         # The rows of each slice are constants here, so that the sizes of all tensors are known.
         with tf.name_scope("inputs"):
             rows = [[tf.constant(scalar.numpy()) for scalar in (part.begin, part.rows, part.batch_rows)] for part in slices]
-        return step(tuple(Slice(part, *scalars) for part, scalars in zip(data, rows, strict=True)))
+        return step(
+            tuple(
+                part._replace(data=own, begin=begin, rows=count, batch_rows=all_rows)
+                for part, own, (begin, count, all_rows) in zip(slices, data, rows, strict=True)
+            )
+        )
 
     function = tf.function(on_slices, autograph=False)
     data = [part.data for part in slices]

@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batches.input_strategy import HOST, InputStrategy
-from keras_dp.batches.slicing import Slice, as_tensor, cut, refuse_other_rows
+from keras_dp.batches.other_rows import refuse_other_rows
+from keras_dp.batches.slicing import Slice, as_tensor, cut
+from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
 from keras_dp.optimizer import DataParallelOptimizer
@@ -77,12 +79,13 @@ class TowerSteps:
         Returns:
             The step's result for the whole batch, and the step's partition.
         """
-        step, inputs = self.plain(name), self.inputs
+        inputs, whole = self.inputs, slices[0].whole
+        step = self.plain(name, whole)
         result, self._partitions[name] = self.trace(
             lambda rows: run_on_slices(
                 step,
                 slices,
-                inputs.whole,
+                whole,
                 rows,
                 inputs.devices,
                 self.home,
@@ -109,41 +112,54 @@ class TowerSteps:
 
     def partition(self, name: choices.Step, slices: Sequence[Slice]) -> Partition:
         """Partitions a step for N slices of an eager batch, without running it."""
-        step, inputs = self.plain(name), self.inputs
+        inputs, whole = self.inputs, slices[0].whole
+        step = self.plain(name, whole)
         return self.trace(
-            lambda rows: partition_of(*arguments_of(step, slices, inputs.whole, rows), inputs.devices, self.home),
+            lambda rows: partition_of(*arguments_of(step, slices, whole, rows), inputs.devices, self.home),
             int(slices[0].batch_rows),
         )
 
     def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> Comparison:
         """Runs a step on one device and on towers, for N slices of an eager batch, and compares all tensors."""
-        step, inputs = self.plain(name), self.inputs
+        inputs, whole = self.inputs, slices[0].whole
+        step = self.plain(name, whole)
 
         def compared(rows: int | None) -> Comparison:
-            of_batch, arguments = arguments_of(step, slices, inputs.whole, rows)
+            of_batch, arguments = arguments_of(step, slices, whole, rows)
             return compare(of_batch, arguments, rows_of(slices), inputs.devices, self.home, tolerance)
 
         return self.trace(compared, int(slices[0].batch_rows))
 
-    def plain(self, name: choices.Step) -> Callable[[Any], Any]:
-        """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`."""
+    def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
+        """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.
+
+        Args:
+            name: the step's name.
+            whole: the tensors of the batch that are not cut.
+        """
         optimizer = self.optimizer if name == "train" else None
-        return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, self.inputs.whole)
+        return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, whole)
 
     def trace(self, attempt: Callable[[int | None], Result], rows: int | None) -> Result:
         """Traces a step for any number of rows, or for a known number if the step asks for it; see `UnknownRows`."""
         return self._unknown_rows.trace(attempt, rows)
 
-    def on_host(self, batch: Any) -> Any:
-        """Returns an eager batch as tensors on the host, and creates all variables."""
+    def on_host(self, batch: Any, finds_whole: bool = False) -> Any:
+        """Returns an eager batch as tensors on the host, and creates all variables.
+
+        Args:
+            batch: the batch.
+            finds_whole: whether it stands for the batches of a dataset, whose types may say what stays whole.
+        """
         with tf.device(HOST):
             batch = keras.tree.map_structure(as_tensor, batch)
+        self.inputs.see(batch, finds_whole)
         refuse_other_rows(batch, self.inputs.whole)
         self.inputs.prepare(batch)
         return batch
 
     def slices_of(self, batch: Any) -> Sequence[Slice]:
         """Returns the N slices of an eager batch, and creates all variables."""
-        batch = self.on_host(batch)
+        batch = self.on_host(batch, finds_whole=True)
         with tf.device(HOST):
             return cut(batch, self.inputs.num_towers, whole=self.inputs.whole)

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp.batches.slicing import own_spec, row_spec
+from keras_dp.batches.slicing import Slice, specs_of
 from keras_dp.steps.towers import TowerSteps
 
 
@@ -39,11 +39,14 @@ class AnyRows:
             return self._function(batch)
 
     def _types(self, batch: Any) -> Any:
-        """Returns the types of a batch with any number of rows; tensors that are not cut keep their shapes."""
-        leaves = keras.tree.flatten(batch)
-        stays = zip(leaves, self._feed.whole.of(batch), strict=True)
-        types = [own_spec(leaf) if is_whole else row_spec(leaf) for leaf, is_whole in stays]
-        return keras.tree.pack_sequence_as(batch, types)
+        """Returns the types of a batch, of several batches or of slices, with any number of rows."""
+        if isinstance(batch, Slice):
+            return specs_of(batch._replace(data=None))._replace(data=specs_of(batch.data, batch.whole))
+        # Keras predicts from a list of batches. A list of tensors is one batch, of a user who calls a step.
+        is_several = isinstance(batch, list) and not any(map(tf.is_tensor, batch))
+        if is_several or (isinstance(batch, tuple) and batch and isinstance(batch[0], Slice)):
+            return type(batch)(map(self._types, batch))
+        return specs_of(batch, self._feed.whole)
 
     def _trace(self, types: Any) -> None:
         """Traces the function for any number of rows. If a layer asks for the number, each number gets its own trace later."""
