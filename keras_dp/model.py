@@ -17,7 +17,7 @@ from keras_dp.batches.input_strategy import HOST, NO_BATCHES, InputStrategy, emp
 from keras_dp.batches.input_wait import InputWait
 from keras_dp.batches.shards import with_empty_batches
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, own_rows, rows_of_batches
-from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.choices import refuse_unknown
 from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
@@ -31,7 +31,7 @@ from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.plain_training import PlainTraining
-from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, listed, refuse_strategy
+from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, has_own_step, listed, refuse_strategy
 
 Logs = dict[str, Any]
 
@@ -71,8 +71,11 @@ class DataParallelModel(ModelWrapper):
             A worker sums its towers' gradients in the variable's dtype; the sums over several workers use this dtype.
             None sends gradients in their own dtype.
         whole: names of tensors of a batch that are not cut into slices. Such a tensor has other rows than the batch, as the
-            edges of graphs beside their nodes, or is the same for all rows. A name is a dictionary's key or a tuple's index,
-            or a path of these, such as "edges" or "0/edges".
+            edges of graphs beside their nodes, or is the same for all rows. A name is a key of a dictionary, such as "edges",
+            or a path from the batch (x, y, sample_weight), such as "0/edges" or "1". It names all tensors below it. Training
+            refuses names that no tensor has had so far. If all tensors of a batch stay whole, its step runs once, on one
+            device. Tensors also stay whole, with a warning, if the types of a dataset say that every batch has other numbers of
+            rows of them than of most tensors.
         pack_copies: whether the tensors that devices send each other travel in few large messages. GPUs need microseconds for
             each message, whatever its size. None packs tensors between GPUs only: logical CPUs share their memory.
 
@@ -122,9 +125,7 @@ class DataParallelModel(ModelWrapper):
         self._joint_calls = calls_of(self._workers)
         self._predicts_shard = False
         self._loops: list[str] = []
-        self._feed = InputStrategy(
-            self._devices, self._is_eager, self._prepare, self._workers.collectives, _chosen_whole(whole)
-        )
+        self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
         packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
         self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype, packs, self._variables_made)
         self._remember(
@@ -317,18 +318,18 @@ class DataParallelModel(ModelWrapper):
     ) -> Any:
         """Runs one training step on one global batch; see `keras.Model.train_on_batch`."""
         with self._workers.reporting_lost_workers():
-            batch = self._host_batch(x, y, sample_weight)
+            batch = self._host_batch(x, y, sample_weight, method="fit")
             return super().train_on_batch(*batch, class_weight=class_weight, return_dict=return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """Runs one evaluation step on one global batch; see `keras.Model.test_on_batch`."""
         with self._workers.reporting_lost_workers():
-            return super().test_on_batch(*self._host_batch(x, y, sample_weight), return_dict=return_dict)
+            return super().test_on_batch(*self._host_batch(x, y, sample_weight, method="evaluate"), return_dict=return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs for one global batch; see `keras.Model.predict_on_batch`."""
         with self._workers.reporting_lost_workers():
-            return super().predict_on_batch(*self._host_batch(x))
+            return super().predict_on_batch(*self._host_batch(x, method="predict"))
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Saves the inner model, on the chief alone; see `keras.Model.save`."""
@@ -562,13 +563,14 @@ class DataParallelModel(ModelWrapper):
                     arguments[name] = with_empty_batches(arguments[name], self._workers, self.steps_per_execution)
         before, self._feed.takes_shards = self._feed.takes_shards, sharded
         cut_before, self._feed.cuts_in_step = self._feed.cuts_in_step, method == "predict"
+        had_names, self._feed.has_all_names = self._feed.has_all_names, self._has_all_names(method)
         self._loops.append(method)
         try:
             with self._workers.reporting_lost_workers():
                 yield arguments
         finally:
             self._loops.pop()
-            self._feed.takes_shards = before
+            self._feed.takes_shards, self._feed.has_all_names = before, had_names
             self._feed.cuts_in_step = cut_before
         if self._feed.different_batches is not None:
             self._feed.different_batches.report()
@@ -592,10 +594,21 @@ class DataParallelModel(ModelWrapper):
             self._predicts_shard = wanted
             self.predict_function = None
 
-    def _host_batch(self, *batch: Any) -> tuple[Any, ...]:
+    def _has_all_names(self, method: str) -> bool:
+        """Returns whether the data of a method have all tensors that `whole` names.
+
+        The data of training have them. A step of the user's own may evaluate other data.
+        """
+        return method == "fit" or (method == "evaluate" and not has_own_step(self.inner_model))
+
+    def _host_batch(self, *batch: Any, method: str) -> tuple[Any, ...]:
         """Returns a batch of arrays as tensors on the host, where it is cut into slices."""
         refuse_strategy()
-        return self._on_host(batch)
+        before, self._feed.has_all_names = self._feed.has_all_names, self._has_all_names(method)
+        try:
+            return self._on_host(batch)
+        finally:
+            self._feed.has_all_names = before
 
     def _on_host(self, batch: Any) -> Any:
         self._follow_inner_model()
@@ -686,12 +699,6 @@ class DataParallelModel(ModelWrapper):
         keras_models.forget_traces(self)
         for method in self._loops:
             getattr(self, f"make_{_STEPS[method]}_function")()
-
-
-def _chosen_whole(names: Sequence[str]) -> WholeTensors:
-    if isinstance(names, str) or not all(isinstance(name, str) and name.strip("/") for name in names):
-        raise ValueError(f'`whole` lists names of tensors of a batch, such as whole=["edges"]. Received: whole={names!r}')
-    return WholeTensors(tuple(names))
 
 
 def _given(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

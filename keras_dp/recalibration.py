@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_dp.batch_normalization.modes import Moments, batch_norm_mode
 from keras_dp.batch_normalization.synchronized import batch_norms, is_synchronized
 from keras_dp.batches.input_strategy import InputStrategy, empty_prediction_refused
-from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.batches.whole_tensors import WholeTensors, chosen_whole
 from keras_dp.devices.available import tower_devices
 from keras_dp.keras_internals import keras_batch_norms, keras_models
 from keras_dp.model import DataParallelModel
@@ -22,7 +22,12 @@ from keras_dp.wrapping.wrapper import refuse_strategy
 
 
 def recalibrate_batch_norm(
-    model: keras.Model, data: Any, steps: int | None = None, batch_size: int | None = None, verbose: Any = "auto"
+    model: keras.Model,
+    data: Any,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    whole: Sequence[str] | None = None,
 ) -> None:
     """Sets the moving statistics of a model's batch normalizations to the exact moments of their inputs over data.
 
@@ -50,14 +55,19 @@ def recalibrate_batch_norm(
         steps: the number of batches to take; None for all of them.
         batch_size: the number of rows in a batch, for arrays; 32 if None.
         verbose: "auto", 0, 1 or 2: the progress bar, as in `predict`.
+        whole: names of tensors of a batch that are not cut into slices, as for `DataParallelModel`. None for those of the
+            model, if it is a `DataParallelModel`; else for none.
 
     Raises:
-        ValueError: if no layer takes moments, a recurrent layer is stateful, or there are no data.
+        ValueError: if no layer takes moments, a recurrent layer is stateful, there are no data, or no tensor of a batch has a
+            name in `whole`.
     """
     refuse_strategy()
+    has_all_names, named = whole is not None, chosen_whole(() if whole is None else whole)
     if isinstance(model, DataParallelModel):
         # "first" normalizes as "local" does: they differ only in the moments that update the statistics.
         mode = "sync" if model.tower_steps.batch_norm == "sync" else "local"
+        named = named if has_all_names else model.tower_steps.inputs.named
         model, devices = model.inner_model, model.devices
     elif isinstance(model, keras.Model):
         mode, devices = "sync", tower_devices(None)
@@ -67,7 +77,8 @@ def recalibrate_batch_norm(
     if isinstance(data, tuple):
         data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions(), current_workers().reporting_lost_workers():
-        calls_by_layer = _MomentsModel(model, devices, mode).predict(data, batch_size, verbose, steps)
+        moments_model = _MomentsModel(model, devices, mode, named, has_all_names)
+        calls_by_layer = moments_model.predict(data, batch_size, verbose, steps)
     layers = {layer: calls for layer, calls in zip(batch_norms(model), calls_by_layer, strict=True) if calls}
     if not layers:
         raise ValueError(
@@ -94,13 +105,14 @@ def _refuse_stateful(model: keras.Model) -> None:
 class _MomentsModel(keras.Model):
     """Predicts, in place of outputs, the moments that a model's batch normalizations take of each global batch."""
 
-    def __init__(self, model: keras.Model, devices: Sequence[str], batch_norm: str):
+    def __init__(self, model: keras.Model, devices: Sequence[str], batch_norm: str, whole: WholeTensors, has_all_names: bool):
         super().__init__()
         self.model = model
         self.devices = list(devices)
         self.batch_norm = batch_norm
         self.collectives = current_workers().collectives
-        self.feed = InputStrategy(self.devices, lambda: False, self.prepare, self.collectives)
+        self.feed = InputStrategy(self.devices, lambda: False, self.prepare, self.collectives, whole)
+        self.feed.has_all_names = has_all_names
         # XLA would compile the step of several devices for one of them.
         self.jit_compile = False
 
@@ -115,7 +127,7 @@ class _MomentsModel(keras.Model):
 
     def predict_step(self, slices: Any) -> list[list[Moments]]:
         """Returns the moments of one batch for each call of each batch normalization, with an axis for the batches."""
-        step = on_slices(self.moments_of, slices, WholeTensors(), self.devices, self.collectives)
+        step = on_slices(self.moments_of, slices, slices[0].whole, self.devices, self.collectives)
         moments, _ = step.run(self.devices[0])
         return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dp.batches.other_rows import FoundWhole, refuse_other_rows
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
-from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, refuse_other_rows, whole_batch
-from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, whole_batch
+from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
 from keras_dp.error_notes import add_note
 from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
 from keras_dp.partition.tensorflow_internals import outside_of_traces
@@ -57,12 +58,16 @@ class InputStrategy:
         is_eager: a function that returns whether steps run eagerly; batches then stay whole.
         prepare: a function that is called before a step is traced.
         collectives: the collectives of the workers; each worker cuts its own part of every batch.
-        whole: the tensors of a batch that are not cut.
+        whole: the tensors of a batch that the user does not want to be cut.
 
     Attributes:
+        named: the tensors of a batch that the user does not want to be cut.
+        whole: the tensors of the current data that are not cut: those that are named, and those of which the data's types say
+            that they have other rows.
         takes_shards: whether the next datasets hold only this worker's own batches.
         cuts_in_step: whether steps cut the batches of the next datasets. TensorFlow traces such a step by the type of the whole
             batch, as it does for one device.
+        has_all_names: whether the next data have all tensors that are named, as those of training do.
         different_batches: the count of batches that differ between workers; None for a single worker.
         prefetches: whether each tower's next slice may be sent to its device while the towers work on the last one. It is true
             if all devices are GPUs, since CPUs share the host's memory. A batch stays on the host if it may not be read ahead,
@@ -82,13 +87,16 @@ class InputStrategy:
         self.is_eager = is_eager
         self.prepare = prepare
         self.collectives = collectives or OneWorker()
-        self.whole = whole or WholeTensors()
+        self.named = self.whole = whole or WholeTensors()
         self.takes_shards = False
         self.cuts_in_step = False
+        self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.seconds_waited: tf.Variable | None = None
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
+        self._names = WholeNames(self.named.names)
+        self._found = FoundWhole()
         self._default_strategy = tf.distribute.get_strategy()
 
     def __getattr__(self, name: str) -> Any:
@@ -103,6 +111,20 @@ class InputStrategy:
     def num_towers(self) -> int:
         """N, the number of slices into which a worker cuts its part of a batch."""
         return len(self.devices)
+
+    def see(self, batch: Any, finds_whole: bool = False) -> None:
+        """Learns from a batch of tensors, or of their types, which tensors of the current data are not cut.
+
+        Args:
+            batch: the batch.
+            finds_whole: whether tensors with other rows stay whole although they are not named. Only types can be trusted to
+                say the same of all batches.
+
+        Raises:
+            ValueError: if the data are for training, and lack a tensor that is named.
+        """
+        self._names.see(batch, self.has_all_names)
+        self.whole = self._found.add_to(self.named, batch) if finds_whole else self.named
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
         """Returns this worker's N slices of a global batch."""
@@ -132,14 +154,15 @@ class InputStrategy:
             )
         if self.is_eager():
             return dataset
-        shapes = [spec.shape for spec in self.whole.cut_leaves(dataset.element_spec).values()]
+        shapes = [spec.shape for spec in self.named.cut_leaves(dataset.element_spec).values()]
         self._shapes = [shape for shape in shapes if shape.rank is not None]
         are_shards = self.takes_shards and self.collectives.count > 1
-        if are_shards and self.whole.names:
+        if are_shards and self.named.names:
             raise ValueError(
                 "With sharded=True each worker reads its own data, but tensors that are not cut must be the same for all. "
-                f"Leave sharded out and give all workers the same data. Received: whole={list(self.whole.names)}"
+                f"Leave sharded out and give all workers the same data. Received: whole={list(self.named.names)}"
             )
+        self.see(dataset.element_spec, finds_whole=not are_shards)
         refuse_other_rows(dataset.element_spec, self.whole)
         self.prepare()
         if self.cuts_in_step and not are_shards:
@@ -179,13 +202,17 @@ class InputStrategy:
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
                 self.seconds_waited.assign_add(tf.timestamp() - begin)
         if not self.is_eager():
+            if _is_cut(batch):
+                self.whole = batch[0].whole
+            elif not self.cuts_in_step:
+                self.whole = self.named
             # The model may have changed since its data were distributed: a callback may have compiled it again.
             with outside_of_traces():
                 self.prepare()
             with tf.device(HOST):
                 batch = batch if _is_cut(batch) else self.cut(batch)
         elif _is_cut(batch):
-            batch = whole_batch([part.data for part in batch], batch, self.whole)
+            batch = whole_batch([part.data for part in batch], batch, batch[0].whole)
         if _is_cut(batch):
             with tf.device(HOST):
                 batch = self._joined(batch)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_dp.batches.other_rows import refuse_other_rows, refuse_other_rows_at_run_time
 from keras_dp.batches.whole_tensors import WholeTensors
 
 Tensor = Any
@@ -45,6 +46,8 @@ class Slice(NamedTuple):
             all batches have as many.
         source: how several workers read the global batch, a `SameBatch` or a `Shard`. It is empty after the workers have
             compared or joined their batches in the step, and for a single worker.
+        whole_paths: the paths of the tensors that were not cut although they have an axis, as the keys of a dictionary without
+            values. A dataset and a function keep them so, as a part of a batch's structure.
     """
 
     data: Any
@@ -52,6 +55,12 @@ class Slice(NamedTuple):
     rows: Tensor
     batch: Tensor
     source: SameBatch | Shard | tuple[()] = ()
+    whole_paths: dict[str, tuple[()]] | tuple[()] = ()
+
+    @property
+    def whole(self) -> WholeTensors:
+        """The tensors that were not cut."""
+        return WholeTensors(paths=tuple(self.whole_paths))
 
     @property
     def batch_rows(self) -> Tensor:
@@ -74,16 +83,19 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
         batch: nested tensors (dense, ragged or sparse) with B rows each; None and `tf.experimental.Optional` pass through.
         num_slices: N.
         wanted: the indices of the slices to make; None for all.
-        whole: the tensors that are not cut: every slice holds them whole.
+        whole: the tensors that are not cut: every slice holds them whole. If they are all tensors, the batch counts as one
+            row, which the last slice has.
 
     Raises:
-        ValueError: if there is no tensor to cut, or the numbers of rows are known to differ.
+        ValueError: if there is no tensor with rows, or the numbers of rows are known to differ.
         tf.errors.InvalidArgumentError: if the numbers of rows differ when the batch is cut, or are 0.
     """
     batch = keras.tree.map_structure(as_tensor, batch)
-    counted = count_rows(batch, whole=whole)
+    whole_paths: dict[str, tuple[()]] = {path: () for path, leaf in whole.whole_leaves(batch).items() if tf.is_tensor(leaf)}
+    is_all_whole = bool(whole_paths) and not whole.cut_leaves(batch)
+    counted = tf.constant(1) if is_all_whole else count_rows(batch, whole=whole)
     # With a number, TensorFlow knows how many rows each slice has.
-    known = known_rows(batch, whole)
+    known = 1 if is_all_whole else known_rows(batch, whole)
     batch_rows = counted if known is None else known
     with tf.control_dependencies([counted]):
         whole_rows = without_entries(batch_rows)
@@ -97,48 +109,37 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
             return leaf if stays else slice_rows(leaf, begin, last)
 
         data = keras.tree.map_structure(rows_of, batch, is_whole)
-        slices.append(Slice(data, tf.convert_to_tensor(begin), tf.convert_to_tensor(end - begin), whole_rows))
+        numbers = tf.convert_to_tensor(begin), tf.convert_to_tensor(end - begin)
+        slices.append(Slice(data, *numbers, whole_rows, whole_paths=whole_paths))
     return tuple(slices)
+
+
+def rows_of_checked(batch: Any, whole: WholeTensors) -> Tensor:
+    """Returns B for a batch that was checked when it was cut, as an int32 scalar."""
+    cut_leaves = [leaf for leaf in whole.cut_leaves(batch).values() if tf.is_tensor(leaf)]
+    if not cut_leaves:
+        raise ValueError(
+            "The rows of a batch are those of the tensors that are cut, and all tensors of this batch stay whole. Leave out "
+            f'accumulate="rows", which counts rows. Received: batch={batch}'
+        )
+    return _rows(cut_leaves[0])
 
 
 def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) -> Tensor:
     """Returns B, the number of rows of all tensors that are cut, as an int32 scalar. Checks that they have the same number."""
-    leaves = [leaf for leaf in whole.cut_leaves(batch).values() if tf.is_tensor(leaf)]
-    if not leaves:
+    rows = {path: _rows(leaf) for path, leaf in whole.cut_leaves(batch).items() if tf.is_tensor(leaf)}
+    if not rows:
         raise ValueError(
             "A batch needs at least one tensor to cut into slices, by its first axis. If these are single rows, make batches "
             f"of them: dataset.batch(32). Received: batch={batch}"
         )
     refuse_other_rows(batch, whole)
-    rows = [_rows(leaf) for leaf in leaves]
-    agree = [
-        tf.debugging.assert_equal(
-            other, rows[0], message=f"{_SAME_ROWS} Received the tensors {', '.join(whole.cut_leaves(batch))}."
-        )
-        for other in rows[1:]
-    ]
+    first = next(iter(rows.values()))
+    checks = [refuse_other_rows_at_run_time(rows, batch, whole)]
     if at_least:
-        agree.append(tf.debugging.assert_positive(rows[0], message="A batch must have at least one row."))
-    with tf.control_dependencies([check for check in agree if check is not None]):
-        return tf.identity(rows[0])
-
-
-_SAME_ROWS = (
-    "All tensors of a batch must have the same number of rows (the first axis). Name tensors that must not be cut in "
-    "DataParallelModel(..., whole=[...])."
-)
-
-
-def refuse_other_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> None:
-    """Raises a ValueError if the tensors of a batch, or their types, are known to have different numbers of rows."""
-    by_path = {path: leaf.shape for path, leaf in whole.cut_leaves(batch).items() if leaf.shape.rank is not None}
-    shapes = by_path.values()
-    named = [f"{shape} ({path})" if path else str(shape) for path, shape in by_path.items()]
-    received = f"Received tensors of shapes {', '.join(named)}."
-    if all(shape[:1].is_fully_defined() for shape in shapes):
-        received += " If these are single rows, make batches of them: dataset.batch(32)."
-    if len({shape[0] for shape in shapes} - {None}) > 1:
-        raise ValueError(f"{_SAME_ROWS} {received}")
+        checks.append(tf.debugging.assert_positive(first, message="A batch must have at least one row."))
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(first)
 
 
 def slice_rows(leaf: Any, begin: Tensor | int, end: Tensor | int) -> Any:
@@ -231,7 +232,16 @@ def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTenso
 
 
 def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
-    """Returns the rows of consecutive slices from nested tensors with the rows of the global batch."""
+    """Returns the rows of consecutive slices from nested tensors with the rows of the global batch.
+
+    Raises:
+        ValueError: if no tensor of the batch was cut, so that no rows belong to a slice.
+    """
+    if not slices[0].whole.cut_leaves(slices[0].data):
+        raise ValueError(
+            'rows="shard" returns the predictions for a worker\'s own rows, but all tensors of the batch stay whole. Leave it '
+            f"out: each worker then has all predictions. Received: whole={list(slices[0].whole.paths)}"
+        )
     begin = slices[0].begin
     end = begin + tf.add_n([part.rows for part in slices])
 

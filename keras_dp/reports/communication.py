@@ -143,7 +143,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
     if not isinstance(batch, tuple):
         batch = (batch,)
     steps = parallel.tower_steps
-    batch = steps.on_host(batch)
+    batch = steps.on_host(batch, finds_whole=True)
     with tf.device("CPU:0"):
         slices = steps.inputs.cut(batch)
     make_variables(parallel, slices)
@@ -170,7 +170,12 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
         with tf.name_scope("inputs"):
             rows = [(tf.constant(part.begin.numpy()), tf.constant(part.rows.numpy())) for part in slices]
             batch = without_entries(int(slices[0].batch.shape[0]))
-        return step(tuple(Slice(part, begin, own, batch) for part, (begin, own) in zip(data, rows, strict=True)))
+        return step(
+            tuple(
+                part._replace(data=own, begin=begin, rows=count, batch=batch)
+                for part, own, (begin, count) in zip(slices, data, rows, strict=True)
+            )
+        )
 
     function = tf.function(on_slices, autograph=False)
     data = [part.data for part in slices]

@@ -9,7 +9,7 @@ import keras
 from keras_dp import choices
 from keras_dp.batch_normalization.modes import batch_norm_mode
 from keras_dp.batch_normalization.synchronized import batch_norms, is_synchronized
-from keras_dp.batches.slicing import count_rows
+from keras_dp.batches.slicing import rows_of_checked
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.keras_internals.replacing import replaced
@@ -48,7 +48,7 @@ def plain_step(
             if batch_norm != "sync":
                 stack.enter_context(batch_norm_mode(batch_norm, synchronized))
             if optimizer is not None and (accumulates_rows or is_spread):
-                rows = count_rows(data, whole=whole) if accumulates_rows else None
+                rows = rows_of_checked(data, whole) if accumulates_rows else None
                 stack.enter_context(optimizer.in_step(rows))
             stack.enter_context(sending_gradients_as(gradient_dtype, optimizers))
             return run(data)

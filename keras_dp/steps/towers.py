@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batches.input_strategy import HOST, InputStrategy
-from keras_dp.batches.slicing import Slice, as_tensor, cut, refuse_other_rows
+from keras_dp.batches.other_rows import refuse_other_rows
+from keras_dp.batches.slicing import Slice, as_tensor, cut
+from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
 from keras_dp.optimizer import DataParallelOptimizer
@@ -91,8 +93,8 @@ class TowerSteps:
             slices: the slices.
             collectives: as in `on_slices`.
         """
-        step, inputs = self.plain(name), self.inputs
-        return on_slices(step, slices, inputs.whole, inputs.devices, collectives, self.variables_made)
+        whole = slices[0].whole
+        return on_slices(self.plain(name, whole), slices, whole, self.inputs.devices, collectives, self.variables_made)
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -116,21 +118,32 @@ class TowerSteps:
         traced = self.trace(name, slices)
         return traced.compare(self.home, tolerance)
 
-    def plain(self, name: choices.Step) -> Callable[[Any], Any]:
-        """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`."""
-        optimizer = self.optimizer if name == "train" else None
-        return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, self.inputs.whole)
+    def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
+        """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.
 
-    def on_host(self, batch: Any) -> Any:
-        """Returns an eager batch as tensors on the host."""
+        Args:
+            name: the step's name.
+            whole: the tensors of the batch that are not cut.
+        """
+        optimizer = self.optimizer if name == "train" else None
+        return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, whole)
+
+    def on_host(self, batch: Any, finds_whole: bool = False) -> Any:
+        """Returns an eager batch as tensors on the host.
+
+        Args:
+            batch: the batch.
+            finds_whole: whether it stands for the batches of a dataset, whose types may say what stays whole.
+        """
         with tf.device(HOST):
             batch = keras.tree.map_structure(as_tensor, batch)
+        self.inputs.see(batch, finds_whole)
         refuse_other_rows(batch, self.inputs.whole)
         self.inputs.prepare()
         return batch
 
     def slices_of(self, batch: Any) -> Sequence[Slice]:
         """Returns the N slices of an eager batch."""
-        batch = self.on_host(batch)
+        batch = self.on_host(batch, finds_whole=True)
         with tf.device(HOST):
             return cut(batch, self.inputs.num_towers, whole=self.inputs.whole)

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dp.batches.slicing import Shard, Slice, own_spec, row_spec
+from keras_dp.batches.slicing import Shard, Slice, row_spec
 from keras_dp.steps.towers import TowerSteps
 
 
@@ -34,8 +34,7 @@ class PredictFunction:
             return self._function(batches)
 
     def _trace_for_any_rows(self, batches: Any) -> None:
-        stays = keras.tree.pack_sequence_as(batches, self._steps.inputs.whole.of(batches))
-        types = keras.tree.map_structure(lambda leaf, is_whole: own_spec(leaf) if is_whole else row_spec(leaf), batches, stays)
+        types = keras.tree.map_structure(row_spec, batches)
         if repr(types) not in self._traced:
             self._traced.add(repr(types))
             self._function.get_concrete_function(types)

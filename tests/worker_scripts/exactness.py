@@ -552,6 +552,34 @@ def whole_and_ragged_tensors(towers):
 
 
 @case
+def several_numbers_of_rows(towers):
+    """Trains on tensors of which the dataset's types state other rows, and predicts from tensors that all stay whole."""
+
+    class Lookup(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.scale = keras.layers.Dense(2)
+
+        def call(self, inputs):
+            of_table = self.scale(inputs["table"])
+            return of_table if "x" not in inputs else self.scale(inputs["x"]) + keras.ops.mean(of_table, axis=0)
+
+    def batch(i):
+        return {"x": numbers(7, 3, seed=i), "table": numbers(5, 3, seed=i + 10)}, numbers(7, 2, seed=i + 20)
+
+    data = tf.data.Dataset.from_tensors(batch(0)).concatenate(tf.data.Dataset.from_tensors(batch(1)))
+    tables = data.map(lambda x, y: {"table": x["table"]})
+
+    def script(model):
+        model.compile("adam", "mse")
+        history = model.fit(data, epochs=2, verbose=0).history
+        return [history, model.evaluate(data, verbose=0), model.predict(data, verbose=0), model.predict(tables, verbose=0)]
+
+    for wrapper_arguments in ({"whole": ["table"]}, {}):
+        assert_same_script(Lookup, script, towers, wrapper_arguments)
+
+
+@case
 def metrics_and_masks_with_dropout(towers):
     """Trains with dropout, which draws one device's numbers, and with AUC, masks and sample weights."""
 

@@ -1,0 +1,182 @@
+"""Find the tensors of a batch that have other rows than those that are cut, and name them for the user."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.batches.whole_tensors import WholeTensors, has_name, leaves_of
+
+Tensor = Any
+
+SAME_ROWS = (
+    "All tensors of a batch must have the same number of rows (the first axis), except those that are not cut into slices."
+)
+_ONE_SCORE = 2**40  # more than any number of rows
+
+logger = logging.getLogger("keras_dp")
+
+
+class FoundWhole:
+    """Finds tensors that stay whole although the user does not name them: the types of the data say that they have other rows.
+
+    The types must say so for all batches, so all numbers of rows must be known. Among single rows that were not made a batch,
+    numbers differ as well. So if there are targets, two tensors at least must have the same number.
+
+    The result of a step is the same whichever tensors are cut. Tensors that stayed whole in earlier data stay whole again. So
+    training, evaluation and prediction cut the same tensors.
+    """
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+
+    def add_to(self, named: WholeTensors, batch: Any) -> WholeTensors:
+        """Returns the tensors of a batch of tensors or types that stay whole: those that are named, and those that are found.
+
+        Logs once what is found.
+        """
+        rows = known_rows_of(batch, named)
+        known = [path for path in rows if path in self._paths]
+        to_cut = {number for path, number in rows.items() if path not in known}
+        if to_cut and (len(to_cut) == 1 or None in to_cut):
+            return WholeTensors(named.names, tuple(known))
+        if len(set(rows.values())) < 2 or None in rows.values():
+            return named
+        if _has_targets(batch) and len(set(rows.values())) == len(rows):
+            return named
+        others = other_than_cut(rows)
+        self._paths.update(others)
+        (kept,) = {number for path, number in rows.items() if path not in others}
+        logger.warning(
+            "The tensors of a batch have different numbers of rows: %s. Those with %s rows are cut into slices. The others "
+            "stay whole: what is computed from them alone is computed once, on one device. The result is the same. To choose "
+            "which tensors stay whole, name them: DataParallelModel(..., whole=%s).",
+            listed_rows(rows),
+            kept,
+            _quoted(names_of(others, batch, named)),
+        )
+        return WholeTensors(named.names, tuple(others))
+
+
+def known_rows_of(batch: Any, whole: WholeTensors) -> dict[str, int | None]:
+    """Returns the numbers of rows of the tensors or types that are cut, by their paths; None for unknown numbers."""
+    shapes = {path: tf.TensorShape(leaf.shape) for path, leaf in whole.cut_leaves(batch).items()}
+    return {path: None if shape.rank is None else shape[0] for path, shape in shapes.items()}
+
+
+def other_than_cut(rows: Mapping[str, int | None]) -> list[str]:
+    """Returns the paths of the tensors that do not have the number of rows of the tensors to cut.
+
+    The tensors to cut have a number that inputs and targets have in common, if there is one. Of several numbers, it is that of
+    most tensors, then the largest.
+
+    Args:
+        rows: the numbers of rows by paths. A tensor whose number is unknown is cut.
+    """
+    inputs, targets = ({rows[path] for path in rows if has_name(path, part)} for part in ("0", "1"))
+
+    def score(number: int | None) -> tuple[bool, int, int]:
+        return number in inputs & targets, list(rows.values()).count(number), -1 if number is None else number
+
+    to_cut = max(rows.values(), key=score)
+    return [path for path, number in rows.items() if number not in (None, to_cut)]
+
+
+def refuse_other_rows(batch: Any, whole: WholeTensors) -> None:
+    """Raises a ValueError if the tensors of a batch, or their types, are known to have different numbers of rows."""
+    rows = known_rows_of(batch, whole)
+    if len(set(rows.values()) - {None}) < 2:
+        return
+    shapes = [f"{leaf.shape} ({path})" for path, leaf in whole.cut_leaves(batch).items() if leaf.shape.rank is not None]
+    received = f"Received tensors of shapes {', '.join(shapes)}."
+    if None not in rows.values():
+        received += " If these are single rows, make batches of them: dataset.batch(32)."
+    names = names_of(other_than_cut(rows), batch, whole)
+    on_purpose = f"If the numbers differ on purpose, use DataParallelModel(..., whole={_quoted(names)})."
+    raise ValueError(f"{SAME_ROWS} {on_purpose} {received}")
+
+
+def refuse_other_rows_at_run_time(rows: Mapping[str, Tensor], batch: Any, whole: WholeTensors) -> Any:
+    """Makes an operation that fails if numbers of rows differ, and says which tensors to name; None if it cannot fail.
+
+    Args:
+        rows: the numbers of rows, int32 scalars, by the paths of the tensors.
+        batch: the batch.
+        whole: the tensors of the batch that stay whole.
+    """
+    known = [tf.get_static_value(number) for number in rows.values()]
+    if len(rows) < 2 or (known[0] is not None and all(number is not None and number == known[0] for number in known)):
+        return None
+    numbers = tf.stack(list(rows.values()))
+
+    def refuse() -> Any:
+        return tf.group(tf.raw_ops.Assert(condition=False, data=[_refusal(list(rows), numbers, batch, whole)]))
+
+    return tf.cond(tf.reduce_all(numbers == numbers[0]), lambda: tf.group(), refuse)
+
+
+def _refusal(paths: Sequence[str], numbers: Tensor, batch: Any, whole: WholeTensors) -> Tensor:
+    """Returns the message for tensors whose numbers of rows are not known before the step; chooses as `other_than_cut` does."""
+    same = numbers[:, tf.newaxis] == numbers
+    in_inputs, in_targets = (tf.constant([has_name(path, part) for path in paths]) for part in ("0", "1"))
+    is_common = tf.reduce_any(same & in_inputs, axis=1) & tf.reduce_any(same & in_targets, axis=1)
+    counts = tf.math.count_nonzero(same, axis=1) + len(paths) * tf.cast(is_common, tf.int64)
+    to_cut = numbers[tf.argmax(counts * _ONE_SCORE + tf.cast(numbers, tf.int64))]
+    differs = dict(zip(paths, tf.unstack(numbers != to_cut), strict=True))
+    parts = _parts(paths)
+    are_other = {part: tf.reduce_all([differs[path] for path in inside]) for part, inside in parts.items()}
+    named = [are_other[part] & ~tf.reduce_any([False, *(are_other[outer] for outer in _around(part, parts))]) for part in parts]
+    # An assertion shows quotation marks with backslashes, so there are none.
+    names = tf.boolean_mask([_shortest_name(inside, part, batch, whole) for part, inside in parts.items()], tf.stack(named))
+    received = [tf.strings.join([tf.strings.as_string(numbers[i]), f" ({path})"]) for i, path in enumerate(paths)]
+    on_purpose = f"{SAME_ROWS} If the numbers differ on purpose, name in DataParallelModel(..., whole=[...]): "
+    lists = [tf.strings.reduce_join(strings, separator=", ") for strings in (names, received)]
+    return tf.strings.join([on_purpose, lists[0], ". Received numbers of rows: ", lists[1], "."])
+
+
+def names_of(paths: Collection[str], batch: Any, whole: WholeTensors) -> list[str]:
+    """Returns the shortest names of some of the tensors that are cut: one for a whole part of the batch where possible."""
+    parts = {part: inside for part, inside in _parts(list(whole.cut_leaves(batch))).items() if inside <= set(paths)}
+    return [_shortest_name(inside, part, batch, whole) for part, inside in parts.items() if not _around(part, parts)]
+
+
+def listed_rows(rows: Mapping[str, int | None]) -> str:
+    """Lists numbers of rows with the paths of the tensors that have them."""
+    numbers = dict.fromkeys(rows.values())
+    return " and ".join(f"{number} ({', '.join(path for path in rows if rows[path] == number)})" for number in numbers)
+
+
+def _parts(paths: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Returns the parts of a batch, tensors and nested structures, by their paths, with the paths of the tensors inside.
+
+    Of structures that contain the same tensors, the innermost stands for all.
+    """
+    beginnings = dict.fromkeys("/".join(path.split("/")[:length]) for path in paths for length in range(1, path.count("/") + 2))
+    by_content = {frozenset(path for path in paths if has_name(path, part)): part for part in sorted(beginnings, key=len)}
+    inside = {part: content for content, part in by_content.items()}
+    return {part: inside[part] for part in beginnings if part in inside}
+
+
+def _around(part: str, parts: Mapping[str, frozenset[str]]) -> list[str]:
+    """Returns the parts that contain a part and more."""
+    return [outer for outer, inside in parts.items() if inside > parts[part]]
+
+
+def _shortest_name(inside: Collection[str], part: str, batch: Any, whole: WholeTensors) -> str:
+    """Returns a key that names the tensors of a part and no others that are cut; else the part's path."""
+    keys = part.split("/")
+    cut = whole.cut_leaves(batch)
+    for start in reversed(range(len(keys))):
+        name = "/".join(keys[start:])
+        if not keys[start].isdecimal() and {path for path in cut if has_name(path, name)} == set(inside):
+            return name
+    return part
+
+
+def _has_targets(batch: Any) -> bool:
+    return any(has_name(path, "1") and leaf is not None for path, leaf in leaves_of(batch))
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return "[{}]".format(", ".join(f'"{name}"' for name in names))

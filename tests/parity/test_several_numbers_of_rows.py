@@ -1,0 +1,415 @@
+"""Batches whose tensors have several numbers of rows give one device's result, whichever of them are cut."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, assert_same_script, twins
+from keras import layers, ops
+
+import keras_dp
+from keras_dp.batches.other_rows import FoundWhole, other_than_cut
+from keras_dp.batches.slicing import cut, own_rows
+from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
+
+# Keras warns so whenever the length of a dataset is unknown.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your input ran out of data"),
+    pytest.mark.filterwarnings("ignore:`shuffle=True` was passed"),
+]
+
+rng = np.random.default_rng(0)
+
+
+def dataset(seed, rows, *types):
+    """Returns four batches of `rows` rows, with random tensors of the given shapes, or of integers below a number."""
+    rng = np.random.default_rng(seed)
+    arrays = [
+        rng.integers(0, below, size=(4, rows, *shape)) if below else rng.normal(size=(4, rows, *shape))
+        for shape, below in types
+    ]
+    return tf.data.Dataset.from_tensor_slices(tuple(arrays) if len(arrays) > 1 else arrays[0])
+
+
+def as_generator(data):
+    """Returns a generator of a dataset's batches: Keras does not know their numbers of rows."""
+    return (batch for batch in data.as_numpy_iterator())
+
+
+NUMBERS = ((4,), 0)
+CLASSES = ((), 3)
+
+
+def labelled_and_unlabelled(labelled=6, unlabelled=10):
+    return tf.data.Dataset.zip(dataset(1, labelled, NUMBERS, CLASSES), dataset(2, unlabelled, NUMBERS))
+
+
+class SemiSupervised(keras.Model):
+    """Learns from labelled rows, and from the most likely classes of unlabelled rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.classify = keras.Sequential(
+            [layers.Dense(8, activation="tanh"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
+        )
+
+    def call(self, x, training=None):
+        return self.classify(x, training=training)
+
+    def train_step(self, data):
+        (x, y), unlabelled = data[:2]
+        with tf.GradientTape() as tape:
+            likely = ops.stop_gradient(ops.argmax(self(unlabelled, training=False), axis=-1))
+            of_labelled = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
+            of_others = keras.losses.sparse_categorical_crossentropy(likely, self(unlabelled, training=True), from_logits=True)
+            loss = ops.mean(of_labelled) + 0.5 * ops.mean(of_others)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "labelled": ops.mean(of_labelled)}
+
+
+def build_semi_supervised():
+    model = SemiSupervised()
+    model(np.zeros((1, 4)))
+    return model
+
+
+@pytest.mark.parametrize("towers", [3, 1, 2, 4])
+def test_what_has_other_rows_stays_whole_without_a_name(towers):
+    """The types of the dataset say that labelled and unlabelled rows differ. Evaluation and prediction see other batches."""
+
+    def script(model):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss)
+        labelled = dataset(3, 6, NUMBERS, CLASSES)
+        history = model.fit(labelled_and_unlabelled(), epochs=2, shuffle=False, verbose=0, validation_data=labelled).history
+        # Rows that are equal for once, and the other way round.
+        more = [model.fit(labelled_and_unlabelled(*rows), verbose=0).history for rows in ((6, 6), (10, 6), (2, 1))]
+        return [history, more, model.evaluate(labelled, verbose=0), model.predict(labelled, verbose=0)]
+
+    assert_same_script(build_semi_supervised, script, towers)
+
+
+def test_a_warning_says_once_what_stays_whole(caplog):
+    parallel = keras_dp.DataParallelModel(build_semi_supervised(), devices=2)
+    parallel.compile("sgd")
+    for _ in range(2):
+        parallel.fit(labelled_and_unlabelled(), verbose=0)
+    (said,) = [record.getMessage() for record in caplog.records if "numbers of rows" in record.getMessage()]
+    assert "6 (0/0, 0/1) and 10 (1). Those with 6 rows are cut" in said
+    assert 'DataParallelModel(..., whole=["1"])' in said
+    # explain() and check_step() take a batch of this dataset as it is.
+    batch = next(iter(labelled_and_unlabelled()))
+    assert "batch of 6 rows" in str(parallel.explain(batch))
+    assert keras_dp.check_step(parallel, batch).is_exact
+
+
+class Graphs(keras.Model):
+    """Passes messages along edges between nodes, with a loss for each node."""
+
+    def __init__(self):
+        super().__init__()
+        self.message, self.update = layers.Dense(6, activation="relu"), layers.Dense(2)
+
+    def call(self, graph):
+        nodes, edges = graph["nodes"], graph["edges"]
+        messages = self.message(ops.concatenate([tf.gather(nodes, edges[:, 0]), tf.gather(nodes, edges[:, 1])], axis=-1))
+        received = tf.math.unsorted_segment_sum(messages, edges[:, 1], tf.shape(nodes)[0])
+        return self.update(ops.concatenate([nodes, received], axis=-1))
+
+
+def build_graphs():
+    model = Graphs()
+    model({"nodes": np.zeros((1, 4)), "edges": np.zeros((1, 2), int)})
+    return model
+
+
+def graphs(targets=True):
+    nodes, edges = dataset(1, 7, NUMBERS, ((2,), 0)), dataset(2, 9, ((2,), 7))
+    return tf.data.Dataset.zip(nodes, edges).map(
+        lambda node, edges: ({"nodes": node[0], "edges": edges}, *([node[1]] if targets else []))
+    )
+
+
+@pytest.mark.parametrize("towers", [3, 1, 2, 4])
+def test_predictions_cut_what_training_cuts(towers):
+    """Without targets, the types alone do not tell rows from what they look up."""
+
+    def script(model):
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        history = model.fit(graphs(), epochs=2, shuffle=False, verbose=0).history
+        return [
+            history,
+            model.evaluate(graphs(), verbose=0),
+            model.predict(graphs(), verbose=0),
+            model.predict(graphs(targets=False), verbose=0),
+            model.predict(graphs(targets=False).map(lambda graph: graph), verbose=0),
+        ]
+
+    _, parallel = assert_same_script(build_graphs, script, towers)
+    assert parallel.tower_steps.inputs.whole.paths == ("0/edges",)
+
+
+def test_predictions_before_training():
+    one, inner = twins(build_graphs)
+    parallel = keras_dp.DataParallelModel(inner, devices=3)
+    for targets in (False, True):
+        assert_same(one.predict(graphs(targets), verbose=0), parallel.predict(graphs(targets), verbose=0), 1e-9)
+
+
+def test_traces_of_one_dataset_are_not_used_for_another():
+    """The same tensor has rows in one dataset, and other rows in the next, of types that a function generalizes."""
+
+    class Lookup(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, inputs):
+            return self.dense(inputs["rows"]) + ops.mean(inputs["table"])
+
+    def build():
+        model = Lookup()
+        model({"rows": np.zeros((1, 4)), "table": np.zeros((1, 4))})
+        return model
+
+    def data(rows, table):
+        zipped = tf.data.Dataset.zip(dataset(1, rows, NUMBERS, ((2,), 0)), dataset(2, table, NUMBERS))
+        return zipped.map(lambda row, table: ({"rows": row[0], "table": table}, row[1]))
+
+    def script(model):
+        model.compile("sgd", "mse")
+        sizes = ((8, 5), (8, 4), (8, 7), (8, 8), (4, 4), (8, 5), (4, 2))
+        return [
+            (
+                model.fit(data(*size), verbose=0).history,
+                model.evaluate(data(*size), verbose=0),
+                model.predict(data(*size), verbose=0),
+            )
+            for size in sizes
+        ]
+
+    assert_same_script(build, script, 2)
+
+
+def test_what_is_cut():
+    """Rows that inputs and targets share are cut; else those of most tensors; else the most rows."""
+    assert other_than_cut({"0/nodes": 8, "0/edges": 13, "0/weights": 13, "1": 8}) == ["0/edges", "0/weights"]
+    assert other_than_cut({"0/0": 6, "0/1": 6, "1": 10}) == ["1"]
+    assert other_than_cut({"0/0": 6, "0/1": 6, "1/0": 10, "1/1": 10}) == ["0/0", "0/1"]
+    assert other_than_cut({"0/rows": None, "0/table": 5, "0/names": 7, "1": None}) == ["0/table", "0/names"]
+
+
+def test_what_the_types_do_not_say_is_not_found():
+    def found(*shapes):
+        return FoundWhole().add_to(WholeTensors(), tuple(map(tf.TensorSpec, shapes))).paths
+
+    assert found([6, 4], [5, 4], [6]) == ("1",)
+    # These may be single rows, and these have any numbers of rows.
+    assert found([4], [3]) == found([None, 4], [5, 4]) == found([None, 4], [5, 4], [6, 4]) == ()
+
+
+class Sums(keras.Sequential):
+    """Sums all tensors of a batch, of any structure."""
+
+    def train_step(self, data):
+        return {"sum": tf.add_n([tf.reduce_sum(leaf) for leaf in keras.tree.flatten(data) if leaf is not None])}
+
+
+NAMES = {
+    "labelled and unlabelled": (((6, 6), 10), ["1"]),
+    "two labelled": (((6, 6), (10, 10)), ["0"]),
+    "graphs": (({"nodes": 7, "edges": 9}, 7), ["edges"]),
+    "a structure": (({"nodes": 7, "edges": {"from": 9, "to": 9}}, 7), ["edges"]),
+    "a part of a structure": (({"nodes": 7, "edges": {"from": 9, "to": 7}}, 7), ["from"]),
+    "the same key twice": (({"a": {"x": 7}, "b": {"x": 9}}, 7), ["b/x"]),
+    "two others": (((7, 5, 9), 7), ["0/1", "0/2"]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_name_what_must_stay_whole(name):
+    """The names are the same whether the numbers of rows are known before the batch or with it; and they are enough."""
+    structure, names = NAMES[name]
+    batch = keras.tree.map_structure(np.ones, structure)
+
+    def train(whole, method):
+        parallel = keras_dp.DataParallelModel(Sums([keras.Input((4,)), layers.Dense(2)]), devices=2, whole=whole)
+        parallel.compile("sgd")
+        if method == "fit":
+            return parallel.fit((batch for _ in range(3)), verbose=0).history["sum"][0]
+        return parallel.train_on_batch(*batch, return_dict=True)["sum"]
+
+    with pytest.raises(ValueError, match="same number of rows") as error:
+        train([], "train_on_batch")
+    quoted = ", ".join(f'"{name}"' for name in names)
+    assert f"DataParallelModel(..., whole=[{quoted}])" in str(error.value)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        train([], "fit")
+    assert f"in DataParallelModel(..., whole=[...]): {', '.join(names)}. Received numbers of rows: " in str(error.value)
+    rows = sum(keras.tree.flatten(structure))
+    assert train(names, "train_on_batch") == train(names, "fit") == rows
+
+
+@pytest.mark.parametrize("towers", [3, 1, 2, 4])
+def test_the_names_of_the_error_make_generators_exact(towers):
+    def script(model):
+        model.compile(keras.optimizers.Adam(0.01))
+        data = labelled_and_unlabelled()
+        steps = [model.train_on_batch(*batch, return_dict=True) for batch in as_generator(data)]
+        return [model.fit(as_generator(data), epochs=1, verbose=0).history, steps]
+
+    assert_same_script(build_semi_supervised, script, towers, {"whole": ["1"]})
+
+
+def test_the_error_of_a_batch_that_arrives_says_its_sizes():
+    parallel = keras_dp.DataParallelModel(build_graphs(), devices=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match=r"whole=\[...\]\): edges. Received numbers of rows: 9 \(0/edges\), 7 \(0/nodes\), 7 \(1\)\.",
+    ):
+        parallel.fit(as_generator(graphs()), verbose=0)
+
+
+class Whole(keras.Model):
+    """Has inputs that all stay whole."""
+
+    def __init__(self, own_loss=False):
+        super().__init__()
+        self.norm, self.dense = layers.BatchNormalization(), layers.Dense(2)
+        self.dropout, self.own_loss = layers.Dropout(0.3), own_loss
+
+    def call(self, inputs, training=None):
+        outputs = self.dense(self.dropout(self.norm(inputs["x"], training=training), training=training))
+        if self.own_loss:
+            self.add_loss(ops.mean(outputs**2))
+        return outputs
+
+
+@pytest.mark.parametrize("towers", [3, 1, 2, 4])
+def test_nothing_is_cut(towers):
+    """Evaluates, predicts and trains with batches all of whose tensors stay whole: once, on one device."""
+    x = rng.normal(size=(11, 4))
+
+    def build():
+        model = Whole(own_loss=True)
+        model({"x": x})
+        return model
+
+    def script(model):
+        model.compile(keras.optimizers.Adam(0.01))
+        batches = tf.data.Dataset.from_tensor_slices({"x": x}).batch(4)
+        return [
+            model.fit({"x": x}, batch_size=4, epochs=2, shuffle=False, verbose=0).history,
+            model.fit(batches, verbose=0).history,
+            model.fit((({"x": x[i : i + 4]},) for i in (0, 4)), verbose=0).history,
+            model.evaluate({"x": x}, batch_size=4, verbose=0),
+            model.evaluate(batches, verbose=0),
+            model.predict({"x": x}, batch_size=4, verbose=0),
+            model.predict(batches, verbose=0),
+            [model.train_on_batch({"x": x[:rows]}) for rows in (5, 4, 1)],
+            [model.test_on_batch({"x": x[:rows]}) for rows in (5, 4, 1)],
+            [model.predict_on_batch({"x": x[:rows]}) for rows in (5, 4, 1)],
+        ]
+
+    _, parallel = assert_same_script(build, script, towers, {"whole": ["x"]})
+    assert keras_dp.check_step(parallel, ({"x": x},)).is_exact
+    assert "0 operations on each tower" in str(parallel.explain(({"x": x},)))
+
+
+def test_predictions_of_a_model_whose_training_has_rows():
+    x, y = rng.normal(size=(8, 4)), rng.normal(size=(8, 2))
+
+    def build():
+        model = Whole()
+        model({"x": x})
+        return model
+
+    def script(model):
+        model.compile("sgd", "mse")
+        history = model.fit({"x": x}, y, batch_size=4, shuffle=False, verbose=0).history
+        return [history, model.evaluate({"x": x}, y, verbose=0), model.predict({"x": x}, batch_size=3, verbose=0)]
+
+    assert_same_script(build, script, 3, {"whole": ["0/x"]})
+
+
+def test_rows_of_a_worker_are_those_of_tensors_that_are_cut():
+    slices = cut(({"x": np.ones((8, 4))},), 2, whole=WholeTensors(("x",)))
+    with pytest.raises(ValueError, match=r'rows="shard".*all tensors of the batch stay whole.*0/x'):
+        own_rows(tf.ones((8, 2)), slices[:1])
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch", "test_on_batch"])
+def test_refuses_misspelled_names(method):
+    parallel = keras_dp.DataParallelModel(build_graphs(), devices=2, whole=["edgs"])
+    parallel.compile("sgd", "mse")
+    x, y = next(iter(graphs()))
+    arguments = (graphs(),) if method in ("fit", "evaluate") else (x, y)
+    with pytest.raises(
+        ValueError,
+        match=r"names 'edgs', but the batch has no such.*mean 'edges'\?.*'0/edges', '0/nodes', '1'.*Received: whole=\['edgs'\]",
+    ):
+        getattr(parallel, method)(*arguments)
+
+
+def test_names_that_a_method_need_not_have():
+    """Predictions have no targets, and a step of the user's own may evaluate other data than it learns from."""
+    parallel = keras_dp.DataParallelModel(build_semi_supervised(), devices=2, whole=["1/unlabelled"])
+    parallel.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    labelled = dataset(3, 6, NUMBERS, CLASSES)
+    parallel.predict(labelled, verbose=0)
+    parallel.evaluate(labelled, verbose=0)
+    with pytest.raises(ValueError, match="names '1/unlabelled', but"):
+        parallel.fit(labelled, verbose=0)
+
+
+def test_names_that_a_batch_had_once_may_be_missing_later():
+    names = WholeNames(["edges", "1/more"])
+    names.see({"edges": tf.zeros(2)}, has_all=False)
+    names.see((tf.zeros(2), {"more": tf.zeros(2)}), has_all=True)
+    names.see((tf.zeros(2), tf.zeros(2)), has_all=True)
+
+
+def test_recalibration_keeps_what_is_whole():
+    class Normalized(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization()
+
+        def call(self, inputs, training=None):
+            return self.norm(inputs["rows"], training=training) + ops.mean(inputs["table"])
+
+    def build():
+        model = Normalized()
+        model({"rows": np.zeros((1, 4)), "table": np.zeros((1, 4))})
+        return model
+
+    x = rng.normal(size=(12, 4))
+    rows = tf.data.Dataset.from_tensor_slices(x).batch(5)
+    data = rows.map(lambda rows: {"rows": rows, "table": tf.ones((3, 4), tf.float64)})
+    by_model, by_argument = twins(build)
+    keras_dp.recalibrate_batch_norm(keras_dp.DataParallelModel(by_model, devices=3, whole=["table"]), data, verbose=0)
+    keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["table"])
+    for model in (by_model, by_argument):
+        np.testing.assert_allclose(model.norm.moving_mean, x.mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(model.norm.moving_variance, x.var(axis=0), rtol=1e-12)
+    with pytest.raises(ValueError, match="Did you mean 'table'"):
+        keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["tabel"])
+    # All tensors may stay whole.
+    keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["table", "rows"])
+    np.testing.assert_allclose(by_argument.norm.moving_mean, x.mean(axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_slices_that_are_sent_to_devices_ahead(steps_per_execution):
+    """Slices are sent as to GPUs; here the devices are logical CPUs other than the host's."""
+    one, inner = twins(build_graphs)
+    parallel = keras_dp.DataParallelModel(inner, devices=["CPU:1", "CPU:2", "CPU:3"])
+    parallel._feed.prefetches = True
+    results = []
+    for model in (one, parallel):
+        model.compile("adam", "mse", steps_per_execution=steps_per_execution)
+        history = model.fit(graphs(), epochs=2, shuffle=False, verbose=0).history
+        results.append((history, model.evaluate(graphs(), verbose=0), model.predict(graphs(), verbose=0)))
+    assert_same(*results, 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
