@@ -61,7 +61,9 @@ def assert_same_run(build, script, towers=3, expected=None, **wrapper_arguments)
     """
     expected = plain_run(build, script) if expected is None else expected
     received = run(build, script, lambda model: keras_dp.DataParallelModel(model, devices=towers, **wrapper_arguments))
-    assert names(expected) == names(received)
+    said, heard = leaves(names(expected)), leaves(names(received))
+    different = {path: (said.get(path), heard.get(path)) for path in said | heard if said.get(path) != heard.get(path)}
+    assert not different, f"texts, names, shapes or structures differ: {dict(list(different.items())[:4])}"
     assert_same(numbers(expected), numbers(received), TOLERANCE[keras.config.floatx()])
     return expected
 
@@ -87,15 +89,18 @@ def names(result):
         return {key: names(value) for key, value in result.items()}
     if isinstance(result, list | tuple):
         return [names(value) for value in result]
-    return result if isinstance(result, str) or result is None else np.shape(result)
+    return result if isinstance(result, str | None) else str(np.shape(result))
 
 
-def numbers(result, path=""):
+def numbers(result):
     """Returns the numbers of a nested result by their paths."""
+    return {path: np.asarray(leaf) for path, leaf in leaves(result).items() if not isinstance(leaf, str | None)}
+
+
+def leaves(result, path=""):
+    """Returns the leaves of a nested result by their paths."""
     if isinstance(result, dict):
-        result = result.items()
-    elif isinstance(result, list | tuple):
-        result = enumerate(result)
-    else:
-        return {} if isinstance(result, str) or result is None else {path: np.asarray(result)}
-    return {key: number for name, value in result for key, number in numbers(value, f"{path}/{name}").items()}
+        return {key: leaf for name, value in result.items() for key, leaf in leaves(value, f"{path}/{name}").items()}
+    if isinstance(result, list | tuple):
+        return {key: leaf for i, value in enumerate(result) for key, leaf in leaves(value, f"{path}/{i}").items()}
+    return {path: result}
