@@ -1,0 +1,588 @@
+"""What plain Keras makes and draws while it traces a step, towers make and draw: the same, as often, and nothing else.
+
+A script reports the paths and shapes of all variables, how often Python ran a function, and the next numbers of all generators.
+"""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from fresh_runs import assert_same_run, described, next_draws
+from keras import layers, ops, optimizers
+
+# Keras says so of layers that only a loss calls.
+pytestmark = pytest.mark.filterwarnings(r"ignore:`build\(\)` was called on layer:UserWarning")
+
+CASES = {}
+CALLS = []
+
+
+def case(function):
+    """Registers a function that returns (build, script)."""
+    CASES[function.__name__] = function
+    return function
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+# Two batches of 8 rows, or three with a last one of 5.
+X, Y = normal(21, 3, seed=1), normal(21, 2, seed=2)
+
+
+def mlp():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
+
+
+def unbuilt():
+    return keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(2)])
+
+
+def with_layer(layer):
+    return keras.Sequential([layers.Dense(4, "tanh"), layer, layers.Dense(2)])
+
+
+def fit(model, rows=16, **arguments):
+    return model.fit(X[:rows], Y[:rows], **{"batch_size": 8, "shuffle": False, "verbose": 0, **arguments}).history
+
+
+def state(model):
+    """Returns the variables of a model and of its optimizer, or None where it has none."""
+    inner = getattr(model, "inner_model", model)
+    return [described(inner.variables), described(inner.optimizer.variables) if inner.optimizer else None]
+
+
+def compiled(model, loss="mse", metrics=None, optimizer=None, **arguments):
+    model.compile(optimizer or optimizers.Adam(0.01), loss=loss, metrics=metrics, **arguments)
+    return model
+
+
+def fits(loss="mse", metrics=None, extra=lambda: None):
+    """Returns a script that fits with static and with other batches, and evaluates; `extra` returns what to report besides."""
+
+    def script(model):
+        compiled(model, loss() if isinstance(loss, type) else loss, metrics and metrics())
+        results = [fit(model, epochs=2), state(model), fit(model, 21), state(model)]
+        return [*results, model.evaluate(X, Y, batch_size=8, verbose=0), state(model), extra(), next_draws()]
+
+    return script
+
+
+# Losses and metrics that make state when they are first called.
+
+
+@case
+def a_variable_that_a_loss_makes():
+    class Lazy(keras.losses.Loss):
+        scale = None
+
+        def call(self, y, p):
+            if self.scale is None:
+                self.scale = keras.Variable(np.ones(2), trainable=False, name="scale")
+            self.scale.assign(0.9 * self.scale + 0.1 * ops.mean(ops.abs(y - p), 0))
+            return ops.sum((y - p) ** 2 / self.scale, -1)
+
+    return unbuilt, fits(Lazy)
+
+
+@case
+def a_tensorflow_variable_that_a_loss_makes():
+    made = []
+
+    def loss(y, p):
+        if not made:
+            made.append(tf.Variable(1.0, dtype="float64", trainable=False))
+        made[0].assign_add(tf.reduce_mean(p))
+        return tf.reduce_mean((y - p) ** 2) * made[0]
+
+    def script(model):
+        made.clear()
+        return [fits(loss)(model), made[0].numpy()]
+
+    return mlp, script
+
+
+@case
+def a_generator_that_a_loss_makes():
+    class Noisy(keras.losses.Loss):
+        seed = None
+
+        def call(self, y, p):
+            if self.seed is None:
+                self.seed = keras.random.SeedGenerator(5)
+            return ops.mean((y - p + 0.1 * keras.random.normal(ops.shape(p), seed=self.seed)) ** 2, -1)
+
+    return mlp, fits(Noisy)
+
+
+@case
+def a_metric_that_a_loss_makes():
+    class Counting(keras.losses.Loss):
+        mean = None
+
+        def call(self, y, p):
+            if self.mean is None:
+                self.mean = keras.metrics.Mean(name="inside")
+            self.mean.update_state(ops.abs(y - p))
+            return ops.mean((y - p) ** 2, -1) / (1.0 + self.mean.result())
+
+    return mlp, fits(Counting)
+
+
+@case
+def a_layer_that_a_loss_makes():
+    class Projected(keras.losses.Loss):
+        layer = None
+
+        def call(self, y, p):
+            if self.layer is None:
+                self.layer = layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(seed=1))
+            return ops.mean((self.layer(y) - self.layer(p)) ** 2, -1)
+
+    return mlp, fits(Projected)
+
+
+@case
+def a_variable_that_a_metric_makes():
+    class Lazy(keras.metrics.Metric):
+        largest = None
+
+        def update_state(self, y, p, sample_weight=None):
+            if self.largest is None:
+                self.largest = self.add_variable((p.shape[-1],), initializer="zeros", name="largest")
+            self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y - p), 0)))
+
+        def result(self):
+            return ops.mean(self.largest)
+
+    return mlp, fits(metrics=lambda: [Lazy()])
+
+
+@case
+def metrics_that_are_built_by_their_first_batch():
+    return unbuilt, fits(metrics=lambda: ["mae", keras.metrics.R2Score(), keras.metrics.AUC(num_thresholds=5)])
+
+
+@case
+def a_tracker_that_a_step_makes():
+    class Tracking(keras.Sequential):
+        tracker = None
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            if self.tracker is None:
+                self.tracker = {"mean": tf.Variable(0.0, dtype="float64", trainable=False)}
+            self.tracker["mean"].assign(0.5 * self.tracker["mean"] + tf.reduce_mean(data[0]))
+            return {**logs, "tracked": self.tracker["mean"] + 0.0}
+
+    return lambda: Tracking([keras.Input((3,)), layers.Dense(2)]), fits()
+
+
+# Layers that only a loss or a step calls.
+
+
+class Recommender(keras.Model):
+    """Compares the tower of a query, which `call` calls, with the tower of a candidate, which only the loss calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(3)])
+        self.candidate = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(3)])
+
+    def call(self, x):
+        return self.query(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((y_pred - self.candidate(y)) ** 2) + 0.1 * ops.mean(y_pred @ ops.transpose(self.candidate(y)))
+
+
+@case
+def a_candidate_tower_of_a_loss():
+    return Recommender, fits(None)
+
+
+@case
+def a_candidate_tower_of_a_step():
+    class Model(Recommender):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - self.candidate(y, training=True)) ** 2)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return {"loss": loss}
+
+    def script(model):
+        compiled(model, None)
+        return [fit(model), state(model), model.predict(X, batch_size=8, verbose=0), state(model)]
+
+    return Model, script
+
+
+@case
+def a_candidate_tower_that_predict_does_not_call():
+    def script(model):
+        compiled(model, None)
+        predicted = model.predict(X, batch_size=8, verbose=0)
+        return [predicted, state(model), fit(model), state(model)]
+
+    return Recommender, script
+
+
+# What evaluations and predictions make.
+
+CALLED_FIRST = {
+    "evaluate": lambda model: model.evaluate(X, Y, batch_size=8, verbose=0),
+    "evaluate_even_batches": lambda model: model.evaluate(X[:16], Y[:16], batch_size=8, verbose=0),
+    "predict": lambda model: model.predict(X, batch_size=8, verbose=0),
+    "test_on_batch": lambda model: model.test_on_batch(X[:8], Y[:8]),
+    "predict_on_batch": lambda model: model.predict_on_batch(X[:8]),
+    "train_on_batch": lambda model: model.train_on_batch(X[:8], Y[:8]),
+}
+BUILDS = {"built": mlp, "unbuilt": unbuilt}
+
+
+@pytest.mark.parametrize("built", BUILDS)
+@pytest.mark.parametrize("first", CALLED_FIRST)
+def test_a_call_before_fit_makes_what_plain_keras_makes(first, built):
+    """An evaluation makes no slots of the optimizer; a prediction makes no state of the loss and its metrics."""
+
+    def script(model):
+        compiled(model, metrics=["mae"], optimizer=optimizers.Adam(0.01, use_ema=True))
+        results = [state(model), CALLED_FIRST[first](model), state(model), next_draws()]
+        return [*results, fit(model), state(model), next_draws()]
+
+    assert_same_run(BUILDS[built], script)
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_predict_makes_no_optimizer(compiled_first):
+    def script(model):
+        if compiled_first:
+            compiled(model)
+        return [model.predict(X, batch_size=8, verbose=0), state(model) if compiled_first else described(model.variables)]
+
+    assert_same_run(unbuilt, script)
+
+
+# What Python and NumPy draw while a step is traced, and how often a function runs.
+
+
+class Counted(layers.Layer):
+    def call(self, x):
+        CALLS.append(tuple(x.shape))
+        return x
+
+
+def counts(build, loss="mse", metrics=None):
+    """Counts calls of Python after each of several calls of a model."""
+
+    def script(model):
+        CALLS.clear()
+        compiled(model, loss, metrics and metrics())
+        seen, results = [], []
+        for call in (
+            lambda: fit(model, epochs=2),
+            lambda: fit(model),
+            lambda: model.evaluate(X[:16], Y[:16], batch_size=8, verbose=0),
+            lambda: model.predict(X[:16], batch_size=8, verbose=0),
+            lambda: fit(model, 21),
+            lambda: model.train_on_batch(X[:8], Y[:8]),
+        ):
+            results.append(call())
+            seen.append(len(CALLS))
+        return [results, seen, str(CALLS), next_draws()]
+
+    return build, script
+
+
+@case
+def calls_of_a_layer():
+    return counts(lambda: with_layer(Counted()))
+
+
+@case
+def calls_of_a_layer_of_a_built_model():
+    return counts(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4), Counted(), layers.Dense(2)]))
+
+
+@case
+def calls_of_a_layer_of_a_functional_model():
+    def build():
+        inputs = keras.Input((3,))
+        return keras.Model(inputs, layers.Dense(2)(Counted()(layers.Dense(4)(inputs))))
+
+    return counts(build)
+
+
+@case
+def calls_of_a_subclass():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm = layers.Dense(2), layers.BatchNormalization()
+
+        def call(self, x, training=False):
+            CALLS.append((training, *x.shape))
+            return self.norm(self.a(x), training=training)
+
+    return counts(Model)
+
+
+@case
+def calls_of_losses_and_metrics():
+    def counted(name):
+        def function(y, p):
+            CALLS.append((name, *p.shape))
+            return ops.mean((y - p) ** 2, -1)
+
+        function.__name__ = name
+        return function
+
+    return counts(mlp, counted("loss"), lambda: [counted("metric")])
+
+
+@case
+def calls_of_a_model_that_makes_nothing():
+    """Plain Keras traces a step once if the first trace makes no variable: SGD without momentum, a built model."""
+
+    def script(model):
+        CALLS.clear()
+        compiled(model, optimizer=optimizers.SGD(0.05))
+        model.optimizer.build(getattr(model, "inner_model", model).trainable_variables)
+        return [fit(model), str(CALLS), fit(model), str(CALLS)]
+
+    return lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2), Counted()]), script
+
+
+class Drawn(layers.Layer):
+    """Draws a number of Python and numbers of NumPy while it is traced."""
+
+    def call(self, x):
+        return x * random.uniform(0.5, 1.5) + np.random.normal(size=4)
+
+
+@case
+def numbers_that_a_layer_draws_while_traced():
+    return counts(lambda: with_layer(Drawn()))
+
+
+@case
+def numbers_that_a_layer_of_a_built_model_draws_while_traced():
+    return counts(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4), Drawn(), layers.Dense(2)]))
+
+
+@case
+def numbers_that_a_loss_draws_while_traced():
+    return counts(mlp, lambda y, p: ops.mean((y - p) ** 2) * random.choice([1.0, 2.0, 3.0]) * (1 + np.random.rand()))
+
+
+@case
+def a_permutation_that_a_step_draws_while_traced():
+    class Shuffling(keras.Sequential):
+        def train_step(self, data):
+            order = np.random.permutation(3)
+            return super().train_step((tf.gather(data[0], order, axis=1), *data[1:]))
+
+    return counts(lambda: Shuffling([layers.Dense(4, "tanh"), layers.Dense(2)]))
+
+
+@case
+def a_generator_of_the_users_own():
+    """Draws from a generator whose state keras_dp cannot set back."""
+    own = []
+
+    class Own(layers.Layer):
+        def call(self, x):
+            return x * own[0].uniform(0.5, 1.5)
+
+    build, script = counts(lambda: with_layer(Own()))
+
+    def begin():
+        own[:] = [np.random.default_rng(2)]
+        return build()
+
+    return begin, lambda model: [script(model), own[0].uniform()]
+
+
+# Keras's global generator.
+
+
+@case
+def weights_made_after_training():
+    def script(model):
+        results = [fit(compiled(model, metrics=["mae"]), epochs=2), model.predict(X, batch_size=8, verbose=0)]
+        second = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Dropout(0.5), layers.Dense(1)])
+        noise = keras.random.normal((2,)), tf.random.normal((2,)), np.random.normal(size=2), random.random()
+        third = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        return [*results, second.get_weights(), noise, third.get_weights(), next_draws()]
+
+    return unbuilt, script
+
+
+@case
+def draws_of_the_global_generator_in_a_layer():
+    class Noise(layers.Layer):
+        def call(self, x, training=False):
+            return x + keras.random.normal(ops.shape(x)) if training else x
+
+    return lambda: with_layer(Noise()), fits()
+
+
+@case
+def draws_of_the_global_generator_in_a_loss():
+    return mlp, fits(lambda y, p: ops.mean((y - p + 0.1 * keras.random.uniform(ops.shape(p))) ** 2, -1))
+
+
+@case
+def weights_that_start_from_the_global_generator():
+    """Makes weights from draws of Keras's global generator, in the first trace."""
+
+    class FromDraws(layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(shape[-1], 4), initializer=lambda shape, dtype: keras.random.normal(shape))
+
+        def call(self, x):
+            return x @ self.kernel
+
+    return lambda: with_layer(FromDraws()), fits()
+
+
+# Builds that know the rows.
+
+
+@case
+def a_build_that_refuses_unknown_sizes():
+    class Sized(layers.Layer):
+        def build(self, shape):
+            if None in shape:
+                raise ValueError(f"all sizes must be known: {shape}")
+            self.shift = self.add_weight(shape=shape[1:], initializer="ones", name="shift")
+
+        def call(self, x):
+            return x * self.shift
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.sized, self.a = Sized(), layers.Dense(2)
+
+        def build(self, shape):
+            self.sized.build(shape)
+            self.a.build(shape)
+
+        def call(self, x):
+            return self.a(self.sized(x))
+
+    def script(model):
+        compiled(model)
+        return [fit(model), state(model), model.predict(X[:16], batch_size=8, verbose=0), state(model)]
+
+    return Model, script
+
+
+@case
+def a_build_that_makes_a_weight_for_each_row():
+    class Model(keras.Model):
+        def build(self, shape):
+            self.rows = self.add_weight(shape=(shape[0], 1), initializer="ones", name="rows")
+            self.a = layers.Dense(2)
+            self.a.build(shape)
+
+        def call(self, x):
+            return self.a(x) * self.rows
+
+    def script(model):
+        compiled(model)
+        return [fit(model), state(model), model.evaluate(X[:16], Y[:16], batch_size=8, verbose=0), state(model)]
+
+    return Model, script
+
+
+@case
+def a_build_that_remembers_its_shape():
+    class Remembering(layers.Layer):
+        def build(self, shape):
+            CALLS.append(shape)
+            self.shift = self.add_weight(shape=shape[-1:], initializer="ones", name="shift")
+
+        def call(self, x):
+            return x * self.shift
+
+    def script(model):
+        CALLS.clear()
+        return [fit(compiled(model)), state(model), str(CALLS), fit(model, 21), str(CALLS)]
+
+    return lambda: with_layer(Remembering()), script
+
+
+# Several calls.
+
+
+@case
+def a_sequential_without_an_input():
+    def script(model):
+        compiled(model)
+        results = [fit(model, 21), state(model), model.evaluate(X, Y, batch_size=8, verbose=0), next_draws()]
+        return [*results, str(getattr(model, "inner_model", model).input_shape)]
+
+    return unbuilt, script
+
+
+@case
+def another_compilation_between_two_fits():
+    def script(model):
+        results = [fit(compiled(model, metrics=["mae"])), state(model)]
+        compiled(model, "mae", optimizer=optimizers.SGD(0.05, 0.9))
+        results += [state(model), model.evaluate(X, Y, batch_size=8, verbose=0), state(model)]
+        return [*results, fit(model), state(model), next_draws()]
+
+    return unbuilt, script
+
+
+@case
+def a_compilation_by_a_callback():
+    class Recompile(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                compiled(self.model, "mae", optimizer=optimizers.SGD(0.05, 0.9))
+                self.model.make_train_function()
+
+    def script(model):
+        compiled(model)
+        return [fit(model, epochs=3, callbacks=[Recompile()]), state(model), next_draws()]
+
+    return unbuilt, script
+
+
+@case
+def an_explanation_before_the_first_step():
+    def script(model):
+        compiled(model, metrics=["mae"])
+        if hasattr(model, "explain"):
+            model.explain((X[:8], Y[:8]))
+        return [fit(model, epochs=2), state(model), model.predict(X, batch_size=8, verbose=0)]
+
+    return unbuilt, script
+
+
+@case
+def an_explanation_of_a_model_with_noise():
+    """Explains a step without using up the numbers that the step draws."""
+
+    def script(model):
+        compiled(model, metrics=["mae"])
+        if hasattr(model, "explain"):
+            for step in ("train", "test", "predict"):
+                model.explain((X[:8], Y[:8]), step)
+        return [fit(model, epochs=2), state(model)]
+
+    return lambda: with_layer(layers.Dropout(0.5)), script
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_is_made_as_on_one_device(name):
+    assert_same_run(*CASES[name]())
