@@ -136,7 +136,10 @@ class RowSources:
                 if user not in seen and not others:
                     seen.add(user)
                     waiting.append(user)
-        return ()
+        # Labels or noise for several batches one after the other come before what they meet.
+        size = sizes[0] if sizes else None
+        each, rest = divmod(size, node.batch_rows) if isinstance(size, int) and node.batch_rows else (0, 0)
+        return (1,) * each if rest == 0 and each <= _MOST_SEGMENTS else ()
 
     def _is_as_long(self, output: Output, sizes: Sequence[Any] | None) -> bool:
         """Returns whether the first axis of a tensor has a given size."""
