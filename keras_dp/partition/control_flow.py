@@ -35,7 +35,7 @@ def plan(node: Node, propagation: Any) -> Plan | None:
 def why_gathered(node: Node, propagation: Any) -> str:
     """Returns the reason why a loop, branch or call is computed once."""
     result = _plan(node, propagation)
-    return "its result is needed at home" if isinstance(result, Plan) else result
+    return "no tower has its own version of a shape that it takes" if isinstance(result, Plan) else result
 
 
 def _plan(node: Node, propagation: Any) -> Plan | str:
