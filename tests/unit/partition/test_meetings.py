@@ -150,7 +150,48 @@ def test_selected_entries_of_segments():
     assert types_of(agree(with_gradients(loss), IMAGES, images)) == {"Where", "GatherV2"}
 
 
-# Counts of rows.
+# Functions that are called for tensors of several sizes.
+
+
+def branching(x):
+    return tf.cond(kernel[0, 0, 0, 0] > 99.0, lambda: flat(tf.tanh(x)), lambda: flat(x))
+
+
+def looping(x):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, tf.tanh(y)), [0, flat(x)])[1]
+
+
+def listing(x):
+    parts = tf.TensorArray(F64, 2, element_shape=[None, 2])
+    parts = tf.while_loop(lambda i, _: i < 2, lambda i, parts: (i + 1, parts.write(i, flat(x))), [0, parts])[1]
+    return tf.transpose(parts.stack(), [1, 0, 2])
+
+
+def striding(x):
+    """Makes a size that is named in the function."""
+    return flat(tf.nn.conv1d(x, kernel[0], 2, "SAME"))
+
+
+@pytest.mark.parametrize("function", [flat, striding, branching, looping, listing])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_sizes_of_a_function_differ_from_call_to_call(function, jit_compile):
+    def step(x):
+        called = tf.function(function, autograph=False, jit_compile=jit_compile)
+        short, long = called(x), called(tf.concat([x, x], 1))
+        return tf.concat([short, long], 0), tf.reduce_mean(tf.sort(tf.concat([long, short, long], 0), 0))
+
+    agree(step, TOKENS, tokens)
+
+
+def test_counts_of_rows_that_a_function_returns():
+    """The number of a tower's rows, as a number, is that of all rows."""
+    called = tf.function(lambda x: (tf.shape(x)[0], tf.shape(x), tf.tanh(x)), jit_compile=True)
+
+    def step(x):
+        rows, shape, y = called(x)
+        return tf.reduce_sum(y) / tf.cast(rows, F64), shape
+
+    assert types_of(agree(step, TOKENS, tokens)) == set()
 
 
 def test_counts_of_rows_that_a_loop_returns():
