@@ -21,7 +21,7 @@ from keras_dp.partition.instances import Feeds, Instances
 from keras_dp.partition.late_writes import hold_back_writes
 from keras_dp.partition.node import Node
 from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
-from keras_dp.partition.propagation import CannotGatherError, Propagation
+from keras_dp.partition.propagation import Propagation
 from keras_dp.partition.row_counts import RowCounts
 from keras_dp.partition.tensorflow_internals import HOST, is_stateful
 from keras_dp.partition.writing import GraphWriter
@@ -73,8 +73,8 @@ class Builder:
         construction = Construction(
             self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, across
         )
-        self.exchanges = Exchanges(construction)
         self._constants = Constants(self.graph, propagation)
+        self.exchanges = Exchanges(construction, self._constants)
         self.forms = Forms(construction, self.exchanges, self._constants)
         self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
 
@@ -104,7 +104,8 @@ class Builder:
             The names, in the partitioned graph, of the outputs of the whole batch, and of the effects.
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
-        needed = self._needed([(self._kind(output, REPLICATE), output[0]) for output in wanted] + self._kinds_after(effects))
+        taken = [instance for output in wanted for instance in self._makers(output, REPLICATE)]
+        needed = self._needed(taken + self._kinds_after(effects))
         self.exchanges.early = self._early(needed)
         makers: dict[_Kind, Callable[[Any], Any]] = {
             _Kind.SHAPES: self._make_local_shapes,
@@ -166,8 +167,17 @@ class Builder:
         return list(zip(outputs, needs, strict=True))
 
     def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
-        sources = [(self._kind(output, need), output[0]) for output, need in self._inputs(kind, name)]
+        sources = [instance for output, need in self._inputs(kind, name) for instance in self._makers(output, need)]
         return sources + self._kinds_after(self.propagation.awaited[name])
+
+    def _makers(self, output: Output, need: Need) -> list[tuple[_Kind, str]]:
+        """Returns the instances from which a form of a tensor is made, with those of tensors that are measured for it."""
+        facts, kinds = self.propagation.facts, [(self._kind(output, need), output[0])]
+        if need != facts[output].placement or self._is_at_home(output[0]):
+            for placement in (facts[output].placement, need):
+                measured = self.propagation.measures.of(placement)
+                kinds += [(self._kind(known, facts[known].placement), known[0]) for known in measured]
+        return kinds
 
     def _kinds_after(self, names: Iterable[str]) -> list[tuple[_Kind, str]]:
         """Returns the instances that a node waits for, if it waits for some traced nodes."""
@@ -285,26 +295,17 @@ class Builder:
 
     def _whole_shape(self, output: Output, dtype: tf.DType) -> str:
         static, placement = self.propagation.static(output), self.propagation.facts[output].placement
-        if isinstance(placement, Replicate) or self._is_there(output):
+        is_given = static.rank is None and output[0] in self.feeds.whole
+        if isinstance(placement, Replicate) or self._is_there(output) or is_given:
             return self.graph.add("Shape", [self.forms.whole(output)], self.graph.home, "shape", T=static.dtype, out_type=dtype)
         last = len(self.devices) - 1
         part, device = self._instances.part(output, last), self.devices[last]
         shape = self.graph.add("Shape", [part], device, "shape", T=static.dtype, out_type=dtype)
         if not isinstance(placement, Shard):
             return shape
-        rank = static.rank
-        if rank is None:
-            raise CannotGatherError(output[0])
         # Along the axis of the rows, the number of entries is a multiple of the number of rows.
-        along = np.eye(rank, dtype=int)[placement.axis]
-        local = self.graph.cast(self.feeds.rows[last], tf.int32, dtype)
-        total = self.graph.cast(self.feeds.batch_rows, tf.int32, dtype)
-        per_row = self.graph.binary("FloorDiv", shape, local, dtype)
-        rows = self.graph.binary(
-            "Mul", self.graph.binary("Mul", per_row, total, dtype), self.graph.constant(along, dtype), dtype
-        )
-        rest = self.graph.binary("Mul", shape, self.graph.constant(1 - along, dtype), dtype)
-        return self.graph.binary("AddV2", rows, rest, dtype)
+        along = np.arange(static.rank or 0) == placement.axis
+        return self.exchanges.of_all_rows(shape, along, dtype)
 
     # Help rules that make their own instances.
 

@@ -12,7 +12,6 @@ from keras_dp.partition.building import Builder
 from keras_dp.partition.calling import call
 from keras_dp.partition.graph import Output, Traced, data_inputs, name_of, output_of, traced_step
 from keras_dp.partition.placements import Partial, Replicate, Shard
-from keras_dp.partition.propagation import CannotGatherError
 from keras_dp.partition.row_counts import RowCounts
 from keras_dp.partition.step import Argument, Trace, build, given
 from keras_dp.partition.user_lines import user_line
@@ -130,26 +129,9 @@ def _with_tensors(
 ) -> tuple[Builder, list[str], list[str], list[Output]]:
     """Builds the partitioned graph with all tensors that can be combined at home."""
     builder, _, _ = build(traced, arguments, rows, devices, home)
-    excluded: set[str] = set()
-    while True:
-        wanted = [output for output in _comparable(builder) if output[0] not in excluded]
-        try:
-            built, outputs, effects = build(traced, arguments, rows, devices, home, [name_of(*output) for output in wanted])
-        except CannotGatherError as error:
-            excluded.add(error.node)
-            continue
-        is_same = all(
-            (plan.needs is None) == (built.propagation.plans[name].needs is None)
-            for name, plan in builder.propagation.plans.items()
-        )
-        if is_same:
-            return built, outputs, effects, wanted
-        # Requesting some tensors moved their nodes to home. Exclude these, so that the original partition is compared.
-        excluded |= {
-            name
-            for name, plan in builder.propagation.plans.items()
-            if (plan.needs is None) != (built.propagation.plans[name].needs is None)
-        }
+    wanted = _comparable(builder)
+    built, outputs, effects = build(traced, arguments, rows, devices, home, [name_of(*output) for output in wanted])
+    return built, outputs, effects, wanted
 
 
 def _comparable(builder: Builder) -> list[Output]:

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.partition.graph import CALLS
+from keras_dp.partition.inner_names import named_apart, with_shape
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Partial, Shard
 from keras_dp.partition.rules.joining import join, need_of
@@ -35,7 +36,7 @@ def plan(node: Node, propagation: Any) -> Plan | None:
 def why_gathered(node: Node, propagation: Any) -> str:
     """Returns the reason why a loop, branch or call is computed once."""
     result = _plan(node, propagation)
-    return "its result is needed at home" if isinstance(result, Plan) else result
+    return "no tower has its own version of a shape that it takes" if isinstance(result, Plan) else result
 
 
 def _plan(node: Node, propagation: Any) -> Plan | str:
@@ -46,17 +47,16 @@ def _plan(node: Node, propagation: Any) -> Plan | str:
     if any(static.dtype == tf.resource for static in node.statics):
         return "XLA compiles it for the device of a variable"
     # The function takes the whole of a sum, not its parts.
-    arguments = [_summed(facts) for facts in node.inputs]
+    arguments = _arguments(node, 0)
     inside, results = propagation.body(_function(node, "f"), arguments, node.statics, known_shapes=True)
-    # A named size of the function may be another one in another call.
-    results = [Facts(facts.placement, None, _plain(facts.shape)) for facts in results]
     if inside.obstacle:
         return f"in the function, {inside.obstacle}"
+    results = named_apart(results, arguments, node.name)
     return Plan(results, [need_of(facts) for facts in arguments], functions={"f": inside})
 
 
 def _branches(node: Node, propagation: Any) -> Plan | str:
-    condition, *arguments = [_summed(facts) for facts in node.inputs]
+    condition, arguments = _summed(node.inputs[0]), _arguments(node, 1)
     if condition.placement != REPLICATE or condition.counts_rows():
         return "the condition depends on the rows"
     outcomes: list[list[Facts]] = []
@@ -73,7 +73,8 @@ def _branches(node: Node, propagation: Any) -> Plan | str:
     ]
     if None in joined:
         return "the branches place their results differently"
-    return Plan([facts for facts in joined if facts], [REPLICATE, *map(need_of, arguments)], functions=functions)
+    results = named_apart([facts for facts in joined if facts], arguments, node.name)
+    return Plan(results, [REPLICATE, *map(need_of, arguments)], functions=functions)
 
 
 def _loop(node: Node, propagation: Any) -> Plan | str:
@@ -105,6 +106,7 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
                 return f"in the loop's condition, {decision.obstacle or 'the result depends on the rows'}"
             # A named size of the last round may differ from the sizes of earlier rounds.
             outputs = [Facts(facts.placement, facts.entries, _plain(facts.shape)) for facts in variables]
+            outputs = named_apart(outputs, _arguments(node, 0), node.name)
             return Plan(outputs, [need_of(facts) for facts in variables], functions={"body": inside, "cond": decision})
         variables = [facts for facts in joined if facts]
     return "the placements of the loop's variables do not settle"
@@ -116,6 +118,11 @@ def _gain_rows(variables: list[Facts], joined: list[Facts | None]) -> bool:
         after is not None and isinstance(after.placement, Shard) and before.placement == REPLICATE
         for before, after in zip(variables, joined, strict=True)
     )
+
+
+def _arguments(node: Node, first: int) -> list[Facts]:
+    """Returns the facts of the arguments of a function, which are a node's inputs from the first one on."""
+    return [with_shape(_summed(facts), static) for facts, static in zip(node.inputs[first:], node.statics[first:], strict=True)]
 
 
 def _is_placed_as(result: Facts, variable: Facts) -> bool:

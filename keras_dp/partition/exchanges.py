@@ -5,14 +5,18 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from keras_dp.partition.constants import Constants
 from keras_dp.partition.construction import Construction
 from keras_dp.partition.empty_slices import EmptySlices
 from keras_dp.partition.graph import Output, name_of
+from keras_dp.partition.lengths import Lengths
+from keras_dp.partition.measuring import measured_blocks
 from keras_dp.partition.moments import Variance, variance_of_parts
 from keras_dp.partition.placements import Own, Partial, Replicate, Shard
-from keras_dp.partition.propagation import CannotGatherError
+from keras_dp.partition.rows import Rows
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.worker_exchanges import WorkerExchanges
 from keras_dp.partition.writing import Given
@@ -37,6 +41,7 @@ class Exchanges:
 
     Args:
         construction: the state of the partitioned graph.
+        constants: the tensors that are known while tracing.
 
     Attributes:
         made: the exchanges so far.
@@ -45,7 +50,7 @@ class Exchanges:
             workers are sent together.
     """
 
-    def __init__(self, construction: Construction):
+    def __init__(self, construction: Construction, constants: Constants):
         self.made: list[Exchange] = []
         self.meetings: list[str] = []
         self.early: set[Output] = set()
@@ -53,6 +58,7 @@ class Exchanges:
         self._graph, self._propagation, self._feeds = construction.graph, construction.propagation, construction.feeds
         self._devices, self._instances = construction.devices, construction.instances
         self._homes, self._empty_slices = construction.homes, EmptySlices(construction)
+        self._lengths = Lengths(construction, constants)
         across = construction.across
         self._workers = None if across is None else WorkerExchanges(construction, across)
 
@@ -79,10 +85,29 @@ class Exchanges:
         if isinstance(placement, Own):
             self.made.append(Exchange("first", output))
             return self._of_first(output, dtype)
-        if isinstance(placement, Replicate) and not self._propagation.facts[output].counts_rows():
-            # It is the same on all towers, like the result of a loop.
-            return self._instances.part(output, len(self._devices) - 1)
-        raise CannotGatherError(output[0])
+        assert isinstance(placement, Replicate), f"a list on towers is needed at home: {output[0]}"
+        # It is the same on all towers, like the result of a loop, or counts each tower's own rows.
+        own, entries = self._instances.part(output, len(self._devices) - 1), self._propagation.facts[output].entries
+        if entries is None or not self._propagation.facts[output].counts_rows():
+            return own
+        counts = np.vectorize(lambda number: isinstance(number, Rows), otypes=[bool])(entries)
+        return self.of_all_rows(own, counts, dtype)
+
+    def of_all_rows(self, own: str, counts: np.ndarray, dtype: tf.DType) -> str:
+        """Returns integers as the whole batch has them, from those of the last tower.
+
+        Args:
+            own: the tower's integers.
+            counts: for each integer, whether it is a multiple of the number of rows; the others are the same for all rows.
+            dtype: the dtype of the integers.
+        """
+        local = self._graph.cast(self._feeds.rows[-1], tf.int32, dtype)
+        total = self._graph.cast(self._feeds.batch_rows, tf.int32, dtype)
+        per_row = self._graph.binary("FloorDiv", own, local, dtype)
+        rows = self._graph.binary("Mul", per_row, total, dtype)
+        rows = self._graph.binary("Mul", rows, self._graph.constant(counts, dtype), dtype)
+        rest = self._graph.binary("Mul", own, self._graph.constant(~counts, dtype), dtype)
+        return self._graph.binary("AddV2", rows, rest, dtype)
 
     def _of_first(self, output: Output, dtype: tf.DType) -> str:
         """Returns the own value of the first tower that has rows: the tower with the first row of the batch."""
@@ -203,8 +228,6 @@ class Exchanges:
             self._workers.finish()
 
     def _gathered(self, output: Output, placement: Shard, dtype: tf.DType) -> str:
-        if self._propagation.static(output).rank is None:
-            raise CannotGatherError(output[0])
         axis, segments = placement.axis, len(placement.blocks)
         parts = self._empty_slices.rows(output, axis)
         if segments > 1:
@@ -235,16 +258,11 @@ class Exchanges:
         axis = self._graph.constant(placement.axis, device=device)
         if len(set(placement.blocks)) == 1:
             split = self._graph.add("Split", [axis, part], device, f"tower_{tower}/segments", T=dtype, num_split=count)
-        elif all(isinstance(block, int) for block in placement.blocks):
-            own = self._feeds.own_rows[tower]
-            sizes = self._graph.binary(
-                "Mul", own, self._graph.constant(list(placement.blocks), device=device), tf.int32, device
-            )
+        else:
+            sizes = self._lengths.of_tower(placement.blocks, tower)
             split = self._graph.add(
                 "SplitV", [part, sizes, axis], device, f"tower_{tower}/segments", T=dtype, Tlen=tf.int32, num_split=count
             )
-        else:
-            raise CannotGatherError(output[0])
         return [name_of(split, segment) for segment in range(count)]
 
     def share(self, output: Output, whole: str, tower: int) -> str:
@@ -290,13 +308,11 @@ class Exchanges:
             devices: the N devices on which they are cut.
         """
         static = self._propagation.static(output)
-        if static.shape is None:
-            raise CannotGatherError(output[0])
-        size = static.shape[need.axis]
+        assert static.shape is not None
         has_rows = isinstance(self._propagation.facts[output].placement, Shard) or (
             self._propagation.batch_rows is not None
             and all(isinstance(block, int) for block in need.blocks)
-            and size == self._propagation.batch_rows * sum(need.blocks)
+            and static.shape[need.axis] == self._propagation.batch_rows * sum(need.blocks)
         )
         slices = []
         for tower, (whole, device) in enumerate(zip(wholes, devices, strict=True)):
@@ -314,13 +330,12 @@ class Exchanges:
         """Returns where a tower's rows begin in each segment of a whole tensor, and how many entries they have there."""
         graph, count, dtype = self._graph, len(need.blocks), self._propagation.static(output).dtype
         blocks: list[str]
-        if all(isinstance(block, int) for block in need.blocks):
-            blocks = [graph.constant(block) for block in need.blocks]
-        elif len(set(need.blocks)) == 1:
+        if all(isinstance(block, int) for block in need.blocks) or measured_blocks(need.blocks):
+            last = len(self._devices) - 1
+            blocks = [self._lengths.of_row(block, last, graph.home) for block in need.blocks]
+        else:
             all_rows = graph.binary("Mul", self._feeds.batch_rows, graph.constant(count))
             blocks = [graph.binary("FloorDiv", graph.size(whole, need.axis, dtype), all_rows)] * count
-        else:
-            raise CannotGatherError(output[0])
         ends = [graph.binary("Mul", self._feeds.batch_rows, block) for block in blocks]
         firsts = [graph.constant(0), *itertools.accumulate(ends, lambda a, b: graph.binary("AddV2", a, b))]
         is_one = graph.constant(False, tf.bool)

@@ -167,7 +167,9 @@ def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | N
 def _bytes(partition: Partition, output: Output, batch_rows: int) -> int | None:
     """Counts the bytes of a whole tensor for a batch of `batch_rows` rows; None if the size is not known."""
     static, placement = partition.propagation.static(output), partition.propagation.facts[output].placement
-    sizes: list[Any] = [None] if static.shape is None else list(static.shape)
+    if static.shape is None:
+        return None
+    sizes: list[Any] = list(static.shape)
     if isinstance(placement, Shard):
         total = Rows(placement.blocks).total
         sizes[placement.axis] = total * batch_rows if isinstance(total, int) else None

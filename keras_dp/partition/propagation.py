@@ -1,7 +1,7 @@
 """Propagate placements from the batch to the results."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from keras_dp.partition import control_flow
 from keras_dp.partition.graph import Output, Traced, control_inputs, data_inputs, output_of, traced_function
+from keras_dp.partition.lists_at_home import lists_wanted_at_home
+from keras_dp.partition.measuring import Measures
 from keras_dp.partition.moments import mean_of_variance, plan_of_variance
 from keras_dp.partition.node import Node, Plan, Static
 from keras_dp.partition.placements import (
@@ -33,6 +35,7 @@ from keras_dp.partition.rules.own import with_own
 from keras_dp.partition.rules.recurrent import RECURRENT
 from keras_dp.partition.sizes import LARGEST, BroadcastAxes, evaluate
 from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.user_lines import user_line
 
 _READS = ("ReadVariableOp", "ResourceGather", "VariableShape", "ResourceGatherNd")
 _SHAPES = ("Shape", "ShapeN", "Size", "Rank")
@@ -55,21 +58,16 @@ class Gathered:
     reason: str
 
 
-class CannotGatherError(Exception):
-    """Reports that a tensor is needed at home but cannot be gathered, so that its node has to be computed at home."""
-
-    def __init__(self, node: str):
-        super().__init__(node)
-        self.node = node
-
-
 class Propagation:
     """Finds the facts of each tensor of a graph, and a plan for each node.
+
+    Whatever a node needs can be had: all rows and parts on towers can be gathered and summed, and all tensors can be cut that
+    a tower takes as rows. A plan without this property is refused, and its node is computed once. Only a list cannot be
+    gathered. If a node needs a list at home, the list and all nodes after it are planned again, with the list at home.
 
     Args:
         traced: the graph.
         arguments: the facts of its placeholders, by name.
-        at_home: the names of nodes that are computed at home, regardless of their rules.
         in_loop: whether the graph is the body of a loop or branch, which each tower runs by itself.
         batch_rows: B, if it was known while the step was traced; else None.
 
@@ -82,13 +80,13 @@ class Propagation:
         gathered: the nodes that are computed once, from gathered rows.
         obstacle: for a body, why it cannot run unchanged on towers; None if it can.
         bodies: the propagations through the functions that nodes run.
+        measures: the tensors that have named sizes.
     """
 
     def __init__(
         self,
         traced: Traced,
         arguments: Mapping[str, Facts],
-        at_home: Collection[str] = (),
         in_loop: bool = False,
         batch_rows: int | None = None,
     ):
@@ -103,16 +101,43 @@ class Propagation:
         self.gathered: list[Gathered] = []
         self.obstacle: str | None = None
         self.bodies: list[Propagation] = []
-        self._at_home = at_home
+        self.measures = Measures(self)
+        self._at_home: dict[str, str] = {}
         self._functions: dict[Any, Traced] = {}
         self._row_sources = None if batch_rows is None else RowSources(self.nodes, self.sources, traced.statics, arguments)
-        for node in traced.nodes:
+        self._propagate(arguments)
+
+    def _propagate(self, arguments: Mapping[str, Facts]) -> None:
+        """Plans the nodes in order, and again from the first list that a later node turns out to need at home."""
+        nodes = self.traced.nodes
+        known_before: list[tuple[int, int]] = []  # for each planned node, the numbers of nodes gathered and of bodies before it
+        while len(known_before) < len(nodes):
+            node = nodes[len(known_before)]
+            known_before.append((len(self.gathered), len(self.bodies)))
             plan = Plan([arguments[node.name]]) if node.name in arguments else self._plan(node)
             self.plans[node.name] = plan
             for k, facts in enumerate(plan.outputs):
                 self.facts[node.name, k] = facts
-            if in_loop and self.obstacle is None and node.name not in arguments:
-                self.obstacle = self._obstacle(node)
+            if self.in_loop:
+                if self.obstacle is None and node.name not in arguments:
+                    self.obstacle = self._obstacle(node)
+                continue
+            lists = lists_wanted_at_home(node.name, self)
+            if lists:
+                # Each round adds to these nodes, so that the rounds end.
+                self._at_home |= dict.fromkeys(lists, f"{node.op} {node.name!r} takes its list, which cannot be gathered")
+                first = next(i for i, known in enumerate(nodes) if known.name in lists)
+                self._forget(nodes[first : len(known_before)], *known_before[first])
+                del known_before[first:]
+
+    def _forget(self, nodes: Sequence[Any], gathered: int, bodies: int) -> None:
+        """Removes the plans of some nodes, after which as many nodes are gathered and as many bodies known as given."""
+        for node in nodes:
+            for k in range(len(self.plans.pop(node.name).outputs)):
+                del self.facts[node.name, k]
+            self.sources[node.name] = [output_of(source) for source in data_inputs(node)]
+        del self.gathered[gathered:], self.bodies[bodies:]
+        self.measures = Measures(self)
 
     def static(self, output: Output) -> Static:
         """Returns the dtype and the shape of an output, as far as TensorFlow or the rules know them.
@@ -190,7 +215,7 @@ class Propagation:
         if node.type == "Const":
             return Plan([Facts(REPLICATE, _constant(definition))])
         if node.name in self._at_home:
-            return self._once(node, "its result is needed at home")
+            return self._once(node, self._at_home[node.name])
         blocks = None if self._row_sources is None else self._row_sources.blocks_made(node, self.facts)
         if any(facts.placement == OWN for facts in node.inputs) and not is_stateful(node.type):
             return self._with_own(node, blocks)
@@ -199,7 +224,7 @@ class Propagation:
         entries = evaluate(node) if _is_small(node) else None
         if not is_spread and entries is None and blocks is not None:
             plan = self._by_rule(node, blocks)
-            if plan is not None:
+            if plan is not None and self._is_sound(node, plan):
                 return plan
         if not is_spread and not counts_rows and node.type not in _LISTS:
             # In loops, rules may know more of a shape than TensorFlow does.
@@ -213,8 +238,8 @@ class Propagation:
             plan = None
         else:
             plan = self._by_rule(node, blocks or ())
-        if plan is None:
-            return self._once(node, self._why_gathered(node))
+        if plan is None or not self._is_sound(node, plan):
+            return self._once(node, self._why_gathered(node, plan))
         if node.type == "Mean" and plan.outputs[0].placement == Partial() and not self.in_loop:
             return self._as_variance(node, plan)
         if plan.gathers:
@@ -222,15 +247,20 @@ class Propagation:
         return plan
 
     def _by_rule(self, node: Node, blocks: tuple[Any, ...] = ()) -> Plan | None:
-        """Plans a node by its rule, with the first reading of its integers that the rule accepts; None if there is none."""
+        """Plans a node by its rule, with the first reading of its integers that gives a sound plan.
+
+        Returns another plan of the rule if no plan is sound, and None if there is no plan.
+        """
         rule = RULES.get(node.type)
+        refused = None
         for read in readings(node, blocks) if rule else ():
             plan = rule(read)  # type: ignore[misc]
             if plan is not None and self._is_sound(read, plan):
                 pairs = enumerate(zip(read.inputs, node.inputs, strict=True))
                 read_again = {i: facts.entries for i, (facts, own) in pairs if facts is not own and facts.entries is not None}
                 return dataclasses.replace(plan, readings={**read_again, **plan.readings}) if read_again else plan
-        return None
+            refused = refused or plan
+        return refused
 
     def _as_variance(self, node: Node, plan: Plan) -> Plan:
         """Plans a mean over rows. If it computes a variance, it takes the rows in place of the distances."""
@@ -263,29 +293,55 @@ class Propagation:
             found = self._by_rule(as_one, blocks or ()) if has_rows else None
             plan = None if has_rows and found is None else with_own(node, found)
         if plan is None or not self._is_sound(node, plan):
+            line = user_line(self.traced.graph, node.name)
             raise ValueError(
-                f"{node.type} {node.name!r} combines a value that each tower has for itself with rows of other towers."
+                f"{node.type} {node.name!r}{f', at {line},' if line else ''} combines a value that each tower has for itself "
+                "with rows of other towers."
             )
         return plan
 
     def _is_sound(self, node: Node, plan: Plan) -> bool:
-        """Returns whether each shape that a tower takes in its own version is known to have one."""
+        """Returns whether each shape that a tower takes in its own version is known to have one, and all rows can be met."""
         needs = plan.needs or [REPLICATE] * len(node.inputs)
-        return all(facts.is_local_shape() for facts, need in zip(node.inputs, needs, strict=True) if need == LOCAL_SHAPE)
+        return all(
+            facts.is_local_shape() for facts, need in zip(node.inputs, needs, strict=True) if need == LOCAL_SHAPE
+        ) and not self._obstacle_to_meeting(node, plan)
 
-    def _why_gathered(self, node: Node) -> str:
+    def _obstacle_to_meeting(self, node: Node, plan: Plan) -> str | None:
+        """Returns why an input could not be cut, or the rows of a result could not be gathered; None if all can be."""
+        if self.in_loop:
+            # No towers meet in a body; they may meet over its results, which are those of its loop, branch or call.
+            return None
+        needs = plan.needs or [REPLICATE] * len(node.inputs)
+        for facts, static, need in zip(node.inputs, node.statics, needs, strict=True):
+            if isinstance(need, Shard) and need != facts.placement:
+                if static.rank is None:
+                    return "it takes a tensor with an unknown number of axes, which cannot be cut"
+                if not self.measures.can_split(need.blocks):
+                    return "it takes rows in segments of unknown lengths"
+        for facts, static in zip(plan.outputs, node.results, strict=True):
+            if isinstance(facts.placement, Shard):
+                if not isinstance(facts.shape, list) and static.rank is None:
+                    return "its result has an unknown number of axes, and its rows could not be gathered"
+                if not self.measures.can_split(facts.placement.blocks):
+                    return "its result has rows in segments of unknown lengths, which could not be gathered"
+        return None
+
+    def _why_gathered(self, node: Node, plan: Plan | None = None) -> str:
+        obstacle = self._obstacle_to_meeting(node, plan) if plan else None
+        if obstacle:
+            return obstacle
         if control_flow.is_control_flow(node):
             return control_flow.why_gathered(node, self)
         if is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT):
             return "it has effects, which happen once"
-        return "rows meet rows" if node.type in RULES else "the operation has no rule"
+        if node.type not in RULES:
+            return "the operation has no rule"
+        has_all_axes = all(static.rank is not None for static in node.statics)
+        return "rows meet rows" if has_all_axes else "rows meet a tensor with an unknown number of axes"
 
     def _once(self, node: Node, reason: str) -> Plan:
         """Plans a node that is computed at home."""
-        if any(node.is_list(i) for i in range(len(node.inputs))) and not self.in_loop:
-            for (source, _), facts in zip(self.sources[node.name], node.inputs, strict=True):
-                if isinstance(facts.placement, ListOf) and not self.plans[source].also_at_home:
-                    raise CannotGatherError(source)
         if any(node.is_shard(i) or node.is_list(i) for i in range(len(node.inputs))):
             self.gathered.append(Gathered(node.type, node.name, reason))
         return Plan([Facts() for _ in node.results])

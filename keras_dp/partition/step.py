@@ -18,7 +18,7 @@ from keras_dp.partition.exchanges import Exchange
 from keras_dp.partition.graph import Traced, traced_step
 from keras_dp.partition.instances import Feeds
 from keras_dp.partition.placements import Facts, Shard
-from keras_dp.partition.propagation import CannotGatherError, Gathered, Propagation
+from keras_dp.partition.propagation import Gathered, Propagation
 from keras_dp.partition.row_counts import RowCounts
 from keras_dp.partition.tensorflow_internals import forget_custom_gradients, graphs_around, outside_of_traces
 
@@ -176,9 +176,7 @@ def build(
     more: Collection[str] = (),
     across: Across | None = None,
 ) -> tuple[Builder, list[str], list[str]]:
-    """Propagates placements and builds the graph, until every tensor that is needed at home is available there.
-
-    If a tensor is not, the next attempt computes its node at home.
+    """Propagates placements and builds the graph.
 
     Args:
         traced: the graph of the step.
@@ -197,20 +195,13 @@ def build(
     for name in traced.arguments:
         facts[name].shape = traced.handles[name]
     feeds = _feeds(traced.arguments, arguments, len(devices))
-    at_home: set[str] = set()
-    while True:
-        try:
-            with _garbage_collection_put_off():
-                known = rows.known
-                # The one row of a batch is not cut.
-                batch_rows = known.batch_rows if known and known.batch_rows > 1 else None
-                propagation = Propagation(traced, facts, at_home, batch_rows=batch_rows)
-                builder = Builder(propagation, devices, home, feeds, known, across)
-                return builder, *builder.build([*traced.outputs, *more], traced.effects)
-        except CannotGatherError as error:
-            if error.node in at_home:
-                raise
-            at_home.add(error.node)
+    known = rows.known
+    # The one row of a batch is not cut.
+    batch_rows = known.batch_rows if known and known.batch_rows > 1 else None
+    with _garbage_collection_put_off():
+        propagation = Propagation(traced, facts, batch_rows=batch_rows)
+        builder = Builder(propagation, devices, home, feeds, known, across)
+        return builder, *builder.build([*traced.outputs, *more], traced.effects)
 
 
 @contextlib.contextmanager

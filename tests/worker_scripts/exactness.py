@@ -580,6 +580,32 @@ def several_numbers_of_rows(towers):
 
 
 @case
+def words_beside_sentences(towers):
+    """Sorts the encoded words of all rows and a mean for each row, where the number of words in a row is not known."""
+
+    class Words(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encode = keras.layers.Dense(2)
+
+        def train_step(self, words):
+            with tf.GradientTape() as tape:
+                encoded = self.encode(words)
+                joined = tf.concat([tf.reshape(encoded, [-1, 2]), tf.reduce_mean(encoded, 1)], 0)
+                loss = tf.reduce_mean(joined**2) + tf.reduce_mean(tf.sort(joined, axis=0)[:3])
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    data = tf.data.Dataset.from_tensor_slices(numbers(9, 5, 3)).padded_batch(4, padded_shapes=[None, 3])
+
+    def script(model):
+        model.compile(optimizer="adam")
+        return model.fit(data, epochs=2, verbose=0).history
+
+    assert_same_script(Words, script, towers)
+
+
+@case
 def metrics_and_masks_with_dropout(towers):
     """Trains with dropout, which draws one device's numbers, and with AUC, masks and sample weights."""
 

@@ -73,7 +73,7 @@ def identities(node: Node) -> Plan | None:
     plan = linear(node)
     if plan:
         return plan
-    placements = [facts.placement if isinstance(facts.placement, Shard) else REPLICATE for facts in node.inputs]
+    placements = [facts.placement if isinstance(facts.placement, Shard | ListOf) else REPLICATE for facts in node.inputs]
     return Plan([Facts(placement) for placement in placements], placements)
 
 

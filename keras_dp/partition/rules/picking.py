@@ -5,7 +5,7 @@ from typing import Any
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Partial, Shard
-from keras_dp.partition.rows import Number, Rows, depends_on_rows, segments_between
+from keras_dp.partition.rows import Number, Rows, Size, depends_on_rows, segments_between
 from keras_dp.partition.rules.labels import axes, by_labels
 from keras_dp.partition.rules.linearity import linear
 from keras_dp.partition.rules.registry import rule
@@ -122,7 +122,7 @@ def slice_by_size(node: Node) -> Plan | None:
     stop = len(placement.blocks) if length == -1 else segments_between(placement.blocks, start, length)
     if stop is None or stop == start:
         return None
-    shape = [number if isinstance(number, int) and number >= 0 else None for number in lengths]
+    shape = [number if isinstance(number, Size) or (isinstance(number, int) and number >= 0) else None for number in lengths]
     taken = Facts(Shard(placement.axis, placement.blocks[start:stop]), shape=_without_rows(shape, placement))
     return Plan([taken], [placement, LOCAL_SHAPE, LOCAL_SHAPE])
 
