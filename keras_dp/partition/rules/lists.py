@@ -36,10 +36,10 @@ def new_list(node: Node) -> Plan | None:
 
 
 def _unstated(shape: np.ndarray, batch_rows: int) -> np.ndarray:
-    """Returns the entries of a shape, with -1 in the place of multiples of B."""
+    """Returns the entries of a shape, with -1 in the place of row counts and of multiples of B."""
     stated = shape.copy()
     for i, size in enumerate(shape.flat):
-        if isinstance(size, int) and size > 0 and not size % batch_rows:
+        if isinstance(size, Rows) or (isinstance(size, int) and size > 0 and not size % batch_rows):
             stated.flat[i] = -1
     return stated
 
@@ -62,14 +62,21 @@ def _local_shape(shape: np.ndarray | None, element: Placement, batch_rows: int |
         element: the placement of the element.
         batch_rows: B, if it was known while the step was traced; else None.
     """
-    if shape is None or not isinstance(element, Shard) or shape.ndim != 1:
+    if shape is None or shape.ndim != 1:
         return shape
-    own = shape.copy()
-    number = own[element.axis]
-    if batch_rows is not None and isinstance(number, int) and number > 0:
-        if not all(isinstance(block, int) for block in element.blocks) or number != batch_rows * sum(element.blocks):
+    axis = element.axis if isinstance(element, Shard) else None
+    if any(isinstance(number, Rows) for i, number in enumerate(shape) if i != axis):
+        return None
+    if not isinstance(element, Shard):
+        return shape
+    own, number = shape.copy(), shape[element.axis]
+    rows = Rows(element.blocks)
+    if isinstance(number, int) and number > 0:
+        if batch_rows is None or not isinstance(rows.total, int) or number != batch_rows * rows.total:
             return None
-        own[element.axis] = Rows((sum(element.blocks),))
+        own[element.axis] = Rows((rows.total,))
+    elif isinstance(number, Rows) and number.total != rows.total:
+        return None
     return own
 
 

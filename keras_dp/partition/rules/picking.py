@@ -241,6 +241,8 @@ def gradient_of_strided_slice(node: Node) -> Plan | None:
     taken = next(known for known in ranges if known.result_axis == placement.axis)
     if taken.axis is None or not isinstance(shape[taken.axis], Rows) or _others_count_rows(ranges, taken):
         return None
+    if depends_on_rows([*shape[: taken.axis], *shape[taken.axis + 1 :]]):
+        return None
     blocks = shape[taken.axis].blocks
     segments = _segments(blocks, taken)
     if segments is None or blocks[segments] != placement.blocks:

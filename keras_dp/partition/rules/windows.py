@@ -2,7 +2,7 @@
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Need
-from keras_dp.partition.rows import Rows
+from keras_dp.partition.rows import Rows, depends_on_rows
 from keras_dp.partition.rules.labels import Labels, by_labels
 from keras_dp.partition.rules.registry import rule
 
@@ -43,7 +43,7 @@ def rows_first(node: Node) -> Plan | None:
             inputs.append(("rows", *[None] * (rank - 1)))
         elif i in shapes:
             numbers = node.inputs[i].numbers
-            if not numbers or not isinstance(numbers[0], Rows):
+            if not numbers or not isinstance(numbers[0], Rows) or depends_on_rows(numbers[1:]):
                 return None
             inputs.append(LOCAL_SHAPE)
         else:

@@ -1,0 +1,105 @@
+"""Whatever integers are read as row counts, the result is one device's: a reading decides only what towers share."""
+
+import random
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dp  # noqa: F401  The devices are made ready first.
+from keras_dp.partition import propagation
+from keras_dp.partition.readings import RowSources, readings
+from partition.proofs import partitioned_step
+
+ROWS = 6  # also a width of the tensors below, and twice or half of others
+
+
+def of_batch(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        flat = tf.reshape(tf.reshape(x, [ROWS * 2, 3]), [ROWS, 6])
+        noise = tf.random.stateless_uniform([ROWS, 6], [1, 2], dtype=x.dtype) + tf.fill([ROWS, 6], x[0, 0])
+        both = tf.concat([flat, noise * tf.ones([6, 6], x.dtype)], 0)
+        loss = tf.reduce_mean(both[:ROWS] ** 2 * tf.reshape(tf.tile(both[ROWS:, :1], [1, 6]), [ROWS, 6]))
+    return loss, tape.gradient(loss, x), both
+
+
+def of_weights(x):
+    weights = tf.reshape(tf.range(36, dtype=x.dtype), [6, 6]) / 36
+    noisy = weights + tf.random.stateless_normal([6, 6], [3, 4], dtype=x.dtype) * tf.reduce_mean(x)
+    spread = tf.broadcast_to(tf.reduce_sum(x, 0, keepdims=True), [6, 6]) @ noisy
+    return x @ noisy, spread, tf.linalg.band_part(spread, 0, -1), tf.split(spread, [2, 4], 0)
+
+
+def of_a_loop(x):
+    def body(i, state, states):
+        state = tf.tanh(state @ tf.eye(6, dtype=x.dtype) + x * tf.cast(i, x.dtype))
+        return i + 1, state, states.write(i, state)
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        states = tf.TensorArray(x.dtype, 3, element_shape=[ROWS, 6])
+        _, state, states = tf.while_loop(lambda i, *_: i < 3, body, [0, tf.zeros([ROWS, 6], x.dtype), states])
+        loss = tf.reduce_sum(states.stack() ** 2) + tf.reduce_sum(tf.transpose(state) @ state)
+    return loss, tape.gradient(loss, x)
+
+
+def of_a_queue(x):
+    queue = tf.concat([x, tf.zeros([ROWS, 6], x.dtype)], 0)[3 : 3 + ROWS]
+    similar = x @ tf.transpose(queue)
+    return tf.nn.softmax(similar), tf.linalg.diag_part(similar), tf.one_hot(tf.argmax(similar, 1), ROWS)
+
+
+STEPS = [of_batch, of_weights, of_a_loop, of_a_queue]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 12))])
+def test_any_reading_is_right(step, seed, monkeypatch):
+    """Reads integers in a random order, makes random sources rows in random segments, and leaves out some readings."""
+    draw = random.Random(seed)
+
+    def in_any_order(node, blocks=()):
+        found = list(readings(node, blocks))
+        draw.shuffle(found)
+        return found[: draw.randint(1, len(found))]
+
+    def any_blocks(self, node, facts):
+        return (
+            draw.choice([None, (), (1,), (2,), (1, 1)])
+            if node.type in ("Fill", "Tile", "BroadcastTo") or draw.random() < 0.5
+            else ()
+        )
+
+    monkeypatch.setattr(propagation, "readings", in_any_order)
+    monkeypatch.setattr(RowSources, "blocks_made", any_blocks)
+    x = np.random.default_rng(seed).normal(size=(ROWS, 6))
+    partitioned, _ = partitioned_step(step, [tf.TensorSpec(x.shape, tf.float64)], [True], ROWS)
+    plain = tf.nest.flatten(tf.function(step, autograph=False)(tf.constant(x)))
+    for one, other in zip(plain, tf.nest.flatten(partitioned(tf.constant(x))), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11)
+
+
+def test_without_readings_the_rows_are_gathered(monkeypatch):
+    """What is not read is computed once: slower, and the same."""
+    x = np.random.default_rng(0).normal(size=(ROWS, 6))
+    specs = [tf.TensorSpec(x.shape, tf.float64)]
+    _, shared = partitioned_step(of_batch, specs, [True], ROWS)
+    monkeypatch.setattr(propagation, "readings", lambda node, blocks=(): [node])
+    partitioned, gathered = partitioned_step(of_batch, specs, [True], ROWS)
+    assert len(shared.gathered) < len(gathered.gathered)
+    plain = tf.nest.flatten(tf.function(of_batch, autograph=False)(tf.constant(x)))
+    for one, other in zip(plain, tf.nest.flatten(partitioned(tf.constant(x))), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11)
+
+
+def test_noise_of_a_weight_has_no_rows():
+    """It is as long as the batch, and meets a tensor that the batch does not change."""
+    weights = tf.Variable(np.random.default_rng(1).normal(size=(ROWS, 6)))
+
+    def step(x):
+        return tf.reduce_sum(x @ (weights + tf.random.stateless_normal([ROWS, 6], [3, 4], dtype=x.dtype)))
+
+    _, partition = partitioned_step(step, [tf.TensorSpec([ROWS, ROWS], tf.float64)], [True], ROWS)
+    assert not partition.gathered
+    assert [exchange.kind for exchange in partition.exchanges] == ["sum"]
