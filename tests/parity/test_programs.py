@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 from comparison import TOLERANCE, assert_same, explained_by_check_step, largest_change, values
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
@@ -55,6 +56,43 @@ def test_program_trains_as_on_one_device(name, towers, gathered):
     with explained_by_check_step(wrapped[0], PROGRAMS[name]()[1]):
         assert_same(plain(name), received, TOLERANCE["float64"])
     assert gathered == GATHERED.get(name, set()) or towers != 3
+
+
+@pytest.fixture
+def even_batches(monkeypatch):
+    """Makes Keras take as many rows of arrays as fill batches, so that it knows the number of rows while it traces."""
+
+    def taking(method):
+        @functools.wraps(method)
+        def take(self, x=None, y=None, batch_size=None, **named):
+            kept = sum(map(len, keras.tree.flatten(x)[:1])) // batch_size * batch_size if is_of_arrays(x, batch_size) else 0
+            if kept:
+                weights = {"sample_weight": named["sample_weight"]} if named.get("sample_weight") is not None else {}
+                x, y, weights = keras.tree.map_structure(
+                    lambda array: None if array is None else array[:kept], (x, y, weights)
+                )
+                named |= weights
+            given = {"x": x, "y": y, "batch_size": batch_size}
+            return method(self, **{name: value for name, value in given.items() if value is not None}, **named)
+
+        return take
+
+    for name in ("fit", "evaluate"):
+        monkeypatch.setattr(keras.Model, name, taking(getattr(keras.Model, name)))
+
+
+def is_of_arrays(x, batch_size):
+    return batch_size is not None and all(isinstance(leaf, np.ndarray) for leaf in keras.tree.flatten(x))
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_program_trains_with_batches_of_one_size(name, even_batches):
+    """Integers of the trace count rows, in the place of shapes."""
+    results = []
+    for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3)):
+        with graph_optimizer(dependency_optimization=False):
+            results.append(run(name, wrap))
+    assert_same(*results, TOLERANCE["float64"])
 
 
 def test_the_page_counts_the_programs_that_gather():
