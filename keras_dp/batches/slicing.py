@@ -252,6 +252,8 @@ def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
 
 
 def _rows(leaf: Any) -> Tensor:
+    if leaf.shape.rank and leaf.shape[0] is not None:
+        return tf.constant(leaf.shape[0])
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     if isinstance(leaf, tf.SparseTensor):

@@ -25,7 +25,8 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
     """
     variables = [v for v in model.weights if tf.as_dtype(v.dtype).is_floating]
     homes = _balanced(variables, devices) if parameter_device == SHARDED else [parameter_device] * len(variables)
-    moved = [(v, device) for v, device in zip(variables, homes, strict=True) if home(v) != device]
+    pairs = zip(variables, homes, strict=True)
+    moved = [(v, device) for v, device in pairs if home(v) != device and native(v).is_initialized()]
     for variable, device in moved:
         keras_models.move_variable(variable, device)
     for layer in keras_models.flatten_layers(model) if moved else []:
@@ -36,7 +37,7 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
 def place_state(optimizer: keras.optimizers.Optimizer) -> None:
     """Moves the state that a built optimizer keeps for each weight to the device of that weight."""
     for variable, weight in keras_optimizers.optimizer_state(optimizer):
-        if home(variable) != home(weight):
+        if home(variable) != home(weight) and native(variable).is_initialized():
             keras_models.move_variable(variable, home(weight))
 
 

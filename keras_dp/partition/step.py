@@ -20,7 +20,13 @@ from keras_dp.partition.instances import Feeds
 from keras_dp.partition.placements import Facts, Shard
 from keras_dp.partition.propagation import Gathered, Propagation
 from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.tensorflow_internals import forget_custom_gradients, graphs_around, outside_of_traces
+from keras_dp.partition.tensorflow_internals import (
+    UnliftableError,
+    forget_custom_gradients,
+    function_that_makes_variables,
+    graphs_around,
+    outside_of_traces,
+)
 
 Tensor = Any
 
@@ -103,12 +109,23 @@ def run_partitioned(
 
     # Call the graph with the slices.
     packed_for = builder.variable_devices if pack_copies else None
-    results = call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects, packed_for)
+
+    def on_towers() -> list[Tensor]:
+        return call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects, packed_for)
+
+    results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
     partition = Partition(traced, builder.propagation, builder.exchanges.made, trace.variables(), devices)
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
+
+
+def _after_the_first_step(on_towers: Callable[[], list[Tensor]], trace: "Trace", arguments: Sequence[Argument]) -> list[Tensor]:
+    """Runs a step on towers if its variables have values; if not, runs the trace that computes these on the whole batch."""
+    have_values = tf.reduce_all([variable.is_initialized() for variable in trace.concrete.variables])
+    wholes = [argument.whole() for argument in arguments]
+    return list(tf.cond(have_values, on_towers, lambda: trace.initializing(*wholes)))
 
 
 def partition_of(
@@ -130,11 +147,14 @@ class Trace:
 
     Attributes:
         concrete: the concrete function of the batch's tensors.
+        initializing: the concrete function of the first trace, if TensorFlow cannot compute the first values of variables
+            before a step; else None. As on one device, the first step runs it.
     """
 
     def __init__(
         self, step: Callable[..., Any], specs: Sequence[tf.TensorSpec], variables_made: Callable[[], None] = lambda: None
     ):
+        self.initializing: Any = None
         times = itertools.count()
 
         def traced(*tensors: Tensor) -> list[Tensor]:
@@ -144,8 +164,13 @@ class Trace:
             self._result = step(*tensors)
             return [tf.convert_to_tensor(leaf) for leaf in self._leaves() if _is_tensor(leaf)]
 
+        function = tf.function(traced, autograph=False)
         with tf.device(None):
-            self.concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
+            try:
+                self.concrete = function.get_concrete_function(*specs)
+            except UnliftableError:
+                self.initializing = function_that_makes_variables(function)
+                self.concrete = function.get_concrete_function(*specs)
         forget_custom_gradients(self.concrete.graph)
 
     def variables(self) -> list[tf.Variable]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import handle_data_util, op_selector
 
 Tensor = Any
 
@@ -57,6 +57,15 @@ def add_function(function: Any, graph: tf.Graph) -> None:
     context.context().add_function_def(function)
     name = function.signature.name
     weakref.finalize(graph, lambda: context.context().remove_function(name)).atexit = False
+
+
+# The first value of a variable that a function makes depends on other variables, or on the function's arguments.
+UnliftableError = op_selector.UnliftableError
+
+
+def function_that_makes_variables(function: Any) -> Any:
+    """Returns the first trace of a `tf.function`, a concrete function that makes variables and computes their first values."""
+    return function._concrete_variable_creation_fn
 
 
 @contextlib.contextmanager

@@ -68,9 +68,7 @@ def even_batches(monkeypatch):
             kept = sum(map(len, keras.tree.flatten(x)[:1])) // batch_size * batch_size if is_of_arrays(x, batch_size) else 0
             if kept:
                 weights = {"sample_weight": named["sample_weight"]} if named.get("sample_weight") is not None else {}
-                x, y, weights = keras.tree.map_structure(
-                    lambda array: None if array is None else array[:kept], (x, y, weights)
-                )
+                x, y, weights = keras.tree.map_structure(lambda array: None if array is None else array[:kept], (x, y, weights))
                 named |= weights
             given = {"x": x, "y": y, "batch_size": batch_size}
             return method(self, **{name: value for name, value in given.items() if value is not None}, **named)

@@ -353,3 +353,12 @@ def test_virtual_clusters_count_arithmetic_and_bytes():
     assert list(product.op_memory.output_memory) == [4 * 8**2]
     assert seconds >= 1e-6 * 2 * 8**3
     assert cluster.peak_bytes()[name] >= 4 * 8**2
+
+
+def test_a_dataset_before_its_prefetch():
+    numbers = tf.data.Dataset.range(5)
+    source, ahead = tensorflow_runtime.before_prefetch(numbers.prefetch(3))
+    assert list(source.as_numpy_iterator()) == list(numbers.as_numpy_iterator())
+    assert ahead == 3
+    assert tensorflow_runtime.before_prefetch(numbers.prefetch(tf.data.AUTOTUNE))[1] == tf.data.AUTOTUNE
+    assert tensorflow_runtime.before_prefetch(numbers.prefetch(3).take(2)) is None

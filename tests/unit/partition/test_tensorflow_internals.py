@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -109,3 +110,39 @@ def test_graphs_around_are_those_in_which_a_function_is_traced():
     assert tensorflow_internals.graphs_around(found[0]) == [found[0], concrete.graph]
     with tf.Graph().as_default() as graph:
         assert tensorflow_internals.graphs_around(graph) == []
+
+
+def test_variables_outside_of_traces_are_no_functions_own():
+    """A function that makes a variable is traced twice, and may make none in the second trace."""
+    made, traces = [], []
+
+    @tf.function(autograph=False)
+    def function(x):
+        traces.append(1)
+        with tensorflow_internals.outside_of_traces():
+            made.append(tf.Variable(1.0))
+            assert tf.executing_eagerly()
+        return x * 2.0
+
+    assert function(tf.constant(3.0)) == 6.0
+    assert len(traces) == len(made) == 1
+    assert made[0].numpy() == 1.0
+
+
+def test_the_trace_that_makes_variables():
+    """TensorFlow cannot compute the first value of a variable that depends on the arguments before the function runs."""
+    made = []
+
+    def function(x):
+        if not made:
+            made.append(tf.Variable(2.0 * x))
+        return made[0] + x
+
+    traced = tf.function(function, autograph=False)
+    spec = tf.TensorSpec([], tf.float32)
+    with pytest.raises(tensorflow_internals.UnliftableError):
+        traced.get_concrete_function(spec)
+    initializing = tensorflow_internals.function_that_makes_variables(traced)
+    assert not made[0].is_initialized()
+    assert initializing(tf.constant(1.0)) == 3.0
+    assert traced.get_concrete_function(spec)(tf.constant(1.0)) == 3.0
