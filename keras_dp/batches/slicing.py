@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_dp.batches.other_rows import refuse_other_rows, refuse_other_rows_at_run_time
 from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.partition.tensorflow_internals import HOST
 
 Tensor = Any
 
@@ -65,7 +66,8 @@ class Slice(NamedTuple):
     @property
     def batch_rows(self) -> Tensor:
         """B, the number of rows of the global batch, as an int32 scalar."""
-        return tf.shape(self.batch)[0]
+        with tf.device(HOST):
+            return tf.shape(self.batch)[0]
 
 
 def without_entries(batch_rows: Tensor | int) -> Tensor:
