@@ -157,10 +157,11 @@ def _slice_sparse(leaf: tf.SparseTensor, begin: Tensor | int, end: Tensor | int)
     sizes = tf.concat([[tf.cast(end - begin, tf.int64)], leaf.dense_shape[1:]], axis=0)
     starts = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
     own = tf.sparse.slice(leaf, starts, sizes)
-    if not isinstance(end, int) or leaf.shape.rank is None or leaf.shape[0] is None:
+    if leaf.shape.rank is None:
         return own
     # TensorFlow knows a sparse tensor's shape from the numbers of which it is made.
-    known = [size if size is not None else own.dense_shape[axis] for axis, size in enumerate([end - begin, *leaf.shape[1:]])]
+    rows = end - begin if isinstance(end, int) and leaf.shape[0] is not None else None
+    known = [own.dense_shape[axis] if size is None else size for axis, size in enumerate([rows, *leaf.shape[1:]])]
     return tf.SparseTensor(own.indices, own.values, tf.stack([tf.cast(size, tf.int64) for size in known]))
 
 

@@ -87,3 +87,17 @@ def test_refuses_what_has_no_rows():
         cut((None, None), 2)
     with pytest.raises(tf.errors.InvalidArgumentError, match="at least one row"):
         cut(np.zeros((0, 2)), 2)
+
+
+@pytest.mark.parametrize(("rows", "own"), [(None, None), (6, 3)])
+def test_slices_of_sparse_tensors_have_known_sizes(rows, own):
+    """A layer makes its weights by the last size."""
+
+    @tf.function(input_signature=[tf.SparseTensorSpec([rows, 5], tf.float32)], autograph=False)
+    def shapes(x):
+        seen.extend(part.data.shape.as_list() for part in cut(x, 2))
+        return tf.constant(0)
+
+    seen = []
+    shapes.get_concrete_function()
+    assert seen == [[own, 5], [own, 5]]
