@@ -5,7 +5,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.random import seed_generator
 
 
 def is_of_keras_2(value: Any) -> bool:
@@ -56,7 +55,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 def seed_states(model: keras.Model) -> list[keras.Variable]:
     """Lists the states of the random generators of a model, and of the one for operations without a seed, if it exists."""
     states = [generator.state for layer in flatten_layers(model) for generator in layer._seed_generators]
-    without_seed = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    without_seed = global_state.get_global_attribute("global_seed_generator")
     return states if without_seed is None else [*states, without_seed.state]
 
 

@@ -29,7 +29,8 @@ class PredictFunction:
     def __call__(self, batches: Any) -> Any:
         """Returns the outputs, in the order of the rows."""
         with self._steps.naming_failures():
-            if any(isinstance(part, Slice) and isinstance(part.source, Shard) for batch in batches for part in batch):
+            first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
+            if isinstance(first, Slice) and isinstance(first.source, Shard):
                 self._trace_for_any_rows(batches)
             return self._function(batches)
 
