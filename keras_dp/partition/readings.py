@@ -124,8 +124,7 @@ class RowSources:
                 sources = [output for output in self._sources[user] if output[0] not in seen]
                 others = [output for output in sources if output[0] not in self._constant]
                 rows = [output for output in others if output[0] in self._of_batch and self._is_as_long(output, sizes)]
-                placements = [facts[output].placement for output in rows if output in facts]
-                known = next((placement for placement in placements if isinstance(placement, Shard)), None)
+                known = self._known_before(rows, sizes, facts)
                 if known is not None:
                     return known.blocks
                 if rows:
@@ -140,6 +139,22 @@ class RowSources:
         size = sizes[0] if sizes else None
         each, rest = divmod(size, node.batch_rows) if isinstance(size, int) and node.batch_rows else (0, 0)
         return (1,) * each if rest == 0 and each <= _MOST_SEGMENTS else ()
+
+    def _known_before(
+        self, outputs: Sequence[Output], sizes: Sequence[Any] | None, facts: Mapping[Output, Facts]
+    ) -> Shard | None:
+        """Returns the placement of the first rows that lead to some tensors, are as long, and have a placement already."""
+        seen: set[Output] = set()
+        waiting = list(outputs)
+        while waiting:
+            output = waiting.pop()
+            placement = facts[output].placement if output in facts else None
+            if isinstance(placement, Shard):
+                return placement
+            if output not in seen and output not in facts:
+                seen.add(output)
+                waiting += [source for source in self._sources[output[0]] if self._is_as_long(source, sizes)]
+        return None
 
     def _is_as_long(self, output: Output, sizes: Sequence[Any] | None) -> bool:
         """Returns whether the first axis of a tensor has a given size."""

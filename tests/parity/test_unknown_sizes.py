@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_script
 from keras import layers, ops
-from packaging.version import Version
 
 rng = np.random.default_rng(0)
 
@@ -87,10 +86,7 @@ def test_levels_of_a_pyramid(loss, levels):
     """Each tower convolves its own images, whatever the loss needs of all."""
     _, parallel = assert_same_script(lambda: Pyramid(loss, levels), trained_on_images(), TOWERS)
     explanation = parallel.explain((rng.normal(size=(8, 4, 6, 1)), np.zeros(8)))
-    once = {once.type for once in explanation.once}
-    # Older versions of TensorFlow take the levels apart by sizes that they compute.
-    allowed = set() if Version(tf.__version__) >= Version("2.21") else {"Mul", "Slice"}
-    assert once - allowed == ({"TopKV2"} if loss is hardest else set())
+    assert {once.type for once in explanation.once} == ({"TopKV2"} if loss is hardest else set())
 
 
 @pytest.mark.parametrize("arguments", [{"parameter_device": "sharded"}, {"pack_copies": True}])
