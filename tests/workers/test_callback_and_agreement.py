@@ -367,8 +367,8 @@ def test_all_variables_are_there_once():
     ids = {id(variable) for variable in variables}
     assert {id(variable) for variable in uncompiled} < ids
     assert {id(v) for v in [*made.variables, *made.optimizer.variables, *made.metrics_variables]} < ids
-    # Dense has 2, normalization 4, dropout a seed, and a draw without a seed has made the global one. Adam has 2 for each of 4 weights, and 2 of its
-    # own. Each of 2 metrics has 2.
+    # Dense has 2, normalization 4, dropout a seed, and a draw without a seed has made the global one. Adam has 2 for each of 4
+    # weights, and 2 of its own. Each of 2 metrics has 2.
     assert len(variables) == 8 + 10 + 4
 
 
