@@ -34,9 +34,18 @@ class WorkersCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the chief's variables and initial epoch to all workers."""
+        self._build_optimizer()
         synchronize(self._group, all_variables(self.model.inner_model))
         (begin, *_) = self._exchange(keras_models.initial_epoch(self.model))
         keras_models.set_initial_epoch(self.model, begin)
+
+    def _build_optimizer(self) -> None:
+        """Makes the optimizer's variables on all workers if one has them, such as a chief that has restored a backup."""
+        model = self.model.inner_model
+        optimizer = getattr(model, "optimizer", None)
+        is_built = optimizer is not None and bool(optimizer.built)
+        if any(self._exchange(is_built)) and optimizer is not None and not is_built:
+            optimizer.build(model.trainable_variables)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the chief's random state, with which Keras shuffles, to all workers."""
