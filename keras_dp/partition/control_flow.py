@@ -5,10 +5,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.partition.graph import CALLS
-from keras_dp.partition.inner_names import named_apart, with_shape
+from keras_dp.partition.inner_names import named_apart, varying_in_lists, with_shape
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import REPLICATE, Facts, ListOf, Partial, Shard
-from keras_dp.partition.rules.joining import join, need_of
+from keras_dp.partition.rules.joining import are_placed_alike, join, need_of
 
 LOOPS = ("While", "StatelessWhile")
 BRANCHES = ("If", "StatelessIf")
@@ -51,7 +51,7 @@ def _plan(node: Node, propagation: Any) -> Plan | str:
     inside, results = propagation.body(_function(node, "f"), arguments, node.statics, known_shapes=True)
     if inside.obstacle:
         return f"in the function, {inside.obstacle}"
-    results = named_apart(results, arguments, node.name)
+    results = named_apart(results, arguments, node.full_name)
     return Plan(results, [need_of(facts) for facts in arguments], functions={"f": inside})
 
 
@@ -68,12 +68,12 @@ def _branches(node: Node, propagation: Any) -> Plan | str:
             return f"in a branch, {inside.obstacle}"
         outcomes.append(results)
     joined = [
-        join(one, other, f"{node.name}:{k}") if one.placement == other.placement else None
+        join(one, other, f"{node.full_name}:{k}") if are_placed_alike(one.placement, other.placement) else None
         for k, (one, other) in enumerate(zip(*outcomes, strict=True))
     ]
     if None in joined:
         return "the branches place their results differently"
-    results = named_apart([facts for facts in joined if facts], arguments, node.name)
+    results = named_apart([facts for facts in joined if facts], arguments, node.full_name)
     return Plan(results, [REPLICATE, *map(need_of, arguments)], functions=functions)
 
 
@@ -86,7 +86,10 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
     first = variables
     for _ in range(_MOST_ROUNDS):
         inside, results = propagation.body(body, variables, node.statics, known_shapes=False)
-        joined = [join(a, b, f"{node.name}:{k}") for k, (a, b) in enumerate(zip(variables, results, strict=True))]
+        joined = [
+            join(a, b, f"{node.full_name}:{k}", node.batch_rows)
+            for k, (a, b) in enumerate(zip(variables, results, strict=True))
+        ]
         if _gain_rows(variables, joined):
             # What a list holds so far is placed as if these variables had no rows.
             pairs = zip(first, variables, joined, strict=True)
@@ -95,20 +98,21 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
         if None in joined:
             k = joined.index(None)
             return f"in the loop, a variable changes from {variables[k].placement} to {results[k].placement}"
-        if all(map(_is_same, variables, joined)):
+        settled = varying_in_lists([facts for facts in joined if facts], first)
+        if variables == settled:
             if inside.obstacle:
                 return f"in the loop, {inside.obstacle}"
             for variable, result in zip(variables, results, strict=True):
-                if not _is_placed_as(result, variable):
+                if not are_placed_alike(result.placement, variable.placement):
                     return f"in the loop, a variable changes from {variable.placement} to {result.placement}"
             decision, goes_on = propagation.body(condition, variables, node.statics, known_shapes=False)
             if decision.obstacle or goes_on[0].placement != REPLICATE:
                 return f"in the loop's condition, {decision.obstacle or 'the result depends on the rows'}"
             # A named size of the last round may differ from the sizes of earlier rounds.
             outputs = [Facts(facts.placement, facts.entries, _plain(facts.shape)) for facts in variables]
-            outputs = named_apart(outputs, _arguments(node, 0), node.name)
+            outputs = named_apart(outputs, _arguments(node, 0), node.full_name)
             return Plan(outputs, [need_of(facts) for facts in variables], functions={"body": inside, "cond": decision})
-        variables = [facts for facts in joined if facts]
+        variables = settled
     return "the placements of the loop's variables do not settle"
 
 
@@ -125,20 +129,8 @@ def _arguments(node: Node, first: int) -> list[Facts]:
     return [with_shape(_summed(facts), static) for facts, static in zip(node.inputs[first:], node.statics[first:], strict=True)]
 
 
-def _is_placed_as(result: Facts, variable: Facts) -> bool:
-    """Returns whether a round leaves a variable in the placement in which the next round takes it."""
-    a, b = result.placement, variable.placement
-    if isinstance(a, ListOf) and isinstance(b, ListOf):
-        return a.element is None or b.element is None or a.element.placement == b.element.placement
-    return a == b
-
-
-def _is_same(one: Facts, other: Facts | None) -> bool:
-    return one == other and (not isinstance(one.shape, list) or one.shape == other.shape)
-
-
 def _plain(shape: Any) -> Any:
-    return [size if isinstance(size, int) else None for size in shape] if isinstance(shape, list) else shape
+    return [size if isinstance(size, int) else None for size in shape] if isinstance(shape, tuple) else shape
 
 
 def _summed(facts: Facts) -> Facts:

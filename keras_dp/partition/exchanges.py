@@ -16,7 +16,7 @@ from keras_dp.partition.lengths import Lengths
 from keras_dp.partition.measuring import measured_blocks
 from keras_dp.partition.moments import Variance, variance_of_parts
 from keras_dp.partition.placements import Own, Partial, Replicate, Shard
-from keras_dp.partition.rows import Rows
+from keras_dp.partition.rows import Rows, counts_all
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.worker_exchanges import WorkerExchanges
 from keras_dp.partition.writing import Given
@@ -309,10 +309,8 @@ class Exchanges:
         """
         static = self._propagation.static(output)
         assert static.shape is not None
-        has_rows = isinstance(self._propagation.facts[output].placement, Shard) or (
-            self._propagation.batch_rows is not None
-            and all(isinstance(block, int) for block in need.blocks)
-            and static.shape[need.axis] == self._propagation.batch_rows * sum(need.blocks)
+        has_rows = isinstance(self._propagation.facts[output].placement, Shard) or counts_all(
+            static.shape[need.axis], need.blocks, self._propagation.batch_rows
         )
         slices = []
         for tower, (whole, device) in enumerate(zip(wholes, devices, strict=True)):

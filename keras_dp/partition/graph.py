@@ -57,6 +57,7 @@ class Traced:
         inlined: the graph with all calls inlined; functions live as long as the graphs that call them.
         placeholders: the placeholder of each argument in the inlined graph.
         places: the devices of variables, by argument, as far as they are known.
+        scope: the beginning of the names of sizes, which no other graph has.
     """
 
     nodes: list[Any]
@@ -70,6 +71,7 @@ class Traced:
     inlined: tf.Graph
     placeholders: list[Tensor]
     places: dict[str, str] = dataclasses.field(default_factory=dict)
+    scope: str = ""
 
 
 def traced_step(concrete: Any) -> Traced:
@@ -272,6 +274,7 @@ def _analyzed(
         traced,
         graph,
         [feeds[name] for name in arguments],
+        scope=prefix,
     )
 
 

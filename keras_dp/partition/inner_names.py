@@ -1,16 +1,17 @@
-"""Keep the named sizes of a function apart from those of its other calls.
+"""Keep the named sizes of a function apart from those of its other calls, and those of a list's elements apart.
 
 A function is traced once, and may be called for tensors of several sizes. The sizes that are named in its body would then be
-taken for equal.
+taken for equal. The rounds of a loop are such calls: the elements that they add to a list may have other sizes in each round.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
 from keras_dp.partition.node import Static
 from keras_dp.partition.placements import Facts, ListOf, Placement, Shard, array_of
-from keras_dp.partition.rows import ALL_ROWS, Number, Rows, Size
+from keras_dp.partition.rows import ALL_ROWS, VARYING, Number, Rows, Size
 
 
 def with_shape(facts: Facts, static: Static) -> Facts:
@@ -29,29 +30,67 @@ def named_apart(results: Sequence[Facts], arguments: Sequence[Facts], call: str)
         arguments: the facts of the arguments.
         call: the name of the node that calls the function.
     """
-    outside = {factor for facts in arguments for number in _numbers_of(facts) for factor in _factors(number)}
-    return [_renamed(facts, outside.union(ALL_ROWS.factors), call) for facts in results]
+    outside = _names_of(arguments)
+
+    def renamed(size: Size) -> Number:
+        names = [factor if factor in outside else f"{call}/{factor}" for factor in size.factors]
+        return Size(size.coefficient, tuple(sorted(names)))
+
+    return [_mapped(facts, renamed) for facts in results]
 
 
-def _renamed(facts: Facts, outside: set[str], call: str) -> Facts:
+def varying_in_lists(variables: Sequence[Facts], first: Sequence[Facts]) -> list[Facts]:
+    """Returns the facts of a loop's variables, with `VARYING` for the sizes of lists' elements that differ between rounds.
+
+    Args:
+        variables: the facts of the variables after a round.
+        first: the facts of the variables before the first round.
+    """
+    outside = _names_of(first)
+
+    def varying(size: Size) -> Number:
+        return size if outside.issuperset(size.factors) else VARYING
+
+    return [_mapped(facts, varying) if isinstance(facts.placement, ListOf) else facts for facts in variables]
+
+
+def taken(element: Facts, name: str) -> Facts:
+    """Returns the facts of one element of a list, with a name of its own for each size that may differ between elements.
+
+    Args:
+        element: the facts of all elements.
+        name: the name of the node that takes the element.
+    """
+    numbers = itertools.count()
+
+    def named(size: Size) -> Number:
+        return Size.named(f"{name}/{next(numbers)}") if size == VARYING else size
+
+    return _mapped(element, named)
+
+
+def _mapped(facts: Facts, rename: Callable[[Size], Number]) -> Facts:
     def number(known: Number) -> Number:
         if isinstance(known, Rows):
             return Rows(tuple(map(number, known.blocks)))
-        if not isinstance(known, Size):
-            return known
-        names = [factor if factor in outside else f"{call}/{factor}" for factor in known.factors]
-        return Size(known.coefficient, tuple(sorted(names)))
+        return rename(known) if isinstance(known, Size) else known
 
     def placed(placement: Placement) -> Placement:
         if isinstance(placement, Shard):
             return Shard(placement.axis, tuple(map(number, placement.blocks)))
         if isinstance(placement, ListOf) and placement.element is not None:
-            return ListOf(_renamed(placement.element, outside, call))
+            return ListOf(_mapped(placement.element, rename))
         return placement
 
     entries = None if facts.entries is None else array_of([number(known) for known in facts.entries.flat])
-    shape = [number(size) for size in facts.shape] if isinstance(facts.shape, list) else facts.shape
+    shape = [number(size) for size in facts.shape] if isinstance(facts.shape, tuple) else facts.shape
     return Facts(placed(facts.placement), None if entries is None else entries.reshape(facts.entries.shape), shape)  # type: ignore[union-attr]
+
+
+def _names_of(facts: Iterable[Facts]) -> set[str]:
+    """Returns the names of the sizes in some facts, and of sizes that are the same everywhere."""
+    named = {factor for known in facts for number in _numbers_of(known) for factor in _factors(number)}
+    return named.union(ALL_ROWS.factors, VARYING.factors)
 
 
 def _numbers_of(facts: Facts) -> Iterable[Number]:
@@ -60,7 +99,7 @@ def _numbers_of(facts: Facts) -> Iterable[Number]:
     if isinstance(facts.placement, ListOf) and facts.placement.element is not None:
         yield from _numbers_of(facts.placement.element)
     yield from [] if facts.entries is None else facts.entries.flat
-    yield from facts.shape if isinstance(facts.shape, list) else []
+    yield from facts.shape if isinstance(facts.shape, tuple) else []
 
 
 def _factors(number: Number) -> Iterable[str]:

@@ -1,42 +1,104 @@
-"""Write variables after all towers have met, so that a failed step leaves them unchanged."""
+"""Write variables after all that can fail, so that a failed step leaves them unchanged."""
 
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
 from keras_dp.partition.rules.elementwise import CHECKS
+from keras_dp.partition.rules.registry import types
 from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.writing import GraphWriter
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-_AWAITED = (*CHECKS, "Assert", "EagerPyFunc", "PyFunc")
+# Operations that are there to fail, or run code of the user.
+_CHECKING = frozenset([*CHECKS, *types("Assert EagerPyFunc PyFunc PyFuncStateless")])
+# Operations that fail for some values of their inputs.
+_FAILING = _CHECKING.union(
+    types(
+        """
+        Cholesky DecodeBase64 DecodeCSV DecodeCompressed DecodeImage DecodeJpeg DecodePng DynamicPartition DynamicStitch
+        EnsureShape FloorDiv FloorMod GatherNd GatherV2 InvertPermutation MatrixInverse MatrixSolve MatrixTriangularSolve Mod
+        ParseExampleV2 ParseSingleExample RaggedTensorToTensor ResourceGather ResourceGatherNd ScatterNd SegmentMax
+        SegmentMean SegmentMin SegmentProd SegmentSum SelfAdjointEigV2 SparseReshape SparseSoftmaxCrossEntropyWithLogits
+        SparseToDense StringToNumber TensorListGetItem TensorScatterUpdate TruncateDiv TruncateMod UnsortedSegmentMax
+        UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum
+        """
+    )
+)
 
 
-def hold_back_writes(graph: GraphWriter, variables: Iterable[str], meetings: Collection[str]) -> None:
-    """Makes the operations that write variables wait for all meetings and checks of a step.
+def nodes_that_check(nodes: Iterable[Any], library: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the nodes that are there to fail: checks, Python code, and loops, branches and calls with any.
 
-    A write waits only if it depends on the batch. A write that leads to another meeting or check cannot wait for it, and
-    happens when it is reached. An example is the update of one network before the update of another network in the same step.
+    Args:
+        nodes: the NodeDefs.
+        library: the functions, by name.
+    """
+    return _with_types(nodes, library, _CHECKING)
+
+
+def nodes_that_fail(nodes: Iterable[Any], library: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the nodes that fail for some values. The arguments are those of `nodes_that_check`."""
+    return _with_types(nodes, library, _FAILING)
+
+
+def _with_types(nodes: Iterable[Any], library: Mapping[str, Any], wanted: Set[str]) -> set[str]:
+    found: dict[str, bool] = {}
+
+    def is_in(function: str) -> bool:
+        if function not in found:
+            found[function] = False
+            found[function] = function in library and any(map(matches, library[function].node_def))
+        return found[function]
+
+    def matches(node: Any) -> bool:
+        called = [value.func.name for value in node.attr.values() if value.HasField("func")]
+        branches = [function.name for value in node.attr.values() for function in value.list.func]
+        return node.op in wanted or any(map(is_in, [*called, *branches]))
+
+    return {node.name for node in nodes if matches(node)}
+
+
+def hold_back_writes(
+    graph: GraphWriter,
+    variables: Iterable[str],
+    meetings: Collection[str],
+    checking: Collection[str],
+    failing: Collection[str],
+) -> None:
+    """Makes the operations that write variables wait for everything in a step that can fail.
+
+    A write waits only if it depends on the batch. A write that leads to a meeting or check cannot wait for it, and happens when
+    it is reached. An example is the update of one network before the update of another network in the same step.
 
     Args:
         graph: the partitioned graph, with its nodes in topological order.
         variables: the names of the tensors that refer to variables.
         meetings: the names of the nodes where towers meet.
+        checking: the names of the nodes that are there to fail.
+        failing: the names of the nodes that fail for some values.
     """
     nodes = list(graph.function.node_def)
     handles = {graph.given[name] for name in variables if name in graph.given}
-    awaited = {name.split(":")[0] for name in meetings} | {node.name for node in nodes if node.op in _AWAITED}
+    awaited = {name.split(":")[0] for name in meetings}.union(checking)
     # On one device, a write that does not depend on the batch, such as the step count, happens even when the data have ended.
     of_batch = awaited.union(graph.given.values()) - handles
-    sources = {node.name: [name.partition(":")[0] for name in node.input] for node in nodes}
-    for name, inputs in sources.items():
-        if not of_batch.isdisjoint(inputs):
-            of_batch.add(name)
+    sources = {node.name: [name.partition(":")[0].removeprefix("^") for name in node.input] for node in nodes}
+    written: set[str] = set()
+    for node in nodes:
+        if not of_batch.isdisjoint(name.partition(":")[0] for name in node.input):
+            of_batch.add(node.name)
+        if _writes(node, handles) or not written.isdisjoint(sources[node.name]):
+            written.add(node.name)
+    # A write that an operation depends on cannot wait for it. Only checks are worth an early write.
+    failing = (set(failing) & of_batch) - written
     leading: set[str] = set()
     late = []
     for node in reversed(nodes):
         name = node.name
+        if name in failing and name not in leading:
+            awaited.add(name)
         if name in leading or name in awaited:
-            leading.update(source.lstrip("^") for source in sources[name])
+            leading.update(sources[name])
         elif name in of_batch and _writes(node, handles):
             late.append(node)
     present = sorted(awaited & sources.keys())

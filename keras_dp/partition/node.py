@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.placements import Facts, ListOf, Need, Partial, Shard
-from keras_dp.partition.rows import Number, Rows, Size
+from keras_dp.partition.rows import Number, Rows, Size, counts_all
 
 
 @dataclasses.dataclass
@@ -33,6 +33,12 @@ class Plan:
     gathers: tuple[int, ...] = ()
     readings: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     functions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def with_shape(self, shape: Any, k: int = 0) -> "Plan":
+        """Returns the plan with the shape of an output."""
+        facts = self.outputs[k]
+        outputs = [*self.outputs[:k], Facts(facts.placement, facts.entries, shape), *self.outputs[k + 1 :]]
+        return dataclasses.replace(self, outputs=outputs)
 
     @property
     def is_at_home(self) -> bool:
@@ -73,6 +79,7 @@ class Node:
         results: the `Static` of each output, as far as TensorFlow knows it.
         in_loop: whether the node is in the body of a loop or branch that each tower runs by itself.
         batch_rows: B, if it was known while the step was traced; else None.
+        scope: the beginning of the names of sizes that the node makes, which no other graph has.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Node:
         results: list[Static],
         in_loop: bool = False,
         batch_rows: int | None = None,
+        scope: str = "",
     ):
         self.definition = definition
         self.name: str = definition.name
@@ -92,16 +100,20 @@ class Node:
         self.results = results
         self.in_loop = in_loop
         self.batch_rows = batch_rows
+        self.scope = scope
+
+    @property
+    def full_name(self) -> str:
+        """The node's name with its scope, which no node of another graph has."""
+        return self.scope + self.name
 
     def with_inputs(self, inputs: list[Facts]) -> "Node":
         """Returns the node with other facts of its inputs."""
-        return Node(self.definition, inputs, self.statics, self.results, self.in_loop, self.batch_rows)
+        return Node(self.definition, inputs, self.statics, self.results, self.in_loop, self.batch_rows, self.scope)
 
     def counts_all(self, number: Number, blocks: Sequence[Any]) -> bool:
         """Returns whether a number is known to count the entries of all rows, of which each has `blocks`."""
-        if self.batch_rows is None or not isinstance(number, int) or not all(isinstance(block, int) for block in blocks):
-            return False
-        return number == self.batch_rows * sum(blocks)
+        return counts_all(number, blocks, self.batch_rows)
 
     def shape(self, i: int) -> list[Any] | None:
         """Returns the shape of an input; None if its rank is not known."""

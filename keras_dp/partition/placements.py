@@ -1,6 +1,8 @@
 """Define placements: where the rows of a tensor are."""
 
 import dataclasses
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -74,14 +76,15 @@ LOCAL_SHAPE, ANY_SHAPE = LocalShape(), AnyShape()
 Need = Placement | LocalShape | AnyShape
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Facts:
-    """The facts of a tensor that are known before there is a batch.
+    """The facts of a tensor that are known before there is a batch. They do not change, and are compared as a whole.
 
     Attributes:
         placement: where its rows are.
         entries: for a small tensor of integers, an object array of numbers (see `rows`); None if they are not known.
-        shape: the sizes that rules know beyond TensorFlow, with None for each unknown size; for a resource, its handle data.
+        shape: the sizes that rules know beyond TensorFlow, a tuple with None for each unknown size; for a resource, its handle
+            data.
     """
 
     placement: Placement = REPLICATE
@@ -89,10 +92,16 @@ class Facts:
     shape: Any = None
 
     def __post_init__(self) -> None:
-        self._identity = (
-            self.placement,
-            None if self.entries is None else (self.entries.shape, tuple(self.entries.flat)),
-        )
+        if self.entries is not None:
+            self.entries.setflags(write=False)
+        if isinstance(self.shape, list):
+            object.__setattr__(self, "shape", tuple(self.shape))
+
+    @functools.cached_property
+    def _identity(self) -> Hashable:
+        entries = None if self.entries is None else (self.entries.shape, tuple(self.entries.flat))
+        is_known = self.shape is None or isinstance(self.shape, tuple)
+        return self.placement, entries, self.shape if is_known else self.shape.SerializeToString()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Facts) and self._identity == other._identity

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition import control_flow
-from keras_dp.partition.graph import Output, Traced, control_inputs, data_inputs, output_of, traced_function
+from keras_dp.partition.graph import Output, Traced, control_inputs, data_inputs, name_of, output_of, traced_function
 from keras_dp.partition.lists_at_home import lists_wanted_at_home
 from keras_dp.partition.measuring import Measures
 from keras_dp.partition.moments import mean_of_variance, plan_of_variance
@@ -147,13 +147,13 @@ class Propagation:
         static = self.traced.statics[output[0]][output[1]]
         facts = self.facts.get(output)
         if self.batch_rows is not None and facts is not None:
-            static = _without_rows(static, facts.placement, output)
+            static = _without_rows(static, facts.placement, f"{self.traced.scope}{name_of(*output)}")
         if facts is not None and facts.entries is not None and not axes_of_a_gradient(facts):
             return Static(static.dtype, list(facts.entries.shape))
-        if facts is None or not isinstance(facts.shape, list) or static.dtype in (tf.resource, tf.variant):
+        if facts is None or not isinstance(facts.shape, tuple) or static.dtype in (tf.resource, tf.variant):
             return static
         if static.shape is None:
-            name = f"{output[0]}:{output[1]}"
+            name = f"{self.traced.scope}{output[0]}:{output[1]}"
             return Static(static.dtype, [Size.named(f"{name}[{i}]") if d is None else d for i, d in enumerate(facts.shape)])
         if len(static.shape) != len(facts.shape):
             return static
@@ -165,7 +165,8 @@ class Propagation:
         sources = self.sources[definition.name]
         inputs = [self.facts[source] for source in sources]
         statics = [self.static(source) for source in sources]
-        return Node(definition, inputs, statics, self.traced.statics[definition.name], self.in_loop, self.batch_rows)
+        results = self.traced.statics[definition.name]
+        return Node(definition, inputs, statics, results, self.in_loop, self.batch_rows, self.traced.scope)
 
     def body(
         self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
@@ -184,7 +185,7 @@ class Propagation:
         for facts, static in zip(arguments, statics, strict=True):
             is_handle = static.dtype in (tf.resource, tf.variant)
             shape = facts.shape if facts.shape is not None or not known_shapes else static.shape
-            handles.append(facts.shape if is_handle and not isinstance(facts.shape, list) else None)
+            handles.append(facts.shape if is_handle and not isinstance(facts.shape, tuple) else None)
             plain = None if shape is None or is_handle else [size if isinstance(size, int) else None for size in shape]
             if plain is not None and isinstance(facts.placement, Shard):
                 plain[facts.placement.axis] = None
@@ -321,7 +322,7 @@ class Propagation:
                     return "it takes rows in segments of unknown lengths"
         for facts, static in zip(plan.outputs, node.results, strict=True):
             if isinstance(facts.placement, Shard):
-                if not isinstance(facts.shape, list) and static.rank is None:
+                if not isinstance(facts.shape, tuple) and static.rank is None:
                     return "its result has an unknown number of axes, and its rows could not be gathered"
                 if not self.measures.can_split(facts.placement.blocks):
                     return "its result has rows in segments of unknown lengths, which could not be gathered"
@@ -364,7 +365,7 @@ class Propagation:
         statics = [self.static(source) for source in self.sources[definition.name]]
         for facts, need, static in zip(sources, plan.needs or (), statics, strict=True):
             is_cut = isinstance(need, Shard) and facts.placement == REPLICATE and self.can_cut_inside(static, need)
-            if not is_cut and not _is_there(facts, need, static):
+            if not is_cut and not _is_there(facts, need):
                 return f"{where} takes {facts.placement} as {need}"
         return None
 
@@ -381,20 +382,19 @@ class Propagation:
         return None
 
 
-def _without_rows(static: Static, placement: Placement, output: Output) -> Static:
+def _without_rows(static: Static, placement: Placement, name: str) -> Static:
     """Returns a static without the known size of the axis of rows."""
     if static.shape is None or not isinstance(placement, Shard):
         return static
     shape = list(static.shape)
-    shape[placement.axis] = Size.named(f"{output[0]}:{output[1]}[{placement.axis}]")
+    shape[placement.axis] = Size.named(f"{name}[{placement.axis}]")
     return Static(static.dtype, shape)
 
 
-def _is_there(facts: Facts, need: Need, static: Static) -> bool:
+def _is_there(facts: Facts, need: Need) -> bool:
     """Returns whether a tower has a tensor in the form that it needs, in a body without exchanges."""
     if isinstance(need, Shard):
-        is_one = facts.placement == REPLICATE and static.shape is not None and static.shape[need.axis] == 1
-        return facts.placement == need or is_one
+        return facts.placement == need
     if isinstance(need, ListOf):
         return isinstance(facts.placement, ListOf)
     if need == REPLICATE:

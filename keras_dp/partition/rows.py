@@ -40,6 +40,10 @@ class Size:
 ALL_ROWS = Size.named("all rows")
 
 
+# A size of an element of a list that may differ from element to element.
+VARYING = Size.named("varying")
+
+
 class _Global:
     """A number that depends on the number of rows, but is not a `Rows`."""
 
@@ -179,6 +183,22 @@ def gathered(size: Number) -> Number | None:
     if isinstance(size, Rows):
         return multiply(size.total, ALL_ROWS)
     return None if size is GLOBAL else size
+
+
+def counts_all(number: Number, blocks: Sequence[Any], batch_rows: int | None) -> bool:
+    """Returns whether a size is known to count the entries of all rows, of which each has `blocks`.
+
+    Args:
+        number: the size.
+        blocks: the segments of the rows, as in `Rows`.
+        batch_rows: B, if it is known; else None.
+    """
+    if not blocks:
+        return False
+    total = Rows(tuple(blocks)).total
+    if isinstance(number, int):
+        return batch_rows is not None and isinstance(total, int) and number == batch_rows * total
+    return bool(number == multiply(total, ALL_ROWS))
 
 
 def segments_between(blocks: Sequence[Number], start: int, rows: Number) -> int | None:

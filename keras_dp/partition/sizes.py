@@ -10,11 +10,12 @@ import tensorflow as tf
 from keras_dp.partition import rows
 from keras_dp.partition.node import Node
 from keras_dp.partition.placements import array_of
-from keras_dp.partition.rows import GLOBAL, Number, depends_on_rows
+from keras_dp.partition.rows import GLOBAL, Number, Rows, Size, depends_on_rows
 
 Entries = np.ndarray
 
 LARGEST = 64  # the most entries of a tensor that is evaluated
+_LARGEST_COEFFICIENT = 2**24  # of a number that is not known; a kernel's product may wrap around with a larger one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,22 @@ def evaluate(node: Node) -> list[Entries | None] | None:
     if results is None:
         return None
     results = results if isinstance(results, list) else [results]
-    return [result if isinstance(result, np.ndarray) else array_of(result) for result in results]
+    return [_fitting(_array(result), static.dtype) for result, static in zip(results, node.results, strict=False)]
+
+
+def _fitting(entries: Entries, dtype: tf.DType) -> Entries | None:
+    """Returns the entries if they fit into their dtype; None if not, since the kernel computes other numbers."""
+    if all(isinstance(number, BroadcastAxes) or _fits(number, dtype) for number in entries.flat):
+        return entries
+    return None
+
+
+def _fits(number: Number, dtype: tf.DType) -> bool:
+    if isinstance(number, int):
+        return bool(dtype == tf.bool or dtype.min <= number <= dtype.max)
+    blocks = number.blocks if isinstance(number, Rows) else () if number is GLOBAL else (number,)
+    coefficients = [block.coefficient if isinstance(block, Size) else block for block in blocks]
+    return all(abs(coefficient) <= _LARGEST_COEFFICIENT for coefficient in coefficients)
 
 
 class _NotPlainError(Exception):
@@ -180,7 +196,7 @@ def _squeeze(node: Node, value: Entries) -> Entries:
 
 @_evaluates("GatherV2")
 def _gather(node: Node, value: Entries, indices: Entries, axis: Entries) -> Entries | None:
-    if node.integer("batch_dims"):
+    if node.integer("batch_dims") or min(_plain(indices), default=0) < 0:
         return None
     return _array(np.take(value, np.array(_plain(indices), int).reshape(indices.shape), axis=_plain(axis)[0]))
 
@@ -195,9 +211,14 @@ def _stitch(node: Node, *values: Entries) -> Entries:
 
 
 @_evaluates("Slice")
-def _slice(node: Node, value: Entries, begin: Entries, size: Entries) -> Entries:
-    ranges = zip(_plain(begin), _plain(size), strict=True)
-    return value[tuple(slice(start, None if length == -1 else start + length) for start, length in ranges)]
+def _slice(node: Node, value: Entries, begin: Entries, size: Entries) -> Entries | None:
+    ranges = []
+    for count, start, length in zip(value.shape, _plain(begin), _plain(size), strict=True):
+        stop = count if length == -1 else start + length
+        if not 0 <= start <= stop <= count:
+            return None
+        ranges.append(slice(start, stop))
+    return value[tuple(ranges)]
 
 
 @_evaluates("StridedSlice")
@@ -286,9 +307,15 @@ def _broadcast_to(node: Node, value: Entries, shape: Entries) -> Entries | None:
     return np.broadcast_to(value, sizes).copy() if int(np.prod(sizes)) <= LARGEST else None
 
 
-@_evaluates("Select", "SelectV2")
+@_evaluates("SelectV2")
 def _select(node: Node, condition: Entries, yes: Entries, no: Entries) -> Entries:
-    return np.where(_plain_array(condition).astype(bool), yes, no)
+    return _array(np.where(_plain_array(condition).astype(bool), yes, no))
+
+
+@_evaluates("Select")
+def _select_by_first_axis(node: Node, condition: Entries, yes: Entries, no: Entries) -> Entries:
+    """Selects entries, or with a vector as the condition, the entries of each index of the first axis."""
+    return _select(node, condition.reshape(condition.shape + (1,) * (yes.ndim - condition.ndim)), yes, no)
 
 
 @_evaluates("Minimum")

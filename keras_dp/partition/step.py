@@ -217,8 +217,7 @@ def build(
     """
     facts = {name: Facts() for name in traced.arguments}
     facts |= {name: Facts(Shard(0)) for name, argument in zip(traced.arguments, arguments, strict=False) if argument.slices}
-    for name in traced.arguments:
-        facts[name].shape = traced.handles[name]
+    facts = {name: dataclasses.replace(known, shape=traced.handles[name]) for name, known in facts.items()}
     feeds = _feeds(traced.arguments, arguments, len(devices))
     known = rows.known
     # The one row of a batch is not cut.

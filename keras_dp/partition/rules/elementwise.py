@@ -101,4 +101,10 @@ def _of_lists(node: Node) -> Plan | None:
         joined = joined and join(joined, other)
     if joined is None or not isinstance(joined.placement, ListOf):
         return None
-    return Plan([Facts(joined.placement)], [joined.placement] * len(node.inputs))
+    element = joined.placement.element
+    if element is not None and node.type not in ("Identity", "StopGradient"):
+        # Integers are summed, or zeros.
+        element = None if element.counts_rows() else Facts(element.placement, None, element.shape)
+        if element is None:
+            return None
+    return Plan([Facts(ListOf(element))], [joined.placement] * len(node.inputs))

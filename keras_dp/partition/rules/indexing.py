@@ -97,7 +97,7 @@ def segments(node: Node) -> Plan | None:
     if plan and not node.in_loop and _has_more_segments_than_entries(node):
         return Plan([Facts()])
     if plan and plan.outputs[0].shape and node.inputs[2].integers:
-        plan.outputs[0].shape[:1] = node.inputs[2].integers
+        return plan.with_shape([*node.inputs[2].integers, *plan.outputs[0].shape[1:]])
     return plan
 
 
@@ -124,7 +124,7 @@ def count(node: Node) -> Plan | None:
     # Without weights, their tensor is empty.
     plan = by_labels(node, [numbers, REPLICATE, REPLICATE if weights == [0] else numbers], [kept], "sum", broadcasts=False)
     if plan and plan.outputs[0].shape and node.inputs[1].integers:
-        plan.outputs[0].shape[-1:] = node.inputs[1].integers
+        return plan.with_shape([*plan.outputs[0].shape[:-1], *node.inputs[1].integers])
     return plan
 
 

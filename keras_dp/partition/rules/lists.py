@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from keras_dp.partition.inner_names import taken
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import (
     LOCAL_SHAPE,
@@ -17,7 +18,7 @@ from keras_dp.partition.placements import (
     array_of,
 )
 from keras_dp.partition.rows import Number, Rows, Size
-from keras_dp.partition.rules.joining import join, need_of
+from keras_dp.partition.rules.joining import are_placed_alike, join_elements, need_of
 from keras_dp.partition.rules.registry import rule
 
 
@@ -96,13 +97,15 @@ def put(node: Node) -> Plan | None:
     listed, at = node.inputs[0].placement, len(node.inputs) - 1
     if not isinstance(listed, ListOf):
         return None
-    element: Facts | None = Facts(node.inputs[at].placement, node.inputs[at].entries, node.shape(at))
-    if listed.element is not None and element is not None:
-        element = join(listed.element, element, node.name)
-    if element is None or (listed.element is not None and element.placement != listed.element.placement):
+    # An entry of a list that nothing has written is zeros, whatever others are.
+    entries = node.inputs[at].entries if node.type == "TensorListPushBack" else None
+    own = Facts(node.inputs[at].placement, entries, node.shape(at))
+    element = own if listed.element is None else join_elements(listed.element, own, node.batch_rows)
+    if element is None or (listed.element and not are_placed_alike(element.placement, listed.element.placement)):
         # Elements that are in the list already keep their placement.
         return None
-    return Plan([Facts(ListOf(element))], [listed, *[REPLICATE] * (at - 1), need_of(element)])
+    need = need_of(own if node.is_shard(at) else element)
+    return Plan([Facts(ListOf(element))], [listed, *[REPLICATE] * (at - 1), need])
 
 
 @rule("TensorListGetItem", "TensorListPopBack")
@@ -111,9 +114,10 @@ def take(node: Node) -> Plan | None:
     listed = node.inputs[0].placement
     if not isinstance(listed, ListOf) or listed.element is None or not node.inputs[-1].is_local_shape():
         return None
+    element = taken(listed.element, node.full_name)
     if node.type == "TensorListPopBack":
-        return _taking(node, 1, Plan([Facts(listed), listed.element], [listed, LOCAL_SHAPE]), listed.element)
-    return _taking(node, 2, Plan([listed.element], [listed, REPLICATE, LOCAL_SHAPE]), listed.element)
+        return _taking(node, 1, Plan([Facts(listed), element], [listed, LOCAL_SHAPE]), element)
+    return _taking(node, 2, Plan([element], [listed, REPLICATE, LOCAL_SHAPE]), element)
 
 
 @rule("TensorListStack")
@@ -122,7 +126,7 @@ def stack(node: Node) -> Plan | None:
     listed = node.inputs[0].placement
     if not isinstance(listed, ListOf) or listed.element is None or not node.inputs[1].is_local_shape():
         return None
-    element = listed.element
+    element = taken(listed.element, node.full_name)
     if isinstance(element.placement, Shard):
         shape = None if element.shape is None else [None, *element.shape]
         placement = Shard(element.placement.axis + 1, element.placement.blocks)
@@ -136,9 +140,10 @@ def shape_of_elements(node: Node) -> Plan | None:
     listed = node.inputs[0].placement
     if not isinstance(listed, ListOf) or listed.element is None or listed.element.shape is None:
         return None
-    placement = listed.element.placement
+    element = taken(listed.element, node.full_name)
+    placement = element.placement
     sizes: list[Number] = [
-        size if isinstance(size, int) else Size.named(f"{node.name}[{i}]") for i, size in enumerate(listed.element.shape)
+        size if isinstance(size, int) else Size.named(f"{node.full_name}[{i}]") for i, size in enumerate(element.shape)
     ]
     if isinstance(placement, Shard):
         sizes[placement.axis] = Rows(placement.blocks)

@@ -29,8 +29,9 @@ def concat(node: Node) -> Plan | None:
     labels = tuple(None if i == axis else label for i, label in enumerate(axes(rank)))
     plan = by_labels(node, [*[labels] * len(placements), REPLICATE], [labels], broadcasts=False)
     sizes = [(node.shape(i) or [None] * rank)[axis] for i in range(len(placements))]
-    if plan and plan.outputs[0].shape and all(isinstance(size, int) for size in sizes):
-        plan.outputs[0].shape[axis] = sum(sizes)
+    shape = plan.outputs[0].shape if plan else None
+    if plan and shape and all(isinstance(size, int) for size in sizes):
+        return plan.with_shape([*shape[:axis], sum(sizes), *shape[axis + 1 :]])
     return plan
 
 

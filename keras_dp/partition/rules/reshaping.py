@@ -89,9 +89,8 @@ def expand_dims(node: Node) -> Plan | None:
 
 def _with_one(plan: Plan | None, axis: int) -> Plan | None:
     """Returns the plan, after noting that an axis of the result has one entry."""
-    if plan and isinstance(plan.outputs[0].shape, list):
-        plan.outputs[0].shape[axis] = 1
-    return plan
+    shape = plan.outputs[0].shape if plan else None
+    return plan.with_shape([*shape[:axis], 1, *shape[axis + 1 :]]) if plan and shape is not None else plan
 
 
 @rule("Squeeze")

@@ -57,13 +57,13 @@ def rows_first(node: Node) -> Plan | None:
     # A gradient has the shape of the tensor that it is taken along. The node's first input is this shape, or this tensor.
     first = node.inputs[0].numbers if shapes else node.shape(0) if "Grad" in node.type and len(with_rows) == 3 else None
     if plan and first is not None and len(first) == len(outputs[0]):
-        plan.outputs[0].shape = [None, *first[1:]]
+        plan = plan.with_shape([None, *first[1:]])
     size = node.inputs[2].integers if node.type.startswith("ImageProjectiveTransform") else None
     if plan and size:
-        plan.outputs[0].shape = [None, *size, (node.shape(0) or [None])[-1]]
+        plan = plan.with_shape([None, *size, (node.shape(0) or [None])[-1]])
     if plan and node.type.endswith("CrossEntropyWithLogits"):
         # The second output is the gradient along the logits.
-        plan.outputs[1].shape = [None, *(node.shape(0) or [])[1:]]
+        plan = plan.with_shape([None, *(node.shape(0) or [])[1:]], 1)
     return plan
 
 
@@ -75,6 +75,4 @@ def gradient_of_filter(node: Node) -> Plan | None:
         return None
     rows = [("rows", *[None] * (rank - 1)) for rank in ranks if rank is not None]
     plan = by_labels(node, [rows[0], REPLICATE, rows[1]], [()], reduction="sum", broadcasts=False)
-    if plan:
-        plan.outputs[0].shape = node.inputs[1].integers
-    return plan
+    return plan and plan.with_shape(node.inputs[1].integers)
