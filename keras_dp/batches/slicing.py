@@ -247,9 +247,14 @@ def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
         )
     begin = slices[0].begin
     end = begin + tf.add_n([part.rows for part in slices])
+    batch_rows = slices[0].batch_rows
 
     def own(leaf: Any) -> Any:
-        return leaf if tf.is_tensor(leaf) and leaf.shape.rank == 0 else slice_rows(leaf, begin, end)
+        if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
+            return leaf
+        # A result that is not as long as the batch, such as a vector of weights, has no rows.
+        size = _rows(leaf)
+        return slice_rows(leaf, tf.where(size == batch_rows, begin, 0), tf.where(size == batch_rows, end, size))
 
     return keras.tree.map_structure(own, whole)
 

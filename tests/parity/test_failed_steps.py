@@ -95,15 +95,53 @@ class Bounded(keras.layers.Layer):
         return x
 
 
+def slow(x):
+    """Returns zero, after some time."""
+    square = tf.zeros([700, 700], x.dtype) + x[:, :1][0, 0]
+    for _ in range(3):
+        square = square @ square / 700.0
+    return 0 * square[0, 0]
+
+
+def asserted(x):
+    """TensorFlow makes a branch of this."""
+    tf.debugging.assert_less(tf.reduce_max(x), tf.cast(100.0, x.dtype), "broken")
+
+
+def asserted_in_a_loop(x):
+    def body(i):
+        asserted(x + tf.cast(i, x.dtype))
+        return i + 1
+
+    tf.while_loop(lambda i: i < 2, body, [0])
+
+
+def looked_up(x):
+    """Fails in an operation that is not there to check."""
+    return tf.gather(tf.ones([1], x.dtype), tf.cast(x > 100.0, tf.int32))
+
+
+CHECKS = {
+    "numbers": (lambda x: tf.debugging.check_numerics(x, "broken"), np.nan, "broken"),
+    "assertion": (asserted, 1000.0, "broken"),
+    "assertion in a loop": (asserted_in_a_loop, 1000.0, "broken"),
+    "lookup": (looked_up, 1000.0, r"not in \[0, 1\)"),
+}
+
+
 class CheckedAside(keras.layers.Layer):
-    """Checks a value that nothing else uses."""
+    """Checks a value that no gradient needs."""
+
+    def __init__(self, check):
+        super().__init__()
+        self.check = check
+        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False)
 
     def call(self, x):
-        square = tf.zeros([700, 700], x.dtype) + x[:, :1][0, 0]
-        for _ in range(3):
-            square = square @ square / 700.0
-        tf.debugging.check_numerics(x + 0 * square[0, 0], "broken")
-        return tf.where(tf.math.is_finite(x), x, tf.zeros_like(x))
+        checked = self.check(x + slow(x))
+        if tf.is_tensor(checked):
+            self.kept.assign(tf.reduce_sum(checked))
+        return tf.where(tf.abs(x) < 100.0, x, tf.zeros_like(x))
 
 
 def failing(layer, loss="mse", units=2):
@@ -155,6 +193,20 @@ def test_an_assertion_inside_a_branch_is_named():
     assert re.search(rf"/Assert failed, at {re.escape(__file__)}, line \d+\.", note)
 
 
+@needs_notes
+@pytest.mark.parametrize("name", ["tower_0", "home"])
+def test_an_operation_in_a_scope_that_is_called_like_a_place_is_named(name):
+    class Scoped(Checked):
+        def call(self, x):
+            with tf.name_scope(name):
+                return super().call(x)
+
+    x = X.copy()
+    x[6] = np.nan
+    note = note_of(failing(Scoped()).fit, x, Y, shuffle=False)
+    assert re.search(rf"/{name}/\S*CheckNumerics failed on tower 1 \(CPU:1\), at {re.escape(__file__)}, line \d+\.", note)
+
+
 class SortsColumns(keras.layers.Layer):
     def call(self, x):
         order = tf.argsort(x, axis=0)
@@ -172,13 +224,16 @@ def test_an_error_of_the_data_gets_no_note():
     assert note_of(failing(keras.layers.Identity()).evaluate, dataset.batch(4)) == ""
 
 
-def test_nothing_is_written_before_a_check_whose_result_is_not_used():
-    parallel = failing(CheckedAside())
+@pytest.mark.parametrize("check", CHECKS)
+def test_nothing_is_written_before_a_check_that_no_gradient_needs(check):
+    function, bad, message = CHECKS[check]
+    parallel = failing(CheckedAside(function))
+    parallel.train_on_batch(X, Y)
     before = parallel.get_weights()
     x = X.copy()
-    x[6] = np.nan
+    x[6] = bad
     for _ in range(5):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             parallel.train_on_batch(x, Y)
     assert largest_change(before, parallel.get_weights()) == 0
     parallel.train_on_batch(X, Y)

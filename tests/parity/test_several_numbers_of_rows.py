@@ -339,6 +339,14 @@ def test_rows_of_a_worker_are_those_of_tensors_that_are_cut():
         own_rows(tf.ones((8, 2)), slices[:1])
 
 
+def test_results_that_are_not_as_long_as_the_batch_have_no_rows_of_a_worker():
+    slices = cut(np.ones((8, 4)), 2)
+    result = {"rows": tf.range(8), "weights": tf.range(3), "mean": tf.constant(1.0)}
+    own = own_rows(result, slices[1:])
+    assert [own["rows"].numpy().tolist(), own["weights"].numpy().tolist()] == [[4, 5, 6, 7], [0, 1, 2]]
+    assert own["mean"] == 1.0
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch", "test_on_batch"])
 def test_refuses_misspelled_names(method):
     parallel = keras_dp.DataParallelModel(build_graphs(), devices=2, whole=["edgs"])

@@ -54,8 +54,10 @@ def rows_first(node: Node) -> Plan | None:
     if None in ranks and "3D" in node.type:
         return None
     plan = by_labels(node, inputs, outputs)
-    # A gradient has the shape of the tensor that it is taken along. The node's first input is this shape, or this tensor.
-    first = node.inputs[0].numbers if shapes else node.shape(0) if "Grad" in node.type and len(with_rows) == 3 else None
+    # A gradient has the shape of the tensor that it is taken along. The node's first input is this shape, or this tensor. The
+    # gradient of a gradient has the shape of the second input.
+    along = 1 if node.type.endswith("GradGrad") else 0
+    first = node.inputs[0].numbers if shapes else node.shape(along) if "Grad" in node.type and len(with_rows) == 3 else None
     if plan and first is not None and len(first) == len(outputs[0]):
         plan = plan.with_shape([None, *first[1:]])
     size = node.inputs[2].integers if node.type.startswith("ImageProjectiveTransform") else None

@@ -12,7 +12,7 @@ from keras_dp.partition.graph import Traced
 from keras_dp.partition.placements import Partial, Shard
 from keras_dp.partition.propagation import Propagation
 from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.step import Argument, Trace, run_partitioned
+from keras_dp.partition.step import Argument, Partition, Trace, run_partitioned
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 HOME = "CPU:3"
@@ -145,7 +145,18 @@ def prove(sample: Sample, case: Case, known_rows: int | None = None) -> set[str]
         expected = tf.nest.flatten(sample.function(*map(tf.constant, arrays)))
         for one, other in zip(expected, tf.nest.flatten(partitioned(*map(tf.constant, given))), strict=True):
             _compare(one.numpy(), other.numpy())
+    _assert_stated_sizes(partition)
     return (_spread(partition.propagation) | _gone(partition.traced)) & set(sample.types)
+
+
+def _assert_stated_sizes(partition: Partition) -> None:
+    """Asserts that the sizes that rules state are those that TensorFlow infers."""
+    for (name, port), facts in partition.propagation.facts.items():
+        inferred = partition.traced.statics[name][port].shape
+        if isinstance(facts.shape, tuple) and inferred is not None:
+            rows = facts.placement.axis if isinstance(facts.placement, Shard) else None
+            pairs = [pair for axis, pair in enumerate(zip(facts.shape, inferred, strict=True)) if axis != rows]
+            assert all(one == other for one, other in pairs if isinstance(one, int) and isinstance(other, int)), (name, pairs)
 
 
 def is_right_on_towers(sample: Sample, case: Case) -> bool:
@@ -236,11 +247,17 @@ def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
 
 
 def partitioned_step(
-    step: Callable[..., object], specs: Sequence[tf.TensorSpec], has_rows: Sequence[bool], known_rows: int | None = None
+    step: Callable[..., object],
+    specs: Sequence[tf.TensorSpec],
+    has_rows: Sequence[bool],
+    known_rows: int | None = None,
+    devices: Sequence[str] = DEVICES,
+    home: str = HOME,
+    **options: bool,
 ) -> tuple:
     """Partitions a step, and returns it as a function of whole tensors, with its partition."""
     found = []
-    count = len(DEVICES)
+    count = len(devices)
 
     def function(*tensors: tf.Tensor) -> object:
         rows = tf.shape(tensors[has_rows.index(True)])[0] if known_rows is None else known_rows
@@ -253,7 +270,7 @@ def partitioned_step(
             Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
             for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)
         ]
-        result, partition = run_partitioned(Trace(step, specs), arguments, counts, DEVICES, HOME)
+        result, partition = run_partitioned(Trace(step, specs), arguments, counts, devices, home, **options)
         found.append(partition)
         return result
 
