@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
+from partitioned_steps import DEVICES, partitioned_step
 
 from keras_dp.partition.graph import Traced
 from keras_dp.partition.placements import Partial, Shard
 from keras_dp.partition.propagation import Propagation
-from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.step import Argument, Partition, Trace, run_partitioned
-
-DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
-HOME = "CPU:3"
+from keras_dp.partition.step import Partition
 
 # With 7 rows a tower has more than others, with 2 a tower has none, and 1 is a single row.
 ROW_COUNTS = (7, 2, 1)
@@ -237,42 +234,3 @@ def _is_spread(plan: object) -> bool:
     """Returns whether towers compute a node, or have slices or parts of its result."""
     has_parts = any(isinstance(facts.placement, Shard | Partial) for facts in plan.outputs)
     return not plan.is_at_home or has_parts
-
-
-def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
-    """Runs a partitioned step on arrays whose first axis is the rows, and returns its result and its partition."""
-    specs = [tf.TensorSpec([None, *array.shape[1:]], tf.constant(array).dtype) for array in arrays]
-    partitioned, partition = partitioned_step(step, specs, [True] * len(arrays))
-    return tf.nest.flatten(partitioned(*map(tf.constant, arrays))), partition
-
-
-def partitioned_step(
-    step: Callable[..., object],
-    specs: Sequence[tf.TensorSpec],
-    has_rows: Sequence[bool],
-    known_rows: int | None = None,
-    devices: Sequence[str] = DEVICES,
-    home: str = HOME,
-    **options: bool,
-) -> tuple:
-    """Partitions a step, and returns it as a function of whole tensors, with its partition."""
-    found = []
-    count = len(devices)
-
-    def function(*tensors: tf.Tensor) -> object:
-        rows = tf.shape(tensors[has_rows.index(True)])[0] if known_rows is None else known_rows
-        begins = [rows * i // count for i in range(count)]
-        ends = [rows * (i + 1) // count for i in range(count)]
-        counts = RowCounts(rows, begins, [end - begin for begin, end in zip(begins, ends, strict=True)])
-        larger = tf.maximum if known_rows is None else max
-        ranges = [(begin, larger(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
-        arguments = [
-            Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
-            for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)
-        ]
-        result, partition = run_partitioned(Trace(step, specs), arguments, counts, devices, home, **options)
-        found.append(partition)
-        return result
-
-    concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
-    return concrete, found[-1]

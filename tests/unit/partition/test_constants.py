@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from partitioned_steps import partitioned_step
 
 from keras_dp.partition.crossings import Crossings
 from keras_dp.partition.graph import traced_step
 from keras_dp.partition.row_counts import RowCounts
 from keras_dp.partition.step import Argument, Trace, build
-from partition.proofs import partitioned_step
 
 DEVICES, HOME = ["CPU:1", "CPU:2", "CPU:3"], "CPU:1"
 ROWS = tf.TensorSpec([None, 4], tf.float64)

@@ -1,15 +1,12 @@
 """Whatever integers are read as row counts, the result is one device's: a reading decides only what towers share."""
 
-import random
-
 import numpy as np
 import pytest
 import tensorflow as tf
+from partitioned_steps import partitioned_step, reading_at_random
 
 import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition import propagation
-from keras_dp.partition.readings import RowSources, readings
-from partition.proofs import partitioned_step
 
 ROWS = 6  # also a width of the tensors below, and twice or half of others
 
@@ -55,26 +52,11 @@ STEPS = [of_batch, of_weights, of_a_loop, of_a_queue]
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 12))])
-def test_any_reading_is_right(step, seed, monkeypatch):
+def test_any_reading_is_right(step, seed):
     """Reads integers in a random order, makes random sources rows in random segments, and leaves out some readings."""
-    draw = random.Random(seed)
-
-    def in_any_order(node, blocks=()):
-        found = list(readings(node, blocks))
-        draw.shuffle(found)
-        return found[: draw.randint(1, len(found))]
-
-    def any_blocks(self, node, facts):
-        return (
-            draw.choice([None, (), (1,), (2,), (1, 1)])
-            if node.type in ("Fill", "Tile", "BroadcastTo") or draw.random() < 0.5
-            else ()
-        )
-
-    monkeypatch.setattr(propagation, "readings", in_any_order)
-    monkeypatch.setattr(RowSources, "blocks_made", any_blocks)
     x = np.random.default_rng(seed).normal(size=(ROWS, 6))
-    partitioned, _ = partitioned_step(step, [tf.TensorSpec(x.shape, tf.float64)], [True], ROWS)
+    with reading_at_random(seed):
+        partitioned, _ = partitioned_step(step, [tf.TensorSpec(x.shape, tf.float64)], [True], ROWS)
     plain = tf.nest.flatten(tf.function(step, autograph=False)(tf.constant(x)))
     for one, other in zip(plain, tf.nest.flatten(partitioned(tf.constant(x))), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11)

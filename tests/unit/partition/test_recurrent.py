@@ -6,10 +6,10 @@ Their kernels need a GPU. Here, a function with the same arguments and results s
 import numpy as np
 import pytest
 import tensorflow as tf
+from partitioned_steps import partitioned_step
 
 from keras_dp.partition import calling
 from keras_dp.partition.tensorflow_internals import results_of
-from partition.proofs import partitioned_step
 
 TIME, UNITS = 4, 3
 

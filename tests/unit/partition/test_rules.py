@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from partitioned_steps import partitioned_step, run
 
 import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
 from keras_dp.partition.rules.recurrent import RECURRENT
-from partition.proofs import cases_of, is_right_on_towers, partitioned_step, prove, run
+from partition.proofs import cases_of, is_right_on_towers, prove
 from partition.samples import samples
 
 SAMPLES = samples()

@@ -2,10 +2,10 @@
 
 import numpy as np
 import tensorflow as tf
+from partitioned_steps import partitioned_step, run
 
 from keras_dp.partition.graph import traced_step
 from keras_dp.partition.simplification import needed_nodes, simplify
-from partition.proofs import partitioned_step, run
 
 
 def simplified(function, *specs):

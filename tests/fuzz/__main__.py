@@ -1,0 +1,95 @@
+"""Run a campaign: draw programs, compare them, and shrink those that fail."""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import tensorflow as tf
+
+import keras_dp
+from fuzz.drawing import draw_program, kinds_of
+from fuzz.programs import Program
+from fuzz.running import Setting, check, draw_setting
+from fuzz.shrinking import shrink
+
+
+def parsed() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--count", type=int, default=300, help="the number of programs")
+    parser.add_argument("--seed", type=int, help="the first seed; today's date if it is left out")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many minutes")
+    parser.add_argument("--keep", type=Path, help="a folder for the programs that fail")
+    parser.add_argument("--no-shrinking", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the campaign, prints what failed, and returns the number of failures."""
+    options = parsed()
+    keras_dp.use_logical_cpus(5)
+    first = int(datetime.date.today().strftime("%y%m%d")) * 1000 if options.seed is None else options.seed
+    drawn: collections.Counter[str] = collections.Counter()
+    outcomes: collections.Counter[str] = collections.Counter()
+    failures = 0
+    began = time.monotonic()
+    count = 0
+    for seed in range(first, first + options.count):
+        if time.monotonic() - began > 60 * options.minutes:
+            break
+        program, setting = draw_program(seed), draw_setting(seed)
+        count += 1
+        drawn.update(kinds_of(program))
+        failure = check(program, setting, seed, outcomes)
+        if failure is not None:
+            failures += 1
+            print(f"\nseed {seed} {failure.symptom}\n{failure.details}\n{setting}", flush=True)
+            if not options.no_shrinking:
+                program, setting, failure = smallest(program, setting, seed, failure.symptom)
+            print(f"{setting}\n{failure.details}\n{program}", flush=True)
+            if options.keep:
+                options.keep.mkdir(parents=True, exist_ok=True)
+                (options.keep / f"{seed}.json").write_text(program.to_json())
+        tf.keras.backend.clear_session()
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{count} programs from seed {first}, {drawn.total()} statements, {minutes:.1f} minutes: {failures} failed")
+    rare = [f"{kind} {number}" for kind, number in sorted(drawn.items(), key=lambda item: item[1])[:12]]
+    print("drawn least:", ", ".join(rare))
+    print("outcomes:", ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()))
+    return failures
+
+
+def smallest(program: Program, setting: Setting, seed: int, symptom: str) -> tuple:
+    """Returns a small program that fails in the same way, in a simple setting."""
+    same = symptom.split(":")[0]
+
+    def fails(candidate: Program, way: Setting = setting) -> bool:
+        found = check(candidate, way, seed)
+        return found is not None and found.symptom.split(":")[0] == same
+
+    for change in (
+        {"is_compiled": False},
+        {"is_packed": False},
+        {"is_sharded": False},
+        {"fails": False},
+        {"towers": 2},
+        {"reads_at_random": False},
+    ):
+        simpler = dataclasses.replace(setting, **change)
+        if simpler != setting and fails(program, simpler):
+            setting = simpler
+    for rows in setting.rows if not setting.is_static else ():
+        if len(setting.rows) > 1 and fails(program, dataclasses.replace(setting, rows=(rows,))):
+            setting = dataclasses.replace(setting, rows=(rows,))
+    program = shrink(program, lambda candidate: fails(candidate, setting))
+    return program, setting, check(program, setting, seed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(min(main(), 1))

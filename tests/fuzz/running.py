@@ -1,0 +1,157 @@
+"""Run a program plainly and partitioned, and compare its results and the variables that it leaves."""
+
+import contextlib
+import dataclasses
+import random
+import traceback
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from partitioned_steps import partitioned_step, reading_at_random
+
+from fuzz.drawing import batch, kinds_of
+from fuzz.programs import Program, State, step_of
+from keras_dp.partition.comparison import difference
+
+HOME = "CPU:0"
+_TOLERANCE = 1e-9
+# Programs with these functions compute in a lower precision somewhere.
+_TOLERANCES = {"unary: half precision": 0.1, "unary: single precision": 1e-3}
+_DRAWING = {"noise", "drawn", "dropped out", "shuffled"}
+_NUDGE = 4e-15  # of the inputs, to see how much a program amplifies rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The way in which a program is partitioned.
+
+    Attributes:
+        towers: the number of towers.
+        rows: the numbers of rows of the batches, one after the other.
+        is_static: whether the number of rows is known while the step is traced; all batches have as many then.
+        is_packed: whether devices send packed messages.
+        is_sharded: whether variables are on several devices.
+        is_compiled: whether XLA compiles the towers' operations.
+        fails: whether the checks of the program fail.
+        reads_at_random: whether integers are read as row counts at random; see `readings`.
+    """
+
+    towers: int
+    rows: tuple[int, ...]
+    is_static: bool = False
+    is_packed: bool = False
+    is_sharded: bool = False
+    is_compiled: bool = False
+    fails: bool = False
+    reads_at_random: bool = False
+
+
+def draw_setting(seed: int) -> Setting:
+    """Draws a setting."""
+    rng = random.Random(seed + 1)
+    towers, is_static = rng.randint(1, 4), rng.random() < 0.5
+    few = rng.choice([7, 8, 5, 6, 9, 3, 2, 1])
+    rows = (few, few) if is_static else (rng.choice([7, 8, 5]), rng.choice([1, 2, 3, 4]), few)
+    packed, sharded, compiled, fails, reads = (rng.random() < share for share in (0.5, 0.4, 0.06, 0.3, 0.5))
+    return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A difference between the plain and the partitioned program.
+
+    Attributes:
+        symptom: "differs", "fails" or "changes variables"; with the first line of an error.
+        details: numbers or a traceback.
+    """
+
+    symptom: str
+    details: str
+
+
+def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] | None = None) -> Failure | None:
+    """Compares a program on towers with the plain one; None if they are the same, or if they cannot be compared.
+
+    Args:
+        program: the program.
+        setting: the way in which it is partitioned.
+        seed: the seed of the batches.
+        outcomes: counts why a program is not compared, and how many are.
+    """
+    outcomes = Counter() if outcomes is None else outcomes
+    if setting.is_compiled and not _DRAWING.isdisjoint(kinds_of(program)):
+        # XLA draws other numbers than TensorFlow's kernels.
+        setting = dataclasses.replace(setting, is_compiled=False)
+    batches = [batch(rows, seed + i) for i, rows in enumerate(setting.rows)]
+    plain = _run(program, setting, batches, None)
+    if plain.error is not None and not (setting.fails and plain.fails_as_asked):
+        outcomes[f"plain fails: {plain.error[:60]}"] += 1
+        return None
+    towers = _run(program, setting, batches, [f"CPU:{1 + i}" for i in range(setting.towers)])
+    outcomes["both fail" if plain.error else "compared"] += 1
+    if plain.error is not None:
+        if towers.error is None:
+            return Failure("no error", f"plain: {plain.error}")
+        if not towers.is_unchanged and plain.is_unchanged:
+            return Failure("changes variables", f"after {towers.error}")
+        return None
+    if towers.error is not None:
+        return Failure(f"fails: {towers.error.splitlines()[0][:100]}", towers.error)
+    apart = _apart(plain, towers)
+    if apart <= tolerance_of(program):
+        return None
+    draw = np.random.default_rng(seed)
+    nudged = [(x * (1 + _NUDGE * draw.choice([-1, 1], size=x.shape)), labels) for x, labels in batches]
+    own = _run(program, setting, nudged, None)
+    if own.error is not None or 1000 * _apart(plain, own) >= apart:
+        outcomes["amplifies rounding"] += 1
+        return None
+    return Failure("differs", f"by {apart:.1e}, and plainly by {_apart(plain, own):.1e} with rounded inputs")
+
+
+def tolerance_of(program: Program) -> float:
+    """Returns the largest difference that rounding may make."""
+    kinds = kinds_of(program)
+    return max([_TOLERANCE, *(tolerance for kind, tolerance in _TOLERANCES.items() if kind in kinds)])
+
+
+@dataclasses.dataclass
+class _Outcome:
+    results: list[list[np.ndarray]]
+    variables: list[np.ndarray]
+    error: str | None = None
+    is_unchanged: bool = True
+    fails_as_asked: bool = False
+
+
+def _run(program: Program, setting: Setting, batches: Any, devices: list[str] | None) -> _Outcome:
+    state = State([f"CPU:{i}" for i in range(setting.towers + 1)] if setting.is_sharded else [HOME])
+    state.fails = setting.fails
+    step = step_of(program, state)
+    sizes = batches[0][0].shape if setting.is_static else (None, *batches[0][0].shape[1:])
+    specs = [tf.TensorSpec(sizes, tf.float64), tf.TensorSpec(sizes[:1], tf.int64)]
+    results: list[list[np.ndarray]] = []
+    try:
+        if devices is None:
+            function = tf.function(step, autograph=False).get_concrete_function(*specs)
+        else:
+            known_rows = setting.rows[0] if setting.is_static else None
+            options = {"jit_compile": setting.is_compiled, "pack_copies": setting.is_packed}
+            with reading_at_random(setting.rows[0]) if setting.reads_at_random else contextlib.nullcontext():
+                function, _ = partitioned_step(step, specs, [True, True], known_rows, devices, HOME, **options)
+        for x, labels in batches:
+            results.append([np.array(tensor) for tensor in tf.nest.flatten(function(tf.constant(x), tf.constant(labels)))])
+    except Exception as error:
+        is_asked = isinstance(error, tf.errors.InvalidArgumentError) and "x < y" in str(error) and not results
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, tf.errors.OpError):
+            text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])
+        return _Outcome(results, [], text, state.is_first(), is_asked)
+    return _Outcome(results, state.values())
+
+
+def _apart(one: _Outcome, other: _Outcome) -> float:
+    pairs = [pair for own, others in zip(one.results, other.results, strict=True) for pair in zip(own, others, strict=True)]
+    return max(difference(a, b) for a, b in [*pairs, *zip(one.variables, other.variables, strict=True)])

@@ -1,0 +1,74 @@
+"""Random programs give the same results on towers as on one device, and what failed once does not fail again."""
+
+import dataclasses
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuzz.drawing import draw_program
+from fuzz.programs import Program, Statement
+from fuzz.running import Setting, check
+from fuzz.shrinking import shrink
+from keras_dp.partition.placements import Facts, Partial
+from keras_dp.partition.rules import RULES
+
+TESTS = Path(__file__).parents[1]
+TODAY = int(datetime.date.today().strftime("%y%m%d")) * 1000
+# The same programs each time, and others each day.
+SEEDS = [(seed, 30) for seed in (0, 30)] + [(TODAY + 50 * part, 50) for part in range(6)]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_random_programs_are_one_devices(seed, count):
+    """Runs in a process of its own, since TensorFlow aborts the process for some programs."""
+    command = [sys.executable, "-m", "fuzz", "--count", str(count), "--seed", str(seed)]
+    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-5000:]
+    assert f"{count} programs" in found.stdout
+
+
+def test_the_same_seed_gives_the_same_program():
+    assert draw_program(3) == draw_program(3) != draw_program(4)
+
+
+def test_a_program_can_be_kept():
+    program = draw_program(5)
+    assert Program.from_json(program.to_json()) == program
+
+
+def of(*statements: Statement) -> Program:
+    return Program(statements, (statements[-1].result,))
+
+
+def test_a_wrong_rule_is_found_and_shrunk(monkeypatch):
+    """A negative control: the maxima of the towers' rows are summed."""
+    right = RULES["Max"]
+
+    def wrong(node):
+        plan = right(node)
+        return plan and dataclasses.replace(plan, outputs=[Facts(Partial(), shape=plan.outputs[0].shape)])
+
+    monkeypatch.setitem(RULES, "Max", wrong)
+    program = of(
+        Statement("unary", "a", ("x",), {"function": "tanh"}),
+        Statement("along an axis", "b", ("a",), {"function": "softmax", "axis": 1}),
+        Statement("reduction", "c", ("b",), {"function": "maximum", "axis": 0, "keepdims": False}),
+        Statement("unary", "d", ("c",), {"function": "sigmoid"}),
+    )
+    setting = Setting(2, (7,))
+    assert check(program, setting, 0).symptom == "differs"
+    small = shrink(program, lambda candidate: check(candidate, setting, 0) is not None)
+    kinds = [(statement.kind, statement.parameters["function"]) for statement in small.statements]
+    assert ("reduction", "maximum") in kinds
+    assert not {("unary", "tanh"), ("unary", "sigmoid"), ("along an axis", "softmax")} & set(kinds)
+
+
+def test_a_failed_check_leaves_variables_alone():
+    program = of(Statement("added to the total", "a", ("x",)), Statement("fails", "b", ("x",)))
+    assert check(program, Setting(2, (7,), fails=True), 0) is None

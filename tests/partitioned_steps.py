@@ -1,0 +1,78 @@
+"""Run a step on towers without a model: partition it, and call it with whole tensors."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition import propagation
+from keras_dp.partition.node import Node
+from keras_dp.partition.readings import RowSources, readings
+from keras_dp.partition.row_counts import RowCounts
+from keras_dp.partition.step import Argument, Trace, run_partitioned
+
+DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+HOME = "CPU:3"
+
+
+def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
+    """Runs a partitioned step on arrays whose first axis is the rows, and returns its result and its partition."""
+    specs = [tf.TensorSpec([None, *array.shape[1:]], tf.constant(array).dtype) for array in arrays]
+    partitioned, partition = partitioned_step(step, specs, [True] * len(arrays))
+    return tf.nest.flatten(partitioned(*map(tf.constant, arrays))), partition
+
+
+@contextlib.contextmanager
+def reading_at_random(seed: int) -> Iterator[None]:
+    """Reads integers as rows in a random order, makes random sources rows in random segments, and leaves out some readings."""
+    draw = random.Random(seed)
+
+    def in_any_order(node: Node, blocks: tuple = ()) -> list[Node]:
+        found = list(readings(node, blocks))
+        draw.shuffle(found)
+        return found[: draw.randint(1, len(found))]
+
+    def any_blocks(self: RowSources, node: Node, facts: object) -> tuple | None:
+        is_any = node.type in ("Fill", "Tile", "BroadcastTo") or draw.random() < 0.5
+        return draw.choice([None, (), (1,), (2,), (1, 1)]) if is_any else ()
+
+    with (
+        mock.patch.object(propagation, "readings", in_any_order),
+        mock.patch.object(RowSources, "blocks_made", any_blocks),
+    ):
+        yield
+
+
+def partitioned_step(
+    step: Callable[..., object],
+    specs: Sequence[tf.TensorSpec],
+    has_rows: Sequence[bool],
+    known_rows: int | None = None,
+    devices: Sequence[str] = DEVICES,
+    home: str = HOME,
+    **options: bool,
+) -> tuple:
+    """Partitions a step, and returns it as a function of whole tensors, with its partition."""
+    found = []
+    count = len(devices)
+
+    def function(*tensors: tf.Tensor) -> object:
+        rows = tf.shape(tensors[has_rows.index(True)])[0] if known_rows is None else known_rows
+        begins = [rows * i // count for i in range(count)]
+        ends = [rows * (i + 1) // count for i in range(count)]
+        counts = RowCounts(rows, begins, [end - begin for begin, end in zip(begins, ends, strict=True)])
+        larger = tf.maximum if known_rows is None else max
+        ranges = [(begin, larger(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
+        arguments = [
+            Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
+            for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)
+        ]
+        result, partition = run_partitioned(Trace(step, specs), arguments, counts, devices, home, **options)
+        found.append(partition)
+        return result
+
+    concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
+    return concrete, found[-1]
