@@ -124,6 +124,7 @@ class DataParallelModel(ModelWrapper):
         self._workers = current_workers()
         self._joint_calls = calls_of(self._workers)
         self._predicts_shard = False
+        self._eager: dict[str, bool] = {}  # whether a step's function runs eagerly
         self._loops: list[str] = []
         self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
         packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
@@ -460,19 +461,19 @@ class DataParallelModel(ModelWrapper):
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function that `fit` calls, unless it exists; see `keras.Model.make_train_function`."""
-        if self.train_function is None or force:
+        if self._is_unmade("train", force):
             super().make_train_function(force=True)
             self.train_function = self._on_towers(self.train_function, self.train_step)
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes the function that `evaluate` calls, unless it exists; see `keras.Model.make_test_function`."""
-        if self.test_function is None or force:
+        if self._is_unmade("test", force):
             super().make_test_function(force=True)
             self.test_function = self._on_towers(self.test_function, self.test_step)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that `predict` calls, unless it exists; see `keras.Model.make_predict_function`."""
-        if self.predict_function is None or force:
+        if self._is_unmade("predict", force):
             super().make_predict_function(force=True)
             if not self._is_eager():
                 self.predict_function = PredictFunction(self.predict_function, self._steps)
@@ -690,6 +691,11 @@ class DataParallelModel(ModelWrapper):
         self._forget_traces()
         self._compiled_with = weakref.ref(keras_models.loss_tracker(model))
         self._joint_calls.forget()
+
+    def _is_unmade(self, name: choices.Step, force: bool) -> bool:
+        """Returns whether a step's function has to be made: by force, for the first time, or since eagerness has changed."""
+        was_eager, self._eager[name] = self._eager.get(name), self._is_eager()
+        return force or getattr(self, f"{name}_function") is None or was_eager != self._eager[name]
 
     def _on_towers(self, function: Callable[[Any], Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return function if self._is_eager() else StepFunction(function, step, self._steps, self.steps_per_execution)

@@ -45,9 +45,15 @@ class Forms:
             return self._slice(output, need, tower)
         if isinstance(need, Partial):
             return self._part(output, need, tower)
-        if isinstance(need, ListOf | Own):
+        if isinstance(need, ListOf | Own) or (need == REPLICATE and self._is_on_each_tower(output)):
             return self._instances.part(output, tower)
         return self.whole(output)
+
+    def _is_on_each_tower(self, output: Output) -> bool:
+        """Returns whether each tower has computed a tensor that is the same on all of them, such as the result of a loop."""
+        facts = self._propagation.facts[output]
+        is_made = output[0] in self._instances.towers and output[0] not in self._instances.home
+        return is_made and facts.placement == REPLICATE and not facts.counts_rows()
 
     def _as_read(self, output: Output, reading: np.ndarray, tower: int) -> str:
         """Returns a shape in which some integers are read as the tower's own row counts."""

@@ -64,6 +64,7 @@ def hold_back_writes(
     meetings: Collection[str],
     checking: Collection[str],
     failing: Collection[str],
+    of_traced_batch: Collection[str],
 ) -> None:
     """Makes the operations that write variables wait for everything in a step that can fail.
 
@@ -76,12 +77,14 @@ def hold_back_writes(
         meetings: the names of the nodes where towers meet.
         checking: the names of the nodes that are there to fail.
         failing: the names of the nodes that fail for some values.
+        of_traced_batch: the names of the nodes that depend on the batch in the traced graph. In the partitioned one, a number
+            of rows may be a constant instead.
     """
     nodes = list(graph.function.node_def)
     handles = {graph.given[name] for name in variables if name in graph.given}
     awaited = {name.split(":")[0] for name in meetings}.union(checking)
     # On one device, a write that does not depend on the batch, such as the step count, happens even when the data have ended.
-    of_batch = awaited.union(graph.given.values()) - handles
+    of_batch = awaited.union(graph.given.values(), of_traced_batch) - handles
     sources = {node.name: [name.partition(":")[0].removeprefix("^") for name in node.input] for node in nodes}
     written: set[str] = set()
     for node in nodes:

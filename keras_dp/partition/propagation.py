@@ -27,6 +27,7 @@ from keras_dp.partition.placements import (
     array_of,
 )
 from keras_dp.partition.readings import RowSources, readings
+from keras_dp.partition.recomputation import Recomputation
 from keras_dp.partition.rows import Size
 from keras_dp.partition.rules import RULES
 from keras_dp.partition.rules.drawing import DRAWS
@@ -104,6 +105,7 @@ class Propagation:
         self.measures = Measures(self)
         self._at_home: dict[str, str] = {}
         self._functions: dict[Any, Traced] = {}
+        self._recomputation = Recomputation(self.nodes, self.sources, traced.outputs)
         self._row_sources = None if batch_rows is None else RowSources(self.nodes, self.sources, traced.statics, arguments)
         self._propagate(arguments)
 
@@ -218,6 +220,9 @@ class Propagation:
         if node.name in self._at_home:
             return self._once(node, self._at_home[node.name])
         blocks = None if self._row_sources is None else self._row_sources.blocks_made(node, self.facts)
+        recomputed = self._recomputation.plan(node, self.sources[node.name])
+        if recomputed is not None:
+            return recomputed
         if any(facts.placement == OWN for facts in node.inputs) and not is_stateful(node.type):
             return self._with_own(node, blocks)
         is_spread = any(facts.placement != REPLICATE for facts in node.inputs)
@@ -377,9 +382,14 @@ class Propagation:
         for facts in sources:
             if facts.placement != REPLICATE:
                 return f"{where} takes the whole of {facts.placement}"
-            if facts.counts_rows() and not any(result.counts_rows() for result in plan.outputs):
+            if facts.counts_rows() and not _is_local(plan.outputs):
                 return f"{where} takes the number of all rows"
         return None
+
+
+def _is_local(results: Sequence[Facts]) -> bool:
+    """Returns whether results may be computed from a tower's own number of rows: they count rows, or are known for any."""
+    return any(facts.counts_rows() for facts in results) or all(facts.is_local_shape() for facts in results)
 
 
 def _without_rows(static: Static, placement: Placement, name: str) -> Static:

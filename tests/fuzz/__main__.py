@@ -4,6 +4,7 @@ import argparse
 import collections
 import dataclasses
 import datetime
+import json
 import os
 import time
 from pathlib import Path
@@ -55,7 +56,9 @@ def main() -> int:
             print(f"{setting}\n{failure.details}\n{program}", flush=True)
             if options.keep:
                 options.keep.mkdir(parents=True, exist_ok=True)
-                (options.keep / f"{seed}.json").write_text(program.to_json())
+                kept = {"symptom": failure.symptom, "seed": seed, "setting": dataclasses.asdict(setting)}
+                text = json.dumps({**kept, "program": json.loads(program.to_json())}, indent=1)
+                (options.keep / f"{seed}.json").write_text(text + "\n")
         tf.keras.backend.clear_session()
     minutes = (time.monotonic() - began) / 60
     print(f"\n{count} programs from seed {first}, {drawn.total()} statements, {minutes:.1f} minutes: {failures} failed")

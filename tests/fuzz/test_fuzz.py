@@ -2,9 +2,11 @@
 
 import dataclasses
 import datetime
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from keras_dp.partition.placements import Facts, Partial
 from keras_dp.partition.rules import RULES
 
 TESTS = Path(__file__).parents[1]
+# Each has its story: what was wrong when the fuzzer found it.
+KEPT = sorted((TESTS / "fuzz" / "kept").glob("*.json"))
 TODAY = int(datetime.date.today().strftime("%y%m%d")) * 1000
 # The same programs each time, and others each day.
 SEEDS = [(seed, 30) for seed in (0, 30)] + [(TODAY + 50 * part, 50) for part in range(6)]
@@ -40,6 +44,16 @@ def test_the_same_seed_gives_the_same_program():
 def test_a_program_can_be_kept():
     program = draw_program(5)
     assert Program.from_json(program.to_json()) == program
+
+
+@pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
+def test_what_failed_once_is_right(path):
+    kept = json.loads(path.read_text())
+    setting = {**kept["setting"], "rows": tuple(kept["setting"]["rows"])}
+    outcomes = Counter()
+    failure = check(Program.from_json(json.dumps(kept["program"])), Setting(**setting), kept["seed"], outcomes)
+    assert failure is None, f"{kept['story']}: {failure}"
+    assert outcomes["compared"] + outcomes["both fail"] == 1
 
 
 def of(*statements: Statement) -> Program:

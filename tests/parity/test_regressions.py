@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_same_training, assert_towers_match_one_device, twins
-from keras import layers, losses, optimizers
+from comparison import assert_same, assert_same_script, assert_same_training, assert_towers_match_one_device, twins
+from keras import layers, losses, ops, optimizers
 
 import keras_dp
 
@@ -218,3 +218,71 @@ def test_batch_norm_variance_beside_a_large_mean():
         parallel.compile(optimizers.SGD(0.0), "mse")
         parallel.train_on_batch(x, x)
         np.testing.assert_allclose(model.layers[0].moving_variance, exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(4, None), (4, 3)])
+def test_the_end_of_data_of_unknown_length_counts_as_in_plain_keras(shape):
+    """When the data end, Keras calls the step once more. What does not depend on the batch is written then, in plain Keras too.
+
+    With a length that is not known, the number of rows depends on the batch in plain Keras, though it is a constant on towers.
+    """
+
+    def build():
+        sums = layers.Lambda(lambda x: ops.sum(x, 1, keepdims=True))
+        return keras.Sequential([keras.Input(shape[1:]), sums, layers.Dense(1)])
+
+    def script(model):
+        model.compile(**compiled()())
+        rows = np.random.default_rng(0).normal(size=(12, 3)), np.random.default_rng(1).normal(size=(12, 1))
+        spec = tf.TensorSpec(shape[1:], "float64"), tf.TensorSpec((1,), "float64")
+        batches = tf.data.Dataset.from_generator(lambda: zip(*rows, strict=True), output_signature=spec)
+        batches = batches.batch(4, drop_remainder=True)
+        return [model.fit(batches, shuffle=False, verbose=0).history, model.evaluate(batches, verbose=0)]
+
+    assert_same_script(build, script, 2)
+
+
+@pytest.mark.parametrize("similar", [False, True])
+def test_a_list_at_home_has_the_gradients_of_rows(similar):
+    """The shape of the elements is not known in the gradient, and may count rows: 4 entries, in a batch of 4."""
+
+    def one_row(y_true, y_pred):
+        rows = y_pred @ tf.transpose(y_pred) if similar else y_pred
+        return tf.reduce_sum(tf.TensorArray(rows.dtype, 4).unstack(rows).read(1) ** 2)
+
+    def build():
+        return keras.Sequential([keras.Input((3,)), layers.Dense(4)])
+
+    def script(model):
+        model.compile(keras.optimizers.SGD(0.02), one_row)
+        draw = np.random.default_rng(0)
+        return model.fit(draw.normal(size=(8, 3)), draw.normal(size=(8, 1)), batch_size=4, shuffle=False, verbose=0).history
+
+    assert_same_script(build, script, 2)
+
+
+@pytest.mark.parametrize("orders", [[True, False], [False, True, False]])
+@pytest.mark.parametrize("switch", ["of the model", "of TensorFlow"])
+@pytest.mark.filterwarnings("ignore:Even though the")
+def test_eagerness_may_change_between_calls(orders, switch):
+    def build():
+        return keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+
+    def script(model):
+        model.compile(**compiled()())
+        draw = np.random.default_rng(0)
+        x, y = draw.normal(size=(20, 3)), draw.normal(size=(20, 2))
+        found = []
+        try:
+            for is_eager in orders:
+                if switch == "of the model":
+                    model.run_eagerly = is_eager
+                else:
+                    tf.config.run_functions_eagerly(is_eager)
+                found += [model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history, model.evaluate(x, y, verbose=0)]
+                found += [model.predict(x, verbose=0), model.train_on_batch(x, y), model.predict_on_batch(x)]
+        finally:
+            tf.config.run_functions_eagerly(False)
+        return found
+
+    assert_same_script(build, script, 2)

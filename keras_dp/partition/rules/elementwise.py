@@ -15,7 +15,7 @@ from keras_dp.partition.rules.registry import rule, types
 CHECKS = types("CheckNumerics CheckNumericsV2")
 UNARY = types(
     """
-    Abs Acos Acosh AsString Asin Asinh Atan Atanh BesselI0e BesselI1e Bucketize Cast Ceil ComplexAbs Conj Cos Cosh
+    Abs Acos Acosh Angle AsString Asin Asinh Atan Atanh BesselI0e BesselI1e Bucketize Cast Ceil ComplexAbs Conj Cos Cosh
     Digamma Elu EnsureShape Erf Erfc Erfinv Exp Expm1 Floor Identity Imag Invert IsFinite IsInf IsNan LeakyRelu Lgamma
     Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
     Sign Sin Sinh Softplus Softsign Sqrt Square StaticRegexFullMatch StaticRegexReplace StopGradient StringLength

@@ -17,7 +17,7 @@ from keras_dp.partition.placements import (
     Shard,
     array_of,
 )
-from keras_dp.partition.rows import Number, Rows, Size
+from keras_dp.partition.rows import Number, Rows
 from keras_dp.partition.rules.joining import are_placed_alike, join_elements, need_of
 from keras_dp.partition.rules.registry import rule
 
@@ -28,11 +28,12 @@ def new_list(node: Node) -> Plan | None:
 
     A tower does not state the sizes that may count rows: it is not known yet what the elements are.
     """
-    if node.inputs[1].counts_rows():
+    shape = node.inputs[0].entries
+    if node.inputs[1].counts_rows() or shape is None:
+        # A shape that is not known may count rows.
         return None
     needs: list[Need] = [LOCAL_SHAPE if facts.entries is not None else REPLICATE for facts in node.inputs]
-    shape = node.inputs[0].entries
-    stated = None if shape is None or node.batch_rows is None else _unstated(shape, node.batch_rows)
+    stated = None if node.batch_rows is None else _unstated(shape, node.batch_rows)
     return Plan([Facts(ListOf())], needs, None, True, readings={} if stated is None else {0: stated})
 
 
@@ -140,13 +141,12 @@ def shape_of_elements(node: Node) -> Plan | None:
     listed = node.inputs[0].placement
     if not isinstance(listed, ListOf) or listed.element is None or listed.element.shape is None:
         return None
-    element = taken(listed.element, node.full_name)
-    placement = element.placement
-    sizes: list[Number] = [
-        size if isinstance(size, int) else Size.named(f"{node.full_name}[{i}]") for i, size in enumerate(element.shape)
-    ]
+    placement = listed.element.placement
+    sizes: list[Number] = [size if isinstance(size, int) else -1 for size in listed.element.shape]
     if isinstance(placement, Shard):
-        sizes[placement.axis] = Rows(placement.blocks)
+        # A list states the number of rows only where it is known while the step is traced.
+        is_known = node.batch_rows is not None and all(isinstance(block, int) for block in placement.blocks)
+        sizes[placement.axis] = Rows(placement.blocks) if is_known else -1
     return Plan([Facts(REPLICATE, array_of(sizes))], [listed])
 
 

@@ -3,7 +3,7 @@
 from string import ascii_uppercase
 
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import REPLICATE
+from keras_dp.partition.placements import REPLICATE, Shard
 from keras_dp.partition.rules.labels import Labels, axes, by_labels, from_the_right
 from keras_dp.partition.rules.linearity import linear
 from keras_dp.partition.rules.registry import rule, types
@@ -57,6 +57,12 @@ _LAST_AXES |= dict.fromkeys(["FFT3D", "AdjustContrastv2", "AdjustHue", "AdjustSa
 _LAST_AXES |= dict.fromkeys(["RGBToHSV", "HSVToRGB"], 1)
 
 
+# Operations whose result has the shape of their first input.
+_KEEPS_SHAPE = frozenset(
+    types("Softmax LogSoftmax FFT IFFT FFT2D IFFT2D FFT3D IFFT3D Cross MatrixBandPart MatrixInverse Cholesky CholeskyGrad")
+)
+
+
 @rule(*_LAST_AXES)
 def last_axes(node: Node) -> Plan | None:
     """Plans an operation on the last axes, separate for each index of the other axes."""
@@ -76,7 +82,11 @@ def last_axes(node: Node) -> Plan | None:
         if other is None:
             return None
         outputs.append(axes(before) + (None,) * (other - before))
-    return linear(node) or by_labels(node, inputs, outputs)  # type: ignore[arg-type]
+    plan = linear(node) or by_labels(node, inputs, outputs)  # type: ignore[arg-type]
+    sizes, result = node.sizes(0), plan.outputs[0] if plan else None
+    if plan and sizes is not None and node.type in _KEEPS_SHAPE and result is not None and isinstance(result.placement, Shard):
+        return plan.with_shape([None if i == result.placement.axis else size for i, size in enumerate(sizes)])
+    return plan
 
 
 @rule("MatrixDiagPartV3", "MatrixDiagV3")

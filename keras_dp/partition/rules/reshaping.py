@@ -4,7 +4,7 @@ from typing import Any
 
 from keras_dp.partition.node import Node, Plan
 from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Partial, Replicate, Shard
-from keras_dp.partition.rows import Number, Rows, depends_on_rows, divide, exactly, multiply, product
+from keras_dp.partition.rows import GLOBAL, Number, Rows, depends_on_rows, divide, exactly, multiply, product
 from keras_dp.partition.rules.labels import axes, by_labels
 from keras_dp.partition.rules.linearity import linear
 from keras_dp.partition.rules.registry import rule
@@ -135,7 +135,8 @@ def tile(node: Node) -> Plan | None:
         times = multiples[placement.axis]
         if depends_on_rows(multiples) or not isinstance(times, int) or times < 1:
             return None
-        return Plan([Facts(Shard(placement.axis, placement.blocks * times))], [placement, REPLICATE])
+        result = Facts(Shard(placement.axis, placement.blocks * times), shape=_tiled(node, multiples, placement.axis))
+        return Plan([result], [placement, REPLICATE])
     along = _only_rows(multiples)
     if along is None or not isinstance(placement, Replicate | Partial):
         return None
@@ -143,7 +144,14 @@ def tile(node: Node) -> Plan | None:
     if len(multiples[along].blocks) != 1 and size != 1:
         return None
     blocks = tuple(multiply(block, size) for block in multiples[along].blocks)
-    return Plan([Facts(Shard(along, blocks))], [REPLICATE, LOCAL_SHAPE], also_at_home=True)
+    result = Facts(Shard(along, blocks), shape=_tiled(node, multiples, along))
+    return Plan([result], [REPLICATE, LOCAL_SHAPE], also_at_home=True)
+
+
+def _tiled(node: Node, multiples: list[Number], rows: int) -> list[Any] | None:
+    """Returns the sizes after a repetition, with None for the axis of the rows."""
+    pairs = enumerate(zip(node.shape(0) or [], multiples, strict=True))
+    return _plain([GLOBAL if axis == rows else multiply(size, times) for axis, (size, times) in pairs])
 
 
 @rule("BroadcastTo")

@@ -1,10 +1,14 @@
 """Place convolutions, pooling and image operations."""
 
+import math
+
 from keras_dp.partition.node import Node, Plan
-from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Need
+from keras_dp.partition.placements import LOCAL_SHAPE, REPLICATE, Facts, Need, Shard
 from keras_dp.partition.rows import Rows, depends_on_rows
 from keras_dp.partition.rules.labels import Labels, by_labels
 from keras_dp.partition.rules.registry import rule
+
+_MOST_BATCHES = 64  # a segment each
 
 # The inputs whose first axis has the rows, and the inputs that are shapes of such tensors. Others are the same for all rows.
 _WITH_ROWS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -67,6 +71,24 @@ def rows_first(node: Node) -> Plan | None:
         # The second output is the gradient along the logits.
         plan = plan.with_shape([None, *(node.shape(0) or [])[1:]], 1)
     return plan
+
+
+@rule("SpaceToBatchND", "BatchToSpaceND")
+def space_and_batch(node: Node) -> Plan | None:
+    """Plans moving blocks of space to the first axis, where one batch follows the other, or back."""
+    placement, sizes = node.inputs[0].placement, node.inputs[1].integers
+    if not isinstance(placement, Shard) or placement.axis != 0 or sizes is None:
+        return None
+    count = math.prod(sizes)
+    if any(facts.counts_rows() for facts in node.inputs[1:]) or not 1 <= count <= _MOST_BATCHES:
+        return None
+    if node.type == "SpaceToBatchND":
+        blocks = placement.blocks * count
+    else:
+        blocks = placement.blocks[: len(placement.blocks) // count]
+        if blocks * count != placement.blocks:
+            return None
+    return Plan([Facts(Shard(0, blocks))], [placement, REPLICATE, REPLICATE])
 
 
 @rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")

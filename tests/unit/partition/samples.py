@@ -414,6 +414,12 @@ def _windows():
     yield sample(
         ("LRNGrad",), _in_graph(lambda x: tf.gradients(tf.reduce_sum(R.LRN(input=x) ** 2), x)), ("Bhwc",), ("float32",)
     )
+    yield sample(("SpaceToBatchND",), lambda x: tf.space_to_batch(x, [2, 1], [[2, 0], [0, 0]]), ("Bhwc",))
+    yield sample(
+        ("BatchToSpaceND",),
+        lambda x: tf.batch_to_space(tf.tanh(tf.space_to_batch(x, [2, 2], [[1, 1], [0, 2]])), [2, 2], [[0, 1], [1, 0]]),
+        ("Bhwc",),
+    )
     yield sample(("DepthToSpace",), lambda x: tf.nn.depth_to_space(tf.concat([x, x], -1), 2), ("Bhwc",))
     yield sample(("SpaceToDepth",), lambda x: tf.nn.space_to_depth(x, 2), ("Bhwc",))
     yield sample(
