@@ -220,6 +220,7 @@ def test_batch_norm_variance_beside_a_large_mean():
         np.testing.assert_allclose(model.layers[0].moving_variance, exact, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("shape", [(4, None), (4, 3)])
 def test_the_end_of_data_of_unknown_length_counts_as_in_plain_keras(shape):
     """When the data end, Keras calls the step once more. What does not depend on the batch is written then, in plain Keras too.
