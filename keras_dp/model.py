@@ -26,8 +26,10 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import Partition
+from keras_dp.steps import verification
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
+from keras_dp.steps.verification import Verification
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.plain_training import PlainTraining
@@ -78,6 +80,8 @@ class DataParallelModel(ModelWrapper):
             rows of them than of most tensors.
         pack_copies: whether the tensors that devices send each other travel in few large messages. GPUs need microseconds for
             each message, whatever its size. None packs tensors between GPUs only: logical CPUs share their memory.
+        verify: whether the first step of each trace is compared with the same step on one device. A difference is an error that
+            names the operation, and leaves the weights as before. None asks the environment variable KERAS_DP_VERIFY.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or a device does not exist.
@@ -97,6 +101,7 @@ class DataParallelModel(ModelWrapper):
         gradient_dtype: choices.GradientType = None,
         whole: Sequence[str] = (),
         pack_copies: choices.PackCopies = None,
+        verify: bool | None = None,
     ):
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
         refuse_unknown("loss_scope", loss_scope, choices.LossScope)
@@ -129,6 +134,12 @@ class DataParallelModel(ModelWrapper):
         self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
         packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
         self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype, packs, self._variables_made)
+        self._verification = Verification(self._steps) if verification.is_wanted(verify) else None
+        if self._verification is not None and self._workers.count > 1:
+            raise ValueError(
+                "verify=True compares the steps of one worker. Verify the program without TF_CONFIG. Received: verify=True on "
+                f"{self._workers.count} workers"
+            )
         self._remember(
             devices=self.devices,
             parameter_device=parameter_device,
@@ -137,6 +148,7 @@ class DataParallelModel(ModelWrapper):
             gradient_dtype=gradient_dtype,
             whole=whole,
             pack_copies=pack_copies,
+            verify=verify,
         )
         self._place_variables()
         self._follow_inner_model()
@@ -463,20 +475,20 @@ class DataParallelModel(ModelWrapper):
         """Makes the function that `fit` calls, unless it exists; see `keras.Model.make_train_function`."""
         if self._is_unmade("train", force):
             super().make_train_function(force=True)
-            self.train_function = self._on_towers(self.train_function, self.train_step)
+            self.train_function = self._on_towers(self.train_function, self.train_step, "train")
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes the function that `evaluate` calls, unless it exists; see `keras.Model.make_test_function`."""
         if self._is_unmade("test", force):
             super().make_test_function(force=True)
-            self.test_function = self._on_towers(self.test_function, self.test_step)
+            self.test_function = self._on_towers(self.test_function, self.test_step, "test")
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that `predict` calls, unless it exists; see `keras.Model.make_predict_function`."""
         if self._is_unmade("predict", force):
             super().make_predict_function(force=True)
             if not self._is_eager():
-                self.predict_function = PredictFunction(self.predict_function, self._steps)
+                self.predict_function = PredictFunction(self.predict_function, self._steps, self._verification)
 
     def _step(self, name: choices.Step, data: Any) -> Any:
         """Runs a step on N slices in a compiled function, or, eagerly, the inner model's own step on the whole batch."""
@@ -697,8 +709,12 @@ class DataParallelModel(ModelWrapper):
         was_eager, self._eager[name] = self._eager.get(name), self._is_eager()
         return force or getattr(self, f"{name}_function") is None or was_eager != self._eager[name]
 
-    def _on_towers(self, function: Callable[[Any], Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return function if self._is_eager() else StepFunction(function, step, self._steps, self.steps_per_execution)
+    def _on_towers(
+        self, function: Callable[[Any], Any], step: Callable[[Any], Any], name: choices.Step
+    ) -> Callable[[Any], Any]:
+        if self._is_eager():
+            return function
+        return StepFunction(function, step, self._steps, self.steps_per_execution, name, self._verification)
 
     def _forget_traces(self) -> None:
         """Makes all steps retrace, including those of a running `fit`, `evaluate` or `predict`."""

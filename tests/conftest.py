@@ -1,6 +1,7 @@
 """Set up four logical CPU devices once for all tests, and start each test from the same state."""
 
 import collections
+import datetime
 import gc
 import os
 import zlib
@@ -21,6 +22,34 @@ keras_dp.use_logical_cpus(4)
 gc.freeze()
 
 collect_ignore = ["worker_scripts"]
+
+# The defaults of GPUs, and variables on several devices. Tests of what is computed run with one of these each day, in turn;
+# KERAS_DP_TEST_WAY=packed and the like choose one for all.
+WAYS = {
+    "plain": {},
+    "packed": {"pack_copies": True},
+    "sharded": {"parameter_device": "sharded"},
+    "packed-sharded": {"pack_copies": True, "parameter_device": "sharded"},
+}
+ROTATING = {
+    "test_accumulation",
+    "test_compatibility_losses",
+    "test_compatibility_metrics",
+    "test_compatibility_models",
+    "test_compatibility_optimizers",
+    "test_losses",
+    "test_made_in_the_trace",
+    "test_metrics",
+    "test_optimizers",
+    "test_partition_of_keras",
+    "test_programs",
+    "test_promise",
+    "test_random_programs",
+    "test_regressions",
+    "test_static_rows",
+    "test_training_flag",
+    "test_unknown_sizes",
+}
 NEWEST_KERAS = (versions.KERAS[1][0], versions.KERAS[1][1] - 1)
 
 
@@ -48,6 +77,25 @@ def pytest_runtest_call(item):
         if is_newest or is_ours or (isinstance(error, AttributeError) and "module 'keras" not in str(error)):
             raise
         pytest.skip(f"Keras {keras.__version__} does not run it: {error}")
+
+
+@pytest.fixture(autouse=True)
+def way(request, monkeypatch):
+    """Wraps models with the defaults of one of the `WAYS`, where a test does not say otherwise. Returns the name of the way."""
+    module = getattr(request.node, "module", None)
+    if module is None or module.__name__.rpartition(".")[2] not in ROTATING:
+        return "plain"
+    turn = zlib.crc32(request.node.name.encode()) + datetime.date.today().toordinal()
+    name = os.environ.get("KERAS_DP_TEST_WAY") or list(WAYS)[turn % len(WAYS)]
+    wrap = keras_dp.DataParallelModel.__init__
+
+    def with_defaults(self, *arguments, **named):
+        # The third argument is the device of the variables.
+        wrap(self, *arguments, **(WAYS[name] | named if len(arguments) < 3 else named))
+
+    if name != "plain":
+        monkeypatch.setattr(keras_dp.DataParallelModel, "__init__", with_defaults)
+    return name
 
 
 @pytest.fixture(autouse=True)

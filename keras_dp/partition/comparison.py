@@ -20,6 +20,8 @@ Tensor = Any
 _NOT_COMPARED = (tf.resource, tf.variant, tf.string)
 # The axes to sum a broadcast gradient over: TensorFlow's kernel and its graph optimizer disagree about axes of size 1.
 _NOT_UNIQUE = ("BroadcastGradientArgs",)
+_NUDGE = 16  # the other rounding of the batch and the variables, in units of the last place
+_OWN_DIFFERENCES = 100  # how often as much as by this rounding a tensor may differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +56,24 @@ class Comparison:
         variables: the differences of the variables' values after the step, by name.
         first: the first operation that differs; None if there is none.
         compared: the number of tensors that were compared.
+        excess: the largest difference, as a multiple of the difference that is allowed; see `compare`.
     """
 
     results: list[float]
     variables: dict[str, float]
     first: Difference | None
     compared: int
+    excess: float
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest difference of results and variables."""
+        return max([0.0, *self.results, *self.variables.values()])
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no result and no variable differs by more than is allowed, and no operation does."""
+        return self.excess <= 1.0 and self.first is None
 
 
 def compare(
@@ -69,10 +83,13 @@ def compare(
     devices: Sequence[str],
     home: str,
     tolerance: float,
+    pack_copies: bool = False,
+    every_tensor: bool = True,
 ) -> Comparison:
-    """Runs a step on one device and on towers, from the same state, and compares every tensor.
+    """Runs a step on one device and on towers, from the same state, and compares results, variables and tensors.
 
-    Restores the state.
+    A tensor may differ by the tolerance. It may also differ by as much as it differs from itself on one device, up to a factor,
+    if the batch and the variables are rounded otherwise: some programs amplify rounding. Restores the state.
 
     Args:
         trace: the trace of the step.
@@ -81,42 +98,76 @@ def compare(
         devices: the devices of the N towers.
         home: the device of operations that are computed once.
         tolerance: the largest difference that is ignored.
+        pack_copies: as in `run_partitioned`.
+        every_tensor: whether to compare every tensor, beside results and variables. That takes long for large batches.
     """
     # Make the whole tensors eagerly: one function cannot use a tensor that is made inside the other one.
     arguments = [dataclasses.replace(argument, whole=partial(tf.identity, argument.whole())) for argument in arguments]
     traced = traced_step(trace.concrete)
-    builder, outputs, effects, compared = _with_tensors(traced, arguments, rows, devices, home)
+    compared: list[Output] = []
+    if every_tensor:
+        builder, outputs, effects, compared = _with_tensors(traced, arguments, rows, devices, home)
+    else:
+        builder, outputs, effects = build(traced, arguments, rows, devices, home)
 
     @tf.function(autograph=False)
     def on_towers() -> list[Tensor]:
-        return call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects)
+        packed_for = builder.variable_devices if pack_copies else None
+        return call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects, packed_for)
 
     @tf.function(autograph=False)
     def on_one_device() -> list[Tensor]:
         return _import_plain(trace.concrete, traced, arguments, compared)
+
+    wholes = [tf.constant(_nudged(argument.whole().numpy()), argument.spec.dtype) for argument in arguments]
+    nudged = [
+        dataclasses.replace(argument, whole=partial(tf.identity, whole))
+        for argument, whole in zip(arguments, wholes, strict=True)
+    ]
+
+    @tf.function(autograph=False)
+    def rounded_otherwise() -> list[Tensor]:
+        return _import_plain(trace.concrete, traced, nudged, compared)
 
     variables = list(trace.concrete.variables)
     before = [variable.numpy() for variable in variables]
     after = []
     received = []
     try:
-        for run in (on_one_device, on_towers):
+        for run in (on_one_device, on_towers, rounded_otherwise):
+            if run is rounded_otherwise:
+                _assign(variables, [_nudged(value) for value in before])
             received.append([tensor.numpy() for tensor in run()])
             after.append([variable.numpy() for variable in variables])
             _assign(variables, before)
     finally:
         _assign(variables, before)
+    apart, own = ([difference(*pair) for pair in zip(received[0], received[k], strict=True)] for k in (1, 2))
+    of_variables, own_of_variables = ([difference(*pair) for pair in zip(after[0], after[k], strict=True)] for k in (1, 2))
+    excesses = [_excess(*pair, tolerance) for pair in zip(apart, own, strict=True)]
+    excesses_of_variables = [_excess(*pair, tolerance) for pair in zip(of_variables, own_of_variables, strict=True)]
     count = len(traced.outputs)
-    plain, towers = received
-    differences = {
-        output: difference(one, other) for output, one, other in zip(compared, plain[count:], towers[count:], strict=True)
-    }
+    found = {output: pair for output, *pair in zip(compared, excesses[count:], apart[count:], strict=True)}
     return Comparison(
-        [difference(one, other) for one, other in zip(plain[:count], towers[:count], strict=True)],
-        {variable.name: difference(one, other) for variable, one, other in zip(variables, *after, strict=True)},
-        _first(trace.concrete.graph, traced, builder, differences, tolerance),
+        apart[:count],
+        {variable.name: one for variable, one in zip(variables, of_variables, strict=True)},
+        _first(trace.concrete.graph, traced, builder, found),
         len(compared),
+        max([0.0, *excesses[:count], *excesses_of_variables]),
     )
+
+
+def _excess(apart: float, own: float, tolerance: float) -> float:
+    """Returns a difference as a multiple of the one that is allowed."""
+    return apart / max(tolerance, _OWN_DIFFERENCES * own if np.isfinite(own) else 0.0)
+
+
+def _nudged(value: np.ndarray) -> np.ndarray:
+    """Rounds floating-point numbers otherwise."""
+    if value.dtype.kind != "f":
+        return value
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=value.shape)
+    return np.asarray(value * (1.0 + _NUDGE * np.finfo(value.dtype).eps * signs), value.dtype)
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> None:
@@ -183,15 +234,21 @@ def difference(one: Any, other: Any) -> float:
     return float(np.where(same, 0.0, apart).max())
 
 
-def _first(
-    graph: tf.Graph, traced: Traced, builder: Builder, differences: dict[Output, float], tolerance: float
-) -> Difference | None:
-    """Finds the first operation that differs although its inputs do not."""
+def _first(graph: tf.Graph, traced: Traced, builder: Builder, differences: dict[Output, list[float]]) -> Difference | None:
+    """Finds the first operation that differs although its inputs do not.
+
+    Args:
+        graph: the graph that was traced.
+        traced: the step.
+        builder: the builder of the partitioned step.
+        differences: by tensor, the difference as a multiple of the one that is allowed, and the difference.
+    """
+    same = [0.0, 0.0]
     for node in traced.nodes:
-        own = {port: differences.get((node.name, port), 0.0) for port in range(len(traced.statics[node.name]))}
-        inputs = [differences.get(output_of(source), 0.0) for source in data_inputs(node)]
-        if own and max(own.values()) > tolerance and all(apart <= tolerance for apart in inputs):
-            port = max(own, key=lambda port: own[port])
+        own = {port: differences.get((node.name, port), same) for port in range(len(traced.statics[node.name]))}
+        inputs = [differences.get(output_of(source), same) for source in data_inputs(node)]
+        port = max(own, key=lambda port: own[port], default=None)
+        if port is not None and own[port][0] > 1.0 and all(excess <= 1.0 for excess, _ in inputs):
             placement = str(builder.propagation.facts[node.name, port].placement)
-            return Difference(node.op, name_of(node.name, port), placement, own[port], user_line(graph, node.name))
+            return Difference(node.op, name_of(node.name, port), placement, own[port][1], user_line(graph, node.name))
     return None

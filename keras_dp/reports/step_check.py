@@ -3,14 +3,11 @@
 import dataclasses
 from typing import Any
 
-import keras
-
 from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.comparison import Comparison
-
-_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+from keras_dp.steps.verification import tolerance as tolerance_of_floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +17,8 @@ class StepCheck:
     Attributes:
         step: "train", "test" or "predict".
         comparison: the comparison of results, variables and tensors.
-        tolerance: the largest difference that counts as none, relative to the size of the numbers where these are large.
+        tolerance: the largest difference that counts as none, relative to the size of the numbers where these are large. More
+            counts as none where one device differs from itself if numbers are rounded otherwise.
     """
 
     step: str
@@ -30,19 +28,21 @@ class StepCheck:
     @property
     def largest_difference(self) -> float:
         """The largest difference of results and variables."""
-        return max([0.0, *self.comparison.results, *self.comparison.variables.values()])
+        return self.comparison.largest_difference
 
     @property
     def is_exact(self) -> bool:
-        """Whether no result, no variable and no tensor differs."""
-        return self.largest_difference <= self.tolerance and self.comparison.first is None
+        """Whether no result, no variable and no tensor differs by more than rounding explains."""
+        return self.comparison.is_same
 
     def __str__(self) -> str:
         comparison = self.comparison
         verdict = "the same" if self.is_exact else "different"
         within = f"to {self.largest_difference:.1e} (tolerance {self.tolerance:.0e})"
         lines = [f"{self.step} step on one device and on towers: {verdict}, {within}"]
-        different = {name: apart for name, apart in comparison.variables.items() if apart > self.tolerance}
+        different = {
+            name: apart for name, apart in comparison.variables.items() if apart > self.tolerance and not self.is_exact
+        }
         lines += [f"  variable {name!r} differs by {apart:.1e}" for name, apart in different.items()]
         first = comparison.first or "none"
         lines.append(f"  first operation that differs, of {comparison.compared} tensors compared: {first}")
@@ -73,6 +73,6 @@ def check_step(
         ValueError: if there is no such step.
     """
     refuse_unknown("step", step, choices.Step)
-    within = tolerance or _TOLERANCES.get(keras.config.floatx(), 1e-2)
+    within = tolerance or tolerance_of_floats()
     steps = parallel.tower_steps
     return StepCheck(step, steps.compare(step, steps.slices_of(batch), within), within)

@@ -56,9 +56,9 @@ class StepOnSlices:
         """Partitions the step without running it."""
         return partition_of(self.trace, self.arguments, self.rows, self.devices, home)
 
-    def compare(self, home: str, tolerance: float) -> Comparison:
-        """Runs the step on one device and on towers, and compares all tensors. The slices are eager tensors."""
-        return compare(self.trace, self.arguments, self.rows, self.devices, home, tolerance)
+    def compare(self, home: str, tolerance: float, pack_copies: bool = False, every_tensor: bool = True) -> Comparison:
+        """Runs the step on one device and on towers, and compares the two; see `compare`. The slices are eager tensors."""
+        return compare(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, every_tensor)
 
 
 def on_slices(

@@ -1,13 +1,17 @@
 """Call the functions of Keras's trainer."""
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_dp import choices
 from keras_dp.batches.slicing import Shard, Slice, row_spec
 from keras_dp.steps.towers import TowerSteps
+from keras_dp.steps.verification import Verification, iterator_of, types_of
 
 
 class PredictFunction:
@@ -19,20 +23,26 @@ class PredictFunction:
     Args:
         function: Keras's function.
         steps: the steps on towers.
+        verification: compares first steps with one device; None if they are not compared.
     """
 
-    def __init__(self, function: Any, steps: TowerSteps):
-        self._function = function
+    def __init__(self, function: Any, steps: TowerSteps, verification: Verification | None = None):
+        self._function, self._verification = function, verification
         self._steps = steps
         self._traced: set[str] = set()
 
     def __call__(self, batches: Any) -> Any:
         """Returns the outputs, in the order of the rows."""
-        with self._steps.naming_failures():
+        with self._steps.naming_failures(), self._verified(batches[0]):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
             if isinstance(first, Slice) and isinstance(first.source, Shard):
                 self._trace_for_any_rows(batches)
             return self._function(batches)
+
+    def _verified(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        if self._verification is None or not self._verification.is_new("predict", types_of(batch)):
+            return contextlib.nullcontext()
+        return self._verification.of_step("predict", batch)
 
     def _trace_for_any_rows(self, batches: Any) -> None:
         types = keras.tree.map_structure(row_spec, batches)
@@ -49,10 +59,20 @@ class StepFunction:
         step: the model's step, which takes the slices of a batch.
         steps: the steps on towers.
         steps_per_execution: the number of batches that a call takes.
+        name: the name of the step.
+        verification: compares first steps with one device; None if they are not compared.
     """
 
-    def __init__(self, function: Callable[[Any], Any], step: Callable[[Any], Any], steps: TowerSteps, steps_per_execution: int):
-        self._function = function
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        step: Callable[[Any], Any],
+        steps: TowerSteps,
+        steps_per_execution: int,
+        name: choices.Step,
+        verification: Verification | None = None,
+    ):
+        self._function, self._name, self._verification = function, name, verification
         self._steps = steps
         self._executions = range(steps_per_execution)
         self._on_batch = tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True)
@@ -61,9 +81,25 @@ class StepFunction:
         """Runs the steps, and returns the result of the last one."""
         with self._steps.naming_failures():
             if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
-                result = self._function(iterator)
+                result = self._of_dataset(iterator)
             else:
                 for _, batch in zip(self._executions, iterator, strict=False):
-                    result = self._on_batch(batch)
+                    with self._verified(types_of(batch), batch):
+                        result = self._on_batch(batch)
         self._steps.calls += 1
         return result
+
+    def _of_dataset(self, iterator: Any) -> Any:
+        verification, types = self._verification, iterator.element_spec
+        if verification is None or not verification.is_new(self._name, types):
+            return self._function(iterator)
+        batches = list(itertools.islice(iterator, len(self._executions)))
+        if not batches:
+            return self._function(iterator)
+        with verification.of_step(self._name, batches[-1]):
+            return self._function(iterator_of(batches, types))
+
+    def _verified(self, types: Any, batch: Any) -> contextlib.AbstractContextManager[None]:
+        if self._verification is None or not self._verification.is_new(self._name, types):
+            return contextlib.nullcontext()
+        return self._verification.of_step(self._name, batch)

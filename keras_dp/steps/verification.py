@@ -1,0 +1,115 @@
+"""Compare the first step of each trace with one device, while a model trains."""
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dp import choices
+from keras_dp.batches.slicing import Slice, own_spec
+from keras_dp.steps.towers import TowerSteps
+
+ENVIRONMENT_VARIABLE = "KERAS_DP_VERIFY"
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+_TOLERANCE_OF_OTHERS = 1e-2
+
+
+def tolerance() -> float:
+    """Returns the largest difference that counts as none, for Keras's dtype."""
+    return _TOLERANCES.get(keras.config.floatx(), _TOLERANCE_OF_OTHERS)
+
+
+def is_wanted(verify: bool | None) -> bool:
+    """Returns whether steps are verified: as an argument says, or else the environment variable KERAS_DP_VERIFY.
+
+    Raises:
+        ValueError: if the variable is neither 0 nor 1.
+    """
+    if verify is not None:
+        return verify
+    said = os.environ.get(ENVIRONMENT_VARIABLE, "0")
+    if said not in ("0", "1"):
+        raise ValueError(f"{ENVIRONMENT_VARIABLE} must be 0 or 1. Received: {ENVIRONMENT_VARIABLE}={said!r}")
+    return said == "1"
+
+
+class Verification:
+    """Runs the first step of each trace on one device, too, and refuses to go on if the results differ.
+
+    Args:
+        steps: the steps on towers.
+    """
+
+    def __init__(self, steps: TowerSteps):
+        self._steps = steps
+        self._verified: set[tuple[str, str]] = set()
+
+    def is_new(self, name: choices.Step, types: Any) -> bool:
+        """Returns whether no step has run for batches of some types. It counts as verified from now on."""
+        key = name, repr(types)
+        is_new = key not in self._verified
+        self._verified.add(key)
+        return is_new
+
+    @contextlib.contextmanager
+    def of_step(self, name: choices.Step, batch: Any) -> Iterator[None]:
+        """Compares a step on one device and on towers, after the step that runs within this context.
+
+        Args:
+            name: the step.
+            batch: the batch, or its N slices.
+
+        Raises:
+            RuntimeError: if a result, a variable or a tensor differs. The variables are as before the step.
+        """
+        before = [(variable, np.array(variable)) for variable in self._variables()]
+        yield
+        is_cut = isinstance(batch, tuple) and batch and isinstance(batch[0], Slice)
+        slices: Sequence[Slice] = batch if is_cut else self._steps.slices_of(batch)
+        with _same_random_numbers_afterwards():
+            comparison = self._steps.compare(name, slices, tolerance(), every_tensor=False)
+            if not comparison.is_same:
+                # Name the operation.
+                comparison = self._steps.compare(name, slices, tolerance())
+        if comparison.is_same:
+            return
+        for variable, value in before:
+            variable.assign(value)
+        raise RuntimeError(
+            f"The first {name} step for these batches differs on towers from one device by "
+            f"{comparison.largest_difference:.1e}. The first operation that differs: {comparison.first or 'none'}. On one "
+            "device, rounding alone makes no such difference. The weights are as before the step. This is a fault of keras_dp: "
+            "please report it with the program, and train with devices=1 until it is mended. Received: verify=True"
+        )
+
+    def _variables(self) -> list[keras.Variable]:
+        optimizer = self._steps.optimizer
+        metrics = [variable for metric in self._steps.model.metrics for variable in metric.variables]
+        found = [*self._steps.model.variables, *metrics, *(optimizer.variables if optimizer is not None else [])]
+        return list({id(variable): variable for variable in found}.values())
+
+
+def types_of(batch: Any) -> Any:
+    """Returns the types of a batch."""
+    return keras.tree.map_structure(own_spec, batch)
+
+
+def iterator_of(batches: Sequence[Any], element_spec: Any) -> tf.data.Iterator:
+    """Returns an iterator over batches that were taken from another one, with the types of that one."""
+    return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=element_spec))
+
+
+@contextlib.contextmanager
+def _same_random_numbers_afterwards() -> Iterator[None]:
+    """Restores the generators of Python and NumPy, which a trace may use."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -1,0 +1,118 @@
+"""With `verify=True`, the first step of each trace is compared with one device, and training is the same otherwise."""
+
+import dataclasses
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, assert_same_script, values
+from keras import layers
+
+import keras_dp
+from keras_dp.partition.rules import RULES
+from keras_dp.steps.verification import Verification
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(22, 4)), rng.normal(size=(22, 2))
+
+
+class Drawn(layers.Layer):
+    """Draws while it is traced, and in each step without a seed of its own."""
+
+    def call(self, x):
+        return x * random.uniform(0.5, 1.5) + 0.1 * np.random.normal() + 0.1 * keras.random.normal(tf.shape(x)[1:])
+
+
+def build():
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Dense(5), Drawn(), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(2)]
+    )
+
+
+def script(model):
+    random.seed(1)
+    np.random.seed(2)
+    model.compile("adam", "mse", metrics=["mae"])
+    results = [model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y)).history]
+    results += [model.evaluate(X, Y, batch_size=7, verbose=0), model.predict(X, batch_size=7, verbose=0)]
+    results += [model.train_on_batch(X, Y), model.test_on_batch(X, Y), model.predict_on_batch(X)]
+    return [*results, random.random(), np.random.normal()]
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """Returns the names of the steps that are compared."""
+    names = []
+    of_step = Verification.of_step
+
+    def remembering(self, name, batch):
+        names.append(name)
+        return of_step(self, name, batch)
+
+    monkeypatch.setattr(Verification, "of_step", remembering)
+    return names
+
+
+def test_training_is_the_same(compared):
+    assert_same_script(build, script, 3, {"verify": True})
+    assert {name: compared.count(name) for name in compared} == {"train": 2, "test": 2, "predict": 3}
+
+
+def test_nothing_is_compared_by_default(compared):
+    assert_same_script(build, script, 2)
+    assert compared == []
+
+
+def test_an_environment_variable_asks_for_it(compared, monkeypatch):
+    monkeypatch.setenv("KERAS_DP_VERIFY", "1")
+    model = keras_dp.DataParallelModel(build(), devices=2)
+    model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=11, verbose=0)
+    assert compared == ["train"]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_data_that_are_read_once_are_all_trained_on(steps_per_execution):
+    def once(model):
+        model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+        parts = ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 16, 4))
+        return [model.fit(parts, shuffle=False, verbose=0).history, model.optimizer.iterations.numpy()]
+
+    assert_same_script(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]), once, 2, {"verify": True})
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch", "evaluate", "predict"])
+def test_a_wrong_rule_is_an_error_and_the_weights_are_as_before(method, monkeypatch):
+    right = RULES["MatMul"]
+
+    def wrong(node):
+        """Leaves out the second tower's products."""
+        plan = right(node)
+        if plan is None:
+            return None
+
+        def instance(builder, definition, tower, inputs):
+            device = builder.devices[tower]
+            made = builder.copy(definition, f"tower_{tower}", device, inputs)
+            return builder.graph.add("ZerosLike", [made], device, "wrong", T=node.dtype(0)) if tower else made
+
+        return dataclasses.replace(plan, instance=instance)
+
+    model = keras_dp.DataParallelModel(build(), devices=2, verify=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.train_on_batch(X[:6], Y[:6])
+    monkeypatch.setitem(RULES, "MatMul", wrong)
+    before = model.get_weights(), values(model.inner_model.optimizer)
+    arguments = {"batch_size": 11, "verbose": 0} if method in ("fit", "evaluate") else {}
+    with pytest.raises(RuntimeError, match=r"differs on towers from one device by .*MatMul.*made in .*report it"):
+        getattr(model, method)(X, **({} if method == "predict" else {"y": Y}), **arguments)
+    assert_same(before, (model.get_weights(), values(model.inner_model.optimizer)), 0.0)
+
+
+def test_refuses_other_values_of_the_environment_variable(monkeypatch):
+    monkeypatch.setenv("KERAS_DP_VERIFY", "yes")
+    with pytest.raises(ValueError, match="KERAS_DP_VERIFY must be 0 or 1.*'yes'"):
+        keras_dp.DataParallelModel(build(), devices=2)
