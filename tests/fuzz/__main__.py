@@ -2,11 +2,14 @@
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -18,6 +21,8 @@ from fuzz.drawing import draw_program, kinds_of
 from fuzz.programs import Program
 from fuzz.running import Setting, check, draw_setting
 from fuzz.shrinking import shrink
+
+_MOST_SECONDS = 240
 
 
 def parsed() -> argparse.Namespace:
@@ -47,7 +52,8 @@ def main() -> int:
         program, setting = draw_program(seed), draw_setting(seed)
         count += 1
         drawn.update(kinds_of(program))
-        failure = check(program, setting, seed, outcomes)
+        with giving_up(seed):
+            failure = check(program, setting, seed, outcomes)
         if failure is not None:
             failures += 1
             print(f"\nseed {seed} {failure.symptom}\n{failure.details}\n{setting}", flush=True)
@@ -66,6 +72,22 @@ def main() -> int:
     print("drawn least:", ", ".join(rare))
     print("outcomes:", ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()))
     return failures
+
+
+@contextlib.contextmanager
+def giving_up(seed: int) -> Iterator[None]:
+    """Ends the process, and names the seed, if a program does not end."""
+
+    def end() -> None:
+        print(f"\nseed {seed} does not end within {_MOST_SECONDS} seconds", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(_MOST_SECONDS, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def smallest(program: Program, setting: Setting, seed: int, symptom: str) -> tuple:

@@ -127,7 +127,9 @@ class _Outcome:
 
 
 def _run(program: Program, setting: Setting, batches: Any, devices: list[str] | None) -> _Outcome:
-    state = State([f"CPU:{i}" for i in range(setting.towers + 1)] if setting.is_sharded else [HOME])
+    # TensorFlow itself may wait forever in a plain loop that reads variables of several devices.
+    is_sharded = setting.is_sharded and devices is not None
+    state = State([f"CPU:{i}" for i in range(setting.towers + 1)] if is_sharded else [HOME])
     state.fails = setting.fails
     step = step_of(program, state)
     sizes = batches[0][0].shape if setting.is_static else (None, *batches[0][0].shape[1:])
