@@ -12,7 +12,7 @@ import tensorflow as tf
 from partitioned_steps import partitioned_step, reading_at_random
 
 from fuzz.drawing import batch, kinds_of
-from fuzz.programs import Program, State, step_of
+from fuzz.programs import Program, State, Statement, step_of
 from keras_dp.partition.comparison import difference
 
 HOME = "CPU:0"
@@ -84,6 +84,9 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
     if setting.is_compiled and not _DRAWING.isdisjoint(kinds_of(program)):
         # XLA draws other numbers than TensorFlow's kernels.
         setting = dataclasses.replace(setting, is_compiled=False)
+    if setting.is_sharded and any(map(_is_compiled, program.statements)):
+        # XLA compiles a function for one device, that of its variables.
+        setting = dataclasses.replace(setting, is_sharded=False)
     batches = [batch(rows, seed + i) for i, rows in enumerate(setting.rows)]
     plain = _run(program, setting, batches, None)
     if plain.error is not None and not (setting.fails and plain.fails_as_asked):
@@ -109,6 +112,12 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
         outcomes["amplifies rounding"] += 1
         return None
     return Failure("differs", f"by {apart:.1e}, and plainly by {_apart(plain, own):.1e} with rounded inputs")
+
+
+def _is_compiled(statement: Statement) -> bool:
+    """Returns whether a statement, or one in its bodies, is a function that XLA compiles."""
+    inner = [one for body in statement.bodies for one in body.statements]
+    return bool(statement.parameters.get("compiled")) or any(map(_is_compiled, inner))
 
 
 def tolerance_of(program: Program) -> float:
