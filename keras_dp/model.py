@@ -26,10 +26,9 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import Partition
-from keras_dp.steps import verification
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
-from keras_dp.steps.verification import Verification
+from keras_dp.steps.verification import verification
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.plain_training import PlainTraining
@@ -134,12 +133,7 @@ class DataParallelModel(ModelWrapper):
         self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
         packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
         self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype, packs, self._variables_made)
-        self._verification = Verification(self._steps) if verification.is_wanted(verify) else None
-        if self._verification is not None and self._workers.count > 1:
-            raise ValueError(
-                "verify=True compares the steps of one worker. Verify the program without TF_CONFIG. Received: verify=True on "
-                f"{self._workers.count} workers"
-            )
+        self._verification = verification(verify, self._steps)
         self._remember(
             devices=self.devices,
             parameter_device=parameter_device,
@@ -487,7 +481,8 @@ class DataParallelModel(ModelWrapper):
         """Makes the function that `predict` calls, unless it exists; see `keras.Model.make_predict_function`."""
         if self._is_unmade("predict", force):
             super().make_predict_function(force=True)
-            if not self._is_eager():
+            self._eager["predict"] = self._is_eager()
+            if not self._eager["predict"]:
                 self.predict_function = PredictFunction(self.predict_function, self._steps, self._verification)
 
     def _step(self, name: choices.Step, data: Any) -> Any:
@@ -706,13 +701,13 @@ class DataParallelModel(ModelWrapper):
 
     def _is_unmade(self, name: choices.Step, force: bool) -> bool:
         """Returns whether a step's function has to be made: by force, for the first time, or since eagerness has changed."""
-        was_eager, self._eager[name] = self._eager.get(name), self._is_eager()
-        return force or getattr(self, f"{name}_function") is None or was_eager != self._eager[name]
+        return force or getattr(self, f"{name}_function") is None or self._eager.get(name) != self._is_eager()
 
     def _on_towers(
         self, function: Callable[[Any], Any], step: Callable[[Any], Any], name: choices.Step
     ) -> Callable[[Any], Any]:
-        if self._is_eager():
+        self._eager[name] = self._is_eager()
+        if self._eager[name]:
             return function
         return StepFunction(function, step, self._steps, self.steps_per_execution, name, self._verification)
 

@@ -18,7 +18,7 @@ from keras_dp.partition.forms import Forms
 from keras_dp.partition.graph import Output, output_of
 from keras_dp.partition.homes import Homes
 from keras_dp.partition.instances import Feeds, Instances
-from keras_dp.partition.late_writes import hold_back_writes, nodes_that_check, nodes_that_fail
+from keras_dp.partition.late_writes import hold_back_writes
 from keras_dp.partition.node import Node
 from keras_dp.partition.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
 from keras_dp.partition.propagation import Propagation
@@ -119,30 +119,8 @@ class Builder:
         results = [self.forms.whole(output) for output in wanted]
         self.exchanges.finish()
         variables = [self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name)]
-        hold_back_writes(
-            self.graph, variables, self.exchanges.meetings, *self._instances_that_fail(), self._names_of(self._of_batch())
-        )
+        hold_back_writes(self.graph, self.propagation, self._instances, variables, self.exchanges.meetings)
         return results, [name[1:] for effect in effects for name in self._controls(effect)]
-
-    def _instances_that_fail(self) -> tuple[set[str], set[str]]:
-        """Returns the names of the nodes that are there to fail, and of the nodes that fail for some values."""
-        nodes, library = self.propagation.traced.nodes, self.propagation.traced.library
-        return self._names_of(nodes_that_check(nodes, library)), self._names_of(nodes_that_fail(nodes, library))
-
-    def _of_batch(self) -> set[str]:
-        """Returns the names of the traced nodes that depend on the batch."""
-        propagation = self.propagation
-        found = {name for name in propagation.traced.arguments if not self._is_variable(name)}
-        for name in propagation.nodes:
-            if not found.isdisjoint(source for source, _ in propagation.sources[name]):
-                found.add(name)
-        return found
-
-    def _names_of(self, traced: Iterable[str]) -> set[str]:
-        """Returns the names of the instances of some traced nodes."""
-        home, towers = self._instances.home, self._instances.towers
-        made = [instance for name in traced for instance in [*towers.get(name, ()), *([home[name]] if name in home else [])]]
-        return {name.split(":")[0] for name in made}
 
     @property
     def variable_devices(self) -> dict[str, str]:

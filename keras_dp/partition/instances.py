@@ -1,7 +1,7 @@
 """Name the tensors of the traced graph in the partitioned one."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from keras_dp.partition.graph import Output, name_of
 
@@ -46,6 +46,13 @@ class Instances:
     home: dict[str, str] = dataclasses.field(default_factory=dict)
     towers: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def of(self, traced: Iterable[str]) -> set[str]:
+        """Returns the names of all instances of some traced nodes, at home and on towers."""
+        made = [
+            name for node in traced for name in (*self.towers.get(node, ()), *([self.home[node]] if node in self.home else []))
+        ]
+        return {name.split(":")[0] for name in made}
 
     def part(self, output: Output, tower: int) -> str:
         """Returns the name of a tensor's instance on a tower."""

@@ -1,8 +1,12 @@
 """Write variables after all that can fail, so that a failed step leaves them unchanged."""
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Set
 from typing import Any
 
+import tensorflow as tf
+
+from keras_dp.partition.instances import Instances
+from keras_dp.partition.propagation import Propagation
 from keras_dp.partition.rules.elementwise import CHECKS
 from keras_dp.partition.rules.registry import types
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -26,45 +30,8 @@ _FAILING = _CHECKING.union(
 )
 
 
-def nodes_that_check(nodes: Iterable[Any], library: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the nodes that are there to fail: checks, Python code, and loops, branches and calls with any.
-
-    Args:
-        nodes: the NodeDefs.
-        library: the functions, by name.
-    """
-    return _with_types(nodes, library, _CHECKING)
-
-
-def nodes_that_fail(nodes: Iterable[Any], library: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the nodes that fail for some values. The arguments are those of `nodes_that_check`."""
-    return _with_types(nodes, library, _FAILING)
-
-
-def _with_types(nodes: Iterable[Any], library: Mapping[str, Any], wanted: Set[str]) -> set[str]:
-    found: dict[str, bool] = {}
-
-    def is_in(function: str) -> bool:
-        if function not in found:
-            found[function] = False
-            found[function] = function in library and any(map(matches, library[function].node_def))
-        return found[function]
-
-    def matches(node: Any) -> bool:
-        called = [value.func.name for value in node.attr.values() if value.HasField("func")]
-        branches = [function.name for value in node.attr.values() for function in value.list.func]
-        return node.op in wanted or any(map(is_in, [*called, *branches]))
-
-    return {node.name for node in nodes if matches(node)}
-
-
 def hold_back_writes(
-    graph: GraphWriter,
-    variables: Iterable[str],
-    meetings: Collection[str],
-    checking: Collection[str],
-    failing: Collection[str],
-    of_traced_batch: Collection[str],
+    graph: GraphWriter, propagation: Propagation, instances: Instances, variables: Iterable[str], meetings: Collection[str]
 ) -> None:
     """Makes the operations that write variables wait for everything in a step that can fail.
 
@@ -73,18 +40,17 @@ def hold_back_writes(
 
     Args:
         graph: the partitioned graph, with its nodes in topological order.
+        propagation: the traced graph, with the outputs that each node takes.
+        instances: the nodes that compute each traced node.
         variables: the names of the tensors that refer to variables.
         meetings: the names of the nodes where towers meet.
-        checking: the names of the nodes that are there to fail.
-        failing: the names of the nodes that fail for some values.
-        of_traced_batch: the names of the nodes that depend on the batch in the traced graph. In the partitioned one, a number
-            of rows may be a constant instead.
     """
     nodes = list(graph.function.node_def)
     handles = {graph.given[name] for name in variables if name in graph.given}
-    awaited = {name.split(":")[0] for name in meetings}.union(checking)
+    awaited = {name.split(":")[0] for name in meetings} | instances.of(_nodes_with(_CHECKING, propagation))
     # On one device, a write that does not depend on the batch, such as the step count, happens even when the data have ended.
-    of_batch = awaited.union(graph.given.values(), of_traced_batch) - handles
+    # There, the number of rows may depend on the batch. In the partitioned graph, it may be a constant.
+    of_batch = awaited.union(graph.given.values(), instances.of(_nodes_of_batch(propagation))) - handles
     sources = {node.name: [name.partition(":")[0].removeprefix("^") for name in node.input] for node in nodes}
     written: set[str] = set()
     for node in nodes:
@@ -93,7 +59,7 @@ def hold_back_writes(
         if _writes(node, handles) or not written.isdisjoint(sources[node.name]):
             written.add(node.name)
     # A write that an operation depends on cannot wait for it. Only checks are worth an early write.
-    failing = (set(failing) & of_batch) - written
+    failing = (instances.of(_nodes_with(_FAILING, propagation)) & of_batch) - written
     leading: set[str] = set()
     late = []
     for node in reversed(nodes):
@@ -109,6 +75,35 @@ def hold_back_writes(
         barrier = graph.add("NoOp", [f"^{name}" for name in present], graph.home, "all_have_met")
         for node in late:
             node.input.append(f"^{barrier}")
+
+
+def _nodes_of_batch(propagation: Propagation) -> set[str]:
+    """Returns the names of the traced nodes that depend on the batch."""
+    traced = propagation.traced
+    found = {name for name in traced.arguments if propagation.static((name, 0)).dtype != tf.resource}
+    for name in propagation.nodes:
+        if not found.isdisjoint(source for source, _ in propagation.sources[name]):
+            found.add(name)
+    return found
+
+
+def _nodes_with(wanted: Set[str], propagation: Propagation) -> set[str]:
+    """Returns the names of the traced nodes of some types, and of the loops, branches and calls that contain any."""
+    library = propagation.traced.library
+    found: dict[str, bool] = {}
+
+    def is_in(function: str) -> bool:
+        if function not in found:
+            found[function] = False
+            found[function] = function in library and any(map(matches, library[function].node_def))
+        return found[function]
+
+    def matches(node: Any) -> bool:
+        called = [value.func.name for value in node.attr.values() if value.HasField("func")]
+        branches = [function.name for value in node.attr.values() for function in value.list.func]
+        return node.op in wanted or any(map(is_in, [*called, *branches]))
+
+    return {node.name for node in propagation.traced.nodes if matches(node)}
 
 
 def _writes(node: Any, handles: Set[str]) -> bool:

@@ -42,12 +42,12 @@ def evaluate(node: Node) -> list[Entries | None] | None:
     if node.type == "Rank":
         return None if node.rank(0) is None else [array_of(node.rank(0))]
     entries = [facts.entries for facts in node.inputs]
-    if node.type not in _EVALUATORS or not entries or any(known is None for known in entries):
+    if node.type not in EVALUATORS or not entries or any(known is None for known in entries):
         return None
     if any(isinstance(number, BroadcastAxes) for known in entries for number in known.flat):  # type: ignore[union-attr]
         return None
     try:
-        results = _EVALUATORS[node.type](node, *entries)
+        results = EVALUATORS[node.type](node, *entries)
     except (_NotPlainError, IndexError, ValueError, ZeroDivisionError):
         return None
     if results is None:
@@ -86,12 +86,12 @@ def _plain_array(entries: Entries) -> np.ndarray:
     return np.array(_plain(entries), dtype=object).reshape(entries.shape)
 
 
-_EVALUATORS: dict[str, Callable[..., Any]] = {}
+EVALUATORS: dict[str, Callable[..., Any]] = {}
 
 
 def _evaluates(*types: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _EVALUATORS.update(dict.fromkeys(types, function))
+        EVALUATORS.update(dict.fromkeys(types, function))
         return function
 
     return register
@@ -114,7 +114,7 @@ for _types, _operation in (
     (("FloorDiv",), rows.divide),
     (("Maximum",), rows.larger),
 ):
-    _EVALUATORS.update(dict.fromkeys(_types, _each(_operation)))
+    EVALUATORS.update(dict.fromkeys(_types, _each(_operation)))
 
 
 @_evaluates("Identity", "StopGradient", "Snapshot")

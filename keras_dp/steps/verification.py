@@ -14,7 +14,7 @@ from keras_dp import choices
 from keras_dp.batches.slicing import Slice, own_spec
 from keras_dp.steps.towers import TowerSteps
 
-ENVIRONMENT_VARIABLE = "KERAS_DP_VERIFY"
+_ENVIRONMENT_VARIABLE = "KERAS_DP_VERIFY"
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _TOLERANCE_OF_OTHERS = 1e-2
 
@@ -22,20 +22,6 @@ _TOLERANCE_OF_OTHERS = 1e-2
 def tolerance() -> float:
     """Returns the largest difference that counts as none, for Keras's dtype."""
     return _TOLERANCES.get(keras.config.floatx(), _TOLERANCE_OF_OTHERS)
-
-
-def is_wanted(verify: bool | None) -> bool:
-    """Returns whether steps are verified: as an argument says, or else the environment variable KERAS_DP_VERIFY.
-
-    Raises:
-        ValueError: if the variable is neither 0 nor 1.
-    """
-    if verify is not None:
-        return verify
-    said = os.environ.get(ENVIRONMENT_VARIABLE, "0")
-    if said not in ("0", "1"):
-        raise ValueError(f"{ENVIRONMENT_VARIABLE} must be 0 or 1. Received: {ENVIRONMENT_VARIABLE}={said!r}")
-    return said == "1"
 
 
 class Verification:
@@ -92,6 +78,24 @@ class Verification:
         metrics = [variable for metric in self._steps.model.metrics for variable in metric.variables]
         found = [*self._steps.model.variables, *metrics, *(optimizer.variables if optimizer is not None else [])]
         return list({id(variable): variable for variable in found}.values())
+
+
+def verification(verify: bool | None, steps: TowerSteps) -> Verification | None:
+    """Returns the verification of steps if an argument wants it, or else the environment variable KERAS_DP_VERIFY; or None.
+
+    Raises:
+        ValueError: if the variable is neither 0 nor 1, or there are several workers.
+    """
+    said = os.environ.get(_ENVIRONMENT_VARIABLE, "0") if verify is None else str(int(verify))
+    if said not in ("0", "1"):
+        raise ValueError(f"{_ENVIRONMENT_VARIABLE} must be 0 or 1. Received: {_ENVIRONMENT_VARIABLE}={said!r}")
+    workers = steps.inputs.collectives.count
+    if said == "1" and workers > 1:
+        raise ValueError(
+            "verify=True compares the steps of one worker. Verify the program without TF_CONFIG. Received: verify=True on "
+            f"{workers} workers"
+        )
+    return Verification(steps) if said == "1" else None
 
 
 def types_of(batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -12,7 +13,7 @@ from keras import layers
 
 import keras_dp
 from keras_dp.partition.rules import RULES
-from keras_dp.steps.verification import Verification
+from keras_dp.steps.verification import Verification, verification
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(22, 4)), rng.normal(size=(22, 2))
@@ -110,6 +111,12 @@ def test_a_wrong_rule_is_an_error_and_the_weights_are_as_before(method, monkeypa
     with pytest.raises(RuntimeError, match=r"differs on towers from one device by .*MatMul.*made in .*report it"):
         getattr(model, method)(X, **({} if method == "predict" else {"y": Y}), **arguments)
     assert_same(before, (model.get_weights(), values(model.inner_model.optimizer)), 0.0)
+
+
+def test_refuses_several_workers():
+    steps = SimpleNamespace(inputs=SimpleNamespace(collectives=SimpleNamespace(count=2)))
+    with pytest.raises(ValueError, match="verify=True compares the steps of one worker.*on 2 workers"):
+        verification(True, steps)
 
 
 def test_refuses_other_values_of_the_environment_variable(monkeypatch):

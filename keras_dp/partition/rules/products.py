@@ -59,7 +59,7 @@ _LAST_AXES |= dict.fromkeys(["RGBToHSV", "HSVToRGB"], 1)
 
 # Operations whose result has the shape of their first input.
 _KEEPS_SHAPE = frozenset(
-    types("Softmax LogSoftmax FFT IFFT FFT2D IFFT2D FFT3D IFFT3D Cross MatrixBandPart MatrixInverse Cholesky CholeskyGrad")
+    types("Softmax LogSoftmax FFT IFFT FFT2D IFFT2D FFT3D Cross MatrixBandPart MatrixInverse Cholesky CholeskyGrad")
 )
 
 

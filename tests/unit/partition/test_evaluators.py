@@ -15,7 +15,7 @@ from keras_dp.partition.constants import are_known
 from keras_dp.partition.node import Node, Static
 from keras_dp.partition.placements import Facts
 from keras_dp.partition.rows import ALL_ROWS, GLOBAL, Rows, Size
-from keras_dp.partition.sizes import _EVALUATORS, BroadcastAxes, evaluate
+from keras_dp.partition.sizes import EVALUATORS, BroadcastAxes, evaluate
 
 BATCH_ROWS = 6
 SIZES = {"n": 4, "m": 3, **dict.fromkeys(ALL_ROWS.factors, BATCH_ROWS)}
@@ -407,7 +407,7 @@ def axes_agree(entries, computed, shapes):
 
 
 def test_each_evaluator_is_tried():
-    assert _EVALUATORS.keys() - DRAW.keys() == set()
+    assert EVALUATORS.keys() - DRAW.keys() == set()
 
 
 @pytest.mark.parametrize("name", DRAW)
