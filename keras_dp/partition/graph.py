@@ -41,6 +41,22 @@ def control_inputs(node: Any) -> list[str]:
     return [name[1:] for name in node.input if name.startswith("^")]
 
 
+def awaited_effects(nodes: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns, by node, the nodes with effects that it waits for by control inputs, and the groups of such nodes.
+
+    Waiting for any other node means to wait for the effects before it. TensorFlow's graph optimizer leaves out a control input
+    if another one implies it, and may then replace a node without effects by one that waits for nothing.
+    """
+    awaited: dict[str, list[str]] = {}
+    for name, node in nodes.items():
+        found: dict[str, None] = {}
+        for control in control_inputs(node):
+            has_effects = is_stateful(nodes[control].op) or nodes[control].op == "NoOp"
+            found |= dict.fromkeys([control] if has_effects else awaited[control])
+        awaited[name] = list(found)
+    return awaited
+
+
 @dataclasses.dataclass
 class Traced:
     """A traced graph as a list of nodes.

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition import control_flow
-from keras_dp.partition.graph import Output, Traced, control_inputs, data_inputs, name_of, output_of, traced_function
+from keras_dp.partition.graph import Output, Traced, awaited_effects, data_inputs, name_of, output_of, traced_function
 from keras_dp.partition.lists_at_home import lists_wanted_at_home
 from keras_dp.partition.measuring import Measures
 from keras_dp.partition.moments import mean_of_variance, plan_of_variance
@@ -77,7 +77,7 @@ class Propagation:
         plans: the plan of each node, by name.
         nodes: the NodeDefs, by name.
         sources: by node, the outputs that it takes.
-        awaited: by node, the nodes of its control inputs.
+        awaited: by node, the nodes with effects that it waits for by control inputs.
         gathered: the nodes that are computed once, from gathered rows.
         obstacle: for a body, why it cannot run unchanged on towers; None if it can.
         bodies: the propagations through the functions that nodes run.
@@ -98,7 +98,7 @@ class Propagation:
         self.plans: dict[str, Plan] = {}
         self.nodes = {node.name: node for node in traced.nodes}
         self.sources = {name: [output_of(source) for source in data_inputs(node)] for name, node in self.nodes.items()}
-        self.awaited = {name: control_inputs(node) for name, node in self.nodes.items()}
+        self.awaited = awaited_effects(self.nodes)
         self.gathered: list[Gathered] = []
         self.obstacle: str | None = None
         self.bodies: list[Propagation] = []

@@ -19,7 +19,7 @@ import tensorflow as tf
 import keras_dp
 from fuzz.drawing import draw_program, kinds_of
 from fuzz.programs import Program
-from fuzz.running import Setting, check, draw_setting
+from fuzz.running import Failure, Setting, check, draw_setting
 from fuzz.shrinking import shrink
 
 _MOST_SECONDS = 240
@@ -112,8 +112,8 @@ def smallest(program: Program, setting: Setting, seed: int, symptom: str) -> tup
     for rows in setting.rows if not setting.is_static else ():
         if len(setting.rows) > 1 and fails(program, dataclasses.replace(setting, rows=(rows,))):
             setting = dataclasses.replace(setting, rows=(rows,))
-    program = shrink(program, lambda candidate: fails(candidate, setting))
-    return program, setting, check(program, setting, seed)
+    smaller = shrink(program, lambda candidate: fails(candidate, setting))
+    return smaller, setting, check(smaller, setting, seed) or Failure(symptom, "It does not fail each time.")
 
 
 if __name__ == "__main__":

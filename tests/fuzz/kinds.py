@@ -276,7 +276,7 @@ def half_of_a_split(x, axis, part, static):
 
 @kind("one of an unstack", of(FLOAT, least=1, axis=(1, -1)))
 def one_of_an_unstack(x, axis):
-    return tf.unstack(x, num=x.shape[axis] or WIDTH, axis=axis)[0]
+    return tf.unstack(x, axis=axis)[0]
 
 
 # Products.
