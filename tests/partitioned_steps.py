@@ -13,6 +13,8 @@ from keras_dp.partition.node import Node
 from keras_dp.partition.readings import RowSources, readings
 from keras_dp.partition.row_counts import RowCounts
 from keras_dp.partition.step import Argument, Trace, run_partitioned
+from keras_dp.steps.across_workers import AcrossWorkers
+from keras_dp.workers.collectives import OneWorker
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 HOME = "CPU:3"
@@ -53,24 +55,31 @@ def partitioned_step(
     known_rows: int | None = None,
     devices: Sequence[str] = DEVICES,
     home: str = HOME,
+    collectives: OneWorker | None = None,
     **options: bool,
 ) -> tuple:
-    """Partitions a step, and returns it as a function of whole tensors, with its partition."""
+    """Partitions a step, and returns it as a function of whole tensors, with its partition.
+
+    Each of several workers takes the whole tensors, and its towers the worker's own rows.
+    """
     found = []
-    count = len(devices)
+    collectives = collectives or OneWorker()
+    count, first = len(devices) * collectives.count, len(devices) * collectives.index
+    towers = range(first, first + len(devices))
 
     def function(*tensors: tf.Tensor) -> object:
         rows = tf.shape(tensors[has_rows.index(True)])[0] if known_rows is None else known_rows
-        begins = [rows * i // count for i in range(count)]
-        ends = [rows * (i + 1) // count for i in range(count)]
+        begins = [rows * i // count for i in towers]
+        ends = [rows * (i + 1) // count for i in towers]
         counts = RowCounts(rows, begins, [end - begin for begin, end in zip(begins, ends, strict=True)])
         larger = tf.maximum if known_rows is None else max
         ranges = [(begin, larger(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
+        across = AcrossWorkers(collectives) if collectives.count > 1 else None
         arguments = [
             Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
             for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)
         ]
-        result, partition = run_partitioned(Trace(step, specs), arguments, counts, devices, home, **options)
+        result, partition = run_partitioned(Trace(step, specs), arguments, counts, devices, home, across, **options)
         found.append(partition)
         return result
 

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from fuzz import keras_kinds  # noqa: F401
 from fuzz.kinds import DRAWS
-from fuzz.programs import RUNS, WIDTH, Body, Program, Scope, State, Statement
+from fuzz.programs import OPTIMIZERS, RUNS, WIDTH, Body, Program, Scope, State, Statement
 
 SAMPLES = (7, 4)  # the numbers of rows of the batches on which statements are tried
 _MOST_ENTRIES = 3000
 _LARGEST = 1e4
-_RARE = {"fails": 0.1, "of unknown rank": 0.1, "checked": 0.3}
+# How often a kind is drawn, where it is not once in a while: there are many layers.
+_SHARES = {"fails": 0.1, "of unknown rank": 0.1, "checked": 0.3, "layer": 4.0}
 # Functions of unary statements that are rare, since much is not compared well after them.
 _RARE_FUNCTIONS = {"not a number": 0.2, "half precision": 0.2, "single precision": 0.3}
 
@@ -90,7 +92,7 @@ class Pool:
     def draw(self, count: int) -> None:
         """Draws statements that run on each size of batch."""
         kinds = list(DRAWS)
-        weights = [self.weights.get(kind, 1.0) * _RARE.get(kind, 1.0) for kind in kinds]
+        weights = [self.weights.get(kind, 1.0) * _SHARES.get(kind, 1.0) for kind in kinds]
         drawn = 0
         for _ in range(count * 30):
             if drawn == count:
@@ -161,7 +163,7 @@ def draw_program(seed: int) -> Program:
     results = rng.sample(named, min(len(named), rng.randint(1, 6)))
     smooth = [name for name in floats[len(floats) // 2 :] if np.isfinite(pool.scopes[0].values[name].numpy()).all()]
     loss = rng.choice(smooth) if smooth and rng.random() < 0.7 else None
-    return Program(tuple(pool.statements), tuple(results), loss)
+    return Program(tuple(pool.statements), tuple(results), loss, rng.choice(list(OPTIMIZERS)))
 
 
 def kinds_of(program: Program) -> Counter[str]:

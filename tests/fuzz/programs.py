@@ -2,13 +2,23 @@
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 WIDTH = 3
+# Keras's optimizers for the weights of layers.
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipvalue=0.05),
+    "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=2),
+    "accumulating": lambda: keras.optimizers.RMSprop(0.01, clipnorm=0.1, gradient_accumulation_steps=2),
+    "decaying": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5), weight_decay=0.1),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lion(0.01), dynamic_growth_steps=2),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +72,17 @@ class Program:
         statements: the statements.
         results: the names of the values that the step returns.
         loss: the name of the value whose mean is differentiated; None for a step without gradients.
+        optimizer: the name of the optimizer of the layers' weights.
     """
 
     statements: tuple[Statement, ...]
     results: tuple[str, ...]
     loss: str | None = None
+    optimizer: str = "momentum"
 
     def __str__(self) -> str:
         lines = [*map(str, self.statements), f"return {', '.join(self.results)}"]
-        return "\n".join([*lines, f"differentiate {self.loss}"] if self.loss else lines)
+        return "\n".join([*lines, f"differentiate {self.loss}, {self.optimizer}"] if self.loss else lines)
 
     def to_json(self) -> str:
         """Writes the program as JSON."""
@@ -80,7 +92,9 @@ class Program:
     def from_json(cls, text: str) -> "Program":
         """Reads a program from JSON."""
         read = json.loads(text)
-        return cls(tuple(map(_statement, read["statements"])), tuple(read["results"]), read["loss"])
+        return cls(
+            tuple(map(_statement, read["statements"])), tuple(read["results"]), read["loss"], read.get("optimizer", "momentum")
+        )
 
 
 def _statement(read: Mapping[str, Any]) -> Statement:
@@ -105,13 +119,45 @@ class State:
         with tf.device(devices[0]):
             self.counter = tf.Variable(0, dtype=tf.int64, name="counter")
             self.generator = tf.random.Generator.from_seed(3)
+        self._home = devices[0]
+        self._layers: dict[str, Any] = {}
+        self._optimizers: dict[str, Any] = {}
         self._all = [*self.variables.values(), self.counter, self.generator.state]
         self._first = [variable.numpy() for variable in self._all]
 
-    def reset(self) -> None:
-        """Sets all variables to their first values."""
-        for variable, value in zip(self._all, self._first, strict=True):
-            variable.assign(value)
+    def layer(self, name: str, make: Callable[[], Any], shape: Sequence[Any]) -> Any:
+        """Returns the layer of a name. It is made before the step, even if the step is being traced."""
+        if name not in self._layers:
+            with tf.init_scope(), tf.device(self._home):
+                made = make()
+                made.build(shape)
+                draw = np.random.default_rng(zlib.crc32(name.encode()))
+                for weight in made.weights:
+                    # Variances are positive.
+                    weight.assign(np.abs(draw.normal(size=weight.shape)) * 0.3 + 0.1)
+            self._layers[name] = made
+            self._add(made.variables)
+        return self._layers[name]
+
+    @property
+    def weights(self) -> list[Any]:
+        """The trainable weights of the layers."""
+        return [weight for layer in self._layers.values() for weight in layer.trainable_weights]
+
+    def optimizer(self, name: str) -> Any:
+        """Returns the optimizer of a name, with variables for all weights so far."""
+        if name not in self._optimizers:
+            with tf.init_scope(), tf.device(self._home):
+                made = OPTIMIZERS[name]()
+                made.build(self.weights)
+            self._optimizers[name] = made
+            self._add(made.variables)
+        return self._optimizers[name]
+
+    def _add(self, variables: Sequence[Any]) -> None:
+        with tf.init_scope():
+            self._all += variables
+            self._first += [variable.numpy() for variable in variables]
 
     def values(self) -> list[np.ndarray]:
         """Returns the values of all variables."""
@@ -167,9 +213,12 @@ def step_of(program: Program, state: State) -> Callable[..., list[Any]]:
             scope = computed()
             loss = tf.reduce_mean(scope.values[program.loss])
         sources = [x, *(state.variables[name] for name in ("kernel", "bias", "table"))]
+        sources += [weight.value for weight in state.weights]
         gradients = tape.gradient(loss, sources, unconnected_gradients="zero")
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         state.variables["kernel"].assign_sub(0.1 * tf.clip_by_norm(gradients[1], 1.0))
+        if state.weights:
+            state.optimizer(program.optimizer).apply(gradients[len(sources) - len(state.weights) :], state.weights)
         return [*(scope.values[name] for name in program.results), loss, *gradients]
 
     return step

@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import random
+import threading
 import traceback
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +16,16 @@ from partitioned_steps import partitioned_step, reading_at_random
 
 from fuzz.drawing import batch, kinds_of
 from fuzz.programs import Program, State, Statement, step_of
+from fuzz.workers import InMemory, Meeting
 from keras_dp.partition.comparison import difference
+from keras_dp.reports.graph_optimizer import graph_optimizer
 
 HOME = "CPU:0"
 _TOLERANCE = 1e-9
 # Programs with these functions compute in a lower precision somewhere.
 _TOLERANCES = {"unary: half precision": 0.1, "unary: single precision": 1e-3}
-_DRAWING = {"noise", "drawn", "dropped out", "shuffled"}
+_DRAWING = {"noise", "drawn", "dropped out", "shuffled", "layer: dropout"}
+_TRACING = threading.Lock()  # readings at random replace functions for the time of a trace
 _NUDGE = 4e-15  # of the inputs, to see how much a program amplifies rounding
 
 
@@ -36,6 +42,7 @@ class Setting:
         is_compiled: whether XLA compiles the towers' operations.
         fails: whether the checks of the program fail.
         reads_at_random: whether integers are read as row counts at random; see `readings`.
+        workers: the number of workers, each of which has so many towers.
     """
 
     towers: int
@@ -46,6 +53,7 @@ class Setting:
     is_compiled: bool = False
     fails: bool = False
     reads_at_random: bool = False
+    workers: int = 1
 
 
 def draw_setting(seed: int) -> Setting:
@@ -55,7 +63,8 @@ def draw_setting(seed: int) -> Setting:
     few = rng.choice([7, 8, 5, 6, 9, 3, 2, 1])
     rows = (few, few) if is_static else (rng.choice([7, 8, 5]), rng.choice([1, 2, 3, 4]), few)
     packed, sharded, compiled, fails, reads = (rng.random() < share for share in (0.5, 0.4, 0.06, 0.3, 0.5))
-    return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads)
+    workers = rng.choice([1, 1, 1, 1, 1, 2, 2, 3])
+    return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +123,24 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
     return Failure("differs", f"by {apart:.1e}, and plainly by {_apart(plain, own):.1e} with rounded inputs")
 
 
+def check_packing(program: Program, setting: Setting, seed: int) -> Failure | None:
+    """Compares a program whose devices send packed messages with the same one without, bit for bit.
+
+    Where a program rounds much, this sees more than a comparison with the plain program.
+    """
+    batches = [batch(rows, seed + i) for i, rows in enumerate(setting.rows)]
+    devices = [f"CPU:{1 + i}" for i in range(setting.towers)]
+    # TensorFlow's graph optimizer adds in another order where it knows more shapes, and XLA where it compiles other parts.
+    ways = [dataclasses.replace(setting, is_compiled=False, is_packed=packs) for packs in (False, True)]
+    with graph_optimizer(arithmetic_optimization=False):
+        apart, packed = (_run(program, way, batches, devices) for way in ways)
+    if bool(apart.error) != bool(packed.error):
+        return Failure("packs otherwise", f"{apart.error} and packed {packed.error}")
+    if all(one.tobytes() == other.tobytes() for one, other in zip(apart.arrays, packed.arrays, strict=True)):
+        return None
+    return Failure("packs otherwise", f"by {_apart(apart, packed):.1e}")
+
+
 def _is_compiled(statement: Statement) -> bool:
     """Returns whether a statement, or one in its bodies, is a function that XLA compiles."""
     inner = [one for body in statement.bodies for one in body.statements]
@@ -134,35 +161,77 @@ class _Outcome:
     is_unchanged: bool = True
     fails_as_asked: bool = False
 
+    def is_same(self, other: "_Outcome") -> bool:
+        """Returns whether two workers have the same results and variables, or both failed and left the same behind."""
+        if self.error or other.error:
+            return bool(self.error) == bool(other.error) and self.is_unchanged == other.is_unchanged
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        return all(np.array_equal(one, another, equal_nan=True) for one, another in pairs)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The results of all steps, and the variables after them."""
+        return [*(array for arrays in self.results for array in arrays), *self.variables]
+
 
 def _run(program: Program, setting: Setting, batches: Any, devices: list[str] | None) -> _Outcome:
-    # TensorFlow itself may wait forever in a plain loop that reads variables of several devices.
-    is_sharded = setting.is_sharded and devices is not None
-    state = State([f"CPU:{i}" for i in range(setting.towers + 1)] if is_sharded else [HOME])
-    state.fails = setting.fails
-    step = step_of(program, state)
-    sizes = batches[0][0].shape if setting.is_static else (None, *batches[0][0].shape[1:])
-    specs = [tf.TensorSpec(sizes, tf.float64), tf.TensorSpec(sizes[:1], tf.int64)]
-    results: list[list[np.ndarray]] = []
-    try:
-        if devices is None:
-            function = tf.function(step, autograph=False).get_concrete_function(*specs)
-        else:
-            known_rows = setting.rows[0] if setting.is_static else None
-            options = {"jit_compile": setting.is_compiled, "pack_copies": setting.is_packed}
-            with reading_at_random(setting.rows[0]) if setting.reads_at_random else contextlib.nullcontext():
-                function, _ = partitioned_step(step, specs, [True, True], known_rows, devices, HOME, **options)
-        for x, labels in batches:
-            results.append([np.array(tensor) for tensor in tf.nest.flatten(function(tf.constant(x), tf.constant(labels)))])
-    except Exception as error:
-        is_asked = isinstance(error, tf.errors.InvalidArgumentError) and "x < y" in str(error) and not results
-        text = f"{type(error).__name__}: {error}"
-        if not isinstance(error, tf.errors.OpError):
-            text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])
-        return _Outcome(results, [], text, state.is_first(), is_asked)
-    return _Outcome(results, state.values())
+    if devices is None or setting.workers == 1:
+        return _Run(program, setting, devices).on(batches)
+    meeting = Meeting(setting.workers)
+    runs = [_Run(program, setting, devices, InMemory(meeting, index)) for index in range(setting.workers)]
+    outcomes = meeting.run([functools.partial(run.on, batches) for run in runs])
+    first = min(outcomes, key=lambda outcome: "BrokenBarrier" in (outcome.error or ""))
+    if all(outcome.is_same(first) for outcome in outcomes):
+        return first
+    return dataclasses.replace(first, error="WorkersDiffer: " + "; ".join(str(outcome.error) for outcome in outcomes))
+
+
+class _Run:
+    """A program's step and variables, ready to run.
+
+    Args:
+        program: the program.
+        setting: the way in which it is partitioned.
+        devices: the devices of the towers; None for the plain program.
+        collectives: the collectives of one of several workers.
+    """
+
+    def __init__(self, program: Program, setting: Setting, devices: list[str] | None, collectives: InMemory | None = None):
+        # TensorFlow itself may wait forever in a plain loop that reads variables of several devices.
+        is_sharded = setting.is_sharded and devices is not None
+        self.state = State([f"CPU:{i}" for i in range(setting.towers + 1)] if is_sharded else [HOME])
+        self.state.fails = setting.fails
+        self._step, self._setting, self._devices = step_of(program, self.state), setting, devices
+        self._collectives = collectives
+
+    def function(self, shape: Sequence[int]) -> Callable[..., Any]:
+        """Traces the step for batches of a shape, and partitions it."""
+        setting = self._setting
+        sizes = shape if setting.is_static else (None, *shape[1:])
+        specs = [tf.TensorSpec(sizes, tf.float64), tf.TensorSpec(sizes[:1], tf.int64)]
+        if self._devices is None:
+            return tf.function(self._step, autograph=False).get_concrete_function(*specs)
+        known_rows = setting.rows[0] if setting.is_static else None
+        options = {"jit_compile": setting.is_compiled, "pack_copies": setting.is_packed, "collectives": self._collectives}
+        with reading_at_random(setting.rows[0]) if setting.reads_at_random else contextlib.nullcontext():
+            return partitioned_step(self._step, specs, [True, True], known_rows, self._devices, HOME, **options)[0]
+
+    def on(self, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Outcome:
+        """Runs the step on batches, one after the other, up to the first error."""
+        results: list[list[np.ndarray]] = []
+        try:
+            with _TRACING:
+                function = self.function(batches[0][0].shape)
+            for x, labels in batches:
+                results.append([np.array(tensor) for tensor in tf.nest.flatten(function(tf.constant(x), tf.constant(labels)))])
+        except Exception as error:
+            is_asked = isinstance(error, tf.errors.InvalidArgumentError) and "x < y" in str(error) and not results
+            text = f"{type(error).__name__}: {error}"
+            if not isinstance(error, tf.errors.OpError):
+                text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])
+            return _Outcome(results, [], text, self.state.is_first(), is_asked)
+        return _Outcome(results, self.state.values())
 
 
 def _apart(one: _Outcome, other: _Outcome) -> float:
-    pairs = [pair for own, others in zip(one.results, other.results, strict=True) for pair in zip(own, others, strict=True)]
-    return max(difference(a, b) for a, b in [*pairs, *zip(one.variables, other.variables, strict=True)])
+    return max(difference(a, b) for a, b in zip(one.arrays, other.arrays, strict=True))
