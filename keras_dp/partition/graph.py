@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -42,19 +42,33 @@ def control_inputs(node: Any) -> list[str]:
 
 
 def awaited_effects(nodes: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns, by node, the nodes with effects that it waits for by control inputs, and the groups of such nodes.
+    """Returns, by node in order, the nodes with effects that it waits for by control inputs, and the groups of such nodes.
 
     Waiting for any other node means to wait for the effects before it. TensorFlow's graph optimizer leaves out a control input
     if another one implies it, and may then replace a node without effects by one that waits for nothing.
     """
-    awaited: dict[str, list[str]] = {}
+    have_effects = {name for name, node in nodes.items() if is_stateful(node.op) or node.op == "NoOp"}
+
+    def pure(inputs: Iterable[str]) -> set[str]:
+        return {name for name in inputs if name not in have_effects}
+
+    # Nodes without effects that others wait for, and all such nodes before them.
+    passed: set[str] = set()
+    for name, node in reversed(list(nodes.items())):
+        passed |= pure(control_inputs(node)) | (pure(_sources(node)) if name in passed else set())
+    before: dict[str, dict[str, None]] = {}
+
+    def effects(inputs: Iterable[str]) -> dict[str, None]:
+        return {effect: None for name in inputs for effect in before.get(name, [name])}
+
     for name, node in nodes.items():
-        found: dict[str, None] = {}
-        for control in control_inputs(node):
-            has_effects = is_stateful(nodes[control].op) or nodes[control].op == "NoOp"
-            found |= dict.fromkeys([control] if has_effects else awaited[control])
-        awaited[name] = list(found)
-    return awaited
+        if name in passed:
+            before[name] = effects(_sources(node))
+    return {name: list(effects(control_inputs(node))) for name, node in nodes.items()}
+
+
+def _sources(node: Any) -> list[str]:
+    return [*(output_of(name)[0] for name in data_inputs(node)), *control_inputs(node)]
 
 
 @dataclasses.dataclass

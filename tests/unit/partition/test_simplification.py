@@ -1,5 +1,7 @@
 """A step's graph is simplified before it is copied, to fewer nodes with the same results and effects."""
 
+import time
+
 import numpy as np
 import tensorflow as tf
 from partitioned_steps import partitioned_step, run
@@ -159,6 +161,24 @@ def test_effects_keep_their_order_on_towers():
         (result,) = tf.nest.flatten(partitioned(tf.constant([1.0, 2.0, 3.0, 4.0])))
         assert float(result) == 2 * before + 10 == float(variable)
         np.testing.assert_array_equal(seen, [before + 10, 2 * before + 10, 2 * before + 20])
+
+
+def test_waiting_for_a_result_is_waiting_for_the_effects_before_it():
+    """The function writes a variable of which TensorFlow does not know; the read waits for what is computed from its result."""
+    variable = tf.Variable(1.0)
+
+    def write(value):
+        time.sleep(0.2)
+        variable.assign(value)
+        return value
+
+    def step(x):
+        written = tf.numpy_function(write, [tf.reduce_sum(x)], tf.float32)
+        with tf.control_dependencies([tf.exp(written) + 1.0]):
+            return variable.read_value()
+
+    partitioned, _ = partitioned_step(step, [VECTOR], [True])
+    assert float(tf.nest.flatten(partitioned(tf.constant([1.0, 2.0, 3.0])))[0]) == 6.0
 
 
 def test_results_do_not_wait_for_effects():
