@@ -31,7 +31,6 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.recalibration import recalibrate_batch_norm
 from keras_dp.reports.communication import communication_report
 from keras_dp.reports.step_check import check_step
-from keras_dp.retired import cross_tower_sum, gather_rows
 from keras_dp.workers.group import WorkerGroup, WorkerLostError, connect_workers
 
 __all__ = [
@@ -45,8 +44,6 @@ __all__ = [
     "communication_report",
     "connect_workers",
     "convert_batch_norm",
-    "cross_tower_sum",
-    "gather_rows",
     "optimizers",
     "recalibrate_batch_norm",
     "schedules",

@@ -4,7 +4,6 @@ import difflib
 from typing import Any, Literal, TypeAlias, get_args
 
 BatchNorm: TypeAlias = Literal["sync", "local", "first"]
-LossScope: TypeAlias = Literal["auto", "tower", "batch"]
 GradientType: TypeAlias = Literal["bfloat16", "float16", None]
 PackCopies: TypeAlias = Literal[True, False, None]
 Step: TypeAlias = Literal["train", "test", "predict"]

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -66,8 +65,6 @@ class DataParallelModel(ModelWrapper):
         batch_norm: "sync" normalizes with the moments of the global batch, as one device does. "local" and "first" normalize
             each slice with its own moments. "local" updates the moving statistics with the moments of the global batch,
             "first" with the moments of the first tower.
-        loss_scope: a deprecated argument without effect; values other than "auto" warn. Every loss is the loss of the global
-            batch, even if it compares rows with each other.
         gradient_dtype: "bfloat16" or "float16" to send gradients from the towers in half the bytes, at the cost of exactness.
             A worker sums its towers' gradients in the variable's dtype; the sums over several workers use this dtype.
             None sends gradients in their own dtype.
@@ -96,23 +93,14 @@ class DataParallelModel(ModelWrapper):
         devices: int | Sequence[str] | None = None,
         parameter_device: str | None = None,
         batch_norm: choices.BatchNorm = "sync",
-        loss_scope: choices.LossScope = "auto",
         gradient_dtype: choices.GradientType = None,
         whole: Sequence[str] = (),
         pack_copies: choices.PackCopies = None,
         verify: bool | None = None,
     ):
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
-        refuse_unknown("loss_scope", loss_scope, choices.LossScope)
         refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
         refuse_unknown("pack_copies", pack_copies, choices.PackCopies)
-        if loss_scope != "auto":
-            warnings.warn(
-                "`loss_scope` has no effect any more: every loss is the loss of the global batch, even if it compares rows "
-                f"with each other. Leave it out. Received: loss_scope={loss_scope!r}",
-                DeprecationWarning,
-                stacklevel=2,
-            )
         super().__init__(inner_model)
         self._devices = tuple(tower_devices(devices))
         self._wanted_device = None if parameter_device is None else parameter_device_name(parameter_device)
@@ -138,7 +126,6 @@ class DataParallelModel(ModelWrapper):
             devices=self.devices,
             parameter_device=parameter_device,
             batch_norm=batch_norm,
-            loss_scope=loss_scope,
             gradient_dtype=gradient_dtype,
             whole=whole,
             pack_copies=pack_copies,

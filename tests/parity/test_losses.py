@@ -1,8 +1,7 @@
-"""Losses may have more rows than the batch, and the former argument `loss_scope` has no effect."""
+"""Losses may couple rows, and have more rows than the batch."""
 
 import keras
 import numpy as np
-import pytest
 from comparison import assert_same, fit_evaluate_predict, twins
 from keras import layers, ops
 
@@ -24,14 +23,12 @@ def rmse(y_true, y_pred):
     return ops.sqrt(ops.mean((y_true - y_pred) ** 2))
 
 
-@pytest.mark.parametrize("scope", ["tower", "batch"])
-def test_a_scope_of_the_loss_has_no_effect_any_more(scope):
-    """Covers "tower" as well, which used to average a loss that couples rows over the towers."""
+def test_a_loss_that_couples_rows():
+    """The root of a mean over the batch is no mean of the roots over the towers' rows."""
     data = (X, rng.normal(size=(23, 3)))
     one, inner = twins(dense)
     expected = fit_evaluate_predict(one, compiled(rmse), [(data, 9)])
-    with pytest.warns(DeprecationWarning, match=f"`loss_scope` has no effect any more.*loss_scope='{scope}'"):
-        parallel = keras_dp.DataParallelModel(inner, devices=3, loss_scope=scope)
+    parallel = keras_dp.DataParallelModel(inner, devices=3)
     assert_same(expected, fit_evaluate_predict(parallel, compiled(rmse), [(data, 9)]), 1e-9)
 
 
@@ -52,8 +49,3 @@ def test_losses_of_ones_own_for_several_rows_an_input():
         model.compile("sgd", loss)
         model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
-
-
-def test_unknown_scope():
-    with pytest.raises(ValueError, match="`loss_scope` must be one of 'auto', 'tower', 'batch'.*loss_scope='rows'"):
-        keras_dp.DataParallelModel(dense(), loss_scope="rows")

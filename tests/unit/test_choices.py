@@ -28,7 +28,7 @@ def test_none_is_a_value_where_it_is_one():
 @pytest.mark.parametrize(
     ("function", "names"),
     [
-        (keras_dp.DataParallelModel, {"batch_norm", "loss_scope", "gradient_dtype"}),
+        (keras_dp.DataParallelModel, {"batch_norm", "gradient_dtype"}),
         (keras_dp.DataParallelModel.predict, {"rows"}),
         (keras_dp.DataParallelOptimizer, {"accumulate"}),
         (keras_dp.DataParallelOptimizer.apply_tower_gradients, {"reduction"}),

@@ -26,8 +26,6 @@ def test_public_names_have_docstrings():
         "communication_report",
         "connect_workers",
         "convert_batch_norm",
-        "cross_tower_sum",
-        "gather_rows",
         "optimizers",
         "recalibrate_batch_norm",
         "schedules",
