@@ -132,9 +132,10 @@ class State:
                 made = make()
                 made.build(shape)
                 draw = np.random.default_rng(zlib.crc32(name.encode()))
-                for weight in made.weights:
+                for variable in made.variables:
+                    is_seed = variable.dtype == "uint32"
                     # Variances are positive.
-                    weight.assign(np.abs(draw.normal(size=weight.shape)) * 0.3 + 0.1)
+                    variable.assign([5, 0] if is_seed else np.abs(draw.normal(size=variable.shape)) * 0.3 + 0.1)
             self._layers[name] = made
             self._add(made.variables)
         return self._layers[name]
