@@ -21,7 +21,8 @@ keras_dp.use_logical_cpus(4)
 # Imported modules stay alive: the garbage collector need not scan them after each test.
 gc.freeze()
 
-collect_ignore = ["worker_scripts"]
+# Mutation testing needs an extra of its own.
+collect_ignore = ["mutation", "worker_scripts"]
 
 # The defaults of GPUs, and variables on several devices. Tests of what is computed run with one of these each day, in turn;
 # KERAS_DP_TEST_WAY=packed and the like choose one for all.
