@@ -82,7 +82,7 @@ class Mutant:
 
 
 def draw_mutants(root: Path, modules: Sequence[Path], count: int, seed: int) -> Iterator[Mutant]:
-    """Draws places in the modules, all with the same probability, and a fault for each."""
+    """Draws places in the modules, all with the same probability, and a fault for each. Larger samples begin alike."""
     operators = {name: get_operator(name)() for name in operator_names() if not any(part in name for part in _LEFT_OUT)}
     operators |= {kind.__name__: kind() for kind in (AlwaysHolds, NeverHolds)}
     codes = {path: path.read_text() for path in modules}
@@ -96,9 +96,10 @@ def draw_mutants(root: Path, modules: Sequence[Path], count: int, seed: int) -> 
                 # Tests of equal lengths hold by themselves.
                 if not lines[line - 1][:column].endswith("strict="):
                     faults[path, position].append((name, occurrence))
-    rng = random.Random(seed)
-    for path, position in rng.sample(sorted(faults), min(count, len(faults))):
-        name, occurrence = rng.choice(faults[path, position])
+    places = sorted(faults)
+    random.Random(seed).shuffle(places)
+    for path, position in places[:count]:
+        name, occurrence = random.Random(f"{seed} {position}").choice(faults[path, position])
         code, line = codes[path], position[0][0]
         mutated = mutate_code(code, operators[name], occurrence)
         before, after = (text.splitlines()[line - 1].strip() for text in (code, mutated))

@@ -243,6 +243,43 @@ def test_batches_with_an_unknown_number_of_axes():
     agree(step, [*TOKENS, tf.TensorSpec(None, F64)], lambda rows: [*tokens(rows), rng.normal(size=(rows, 2))])
 
 
+def test_lookups_with_an_unknown_number_of_axes():
+    specs = [tf.TensorSpec([None, 3], F64), tf.TensorSpec(None, tf.int64)]
+
+    def step(x, places):
+        return tf.gather(x, places, axis=1), tf.gather(tf.constant([3.0, 5.0, 7.0]), places)
+
+    agree(step, specs, lambda rows: [rng.normal(size=(rows, 3)), rng.integers(3, size=rows)])
+
+
+def test_axes_of_an_unknown_number_are_aligned_from_the_right():
+    """With as many rows as columns, a row of the one may meet each row of the other."""
+    specs = [tf.TensorSpec(None, F64)] * 2
+    for rows in (2, 3, 4):
+        agree(
+            lambda x, y: (x + y, tf.where(x > 0, x, y)),
+            specs,
+            lambda _, rows=rows: [rng.normal(size=(rows, rows)), rng.normal(size=rows)],
+        )
+
+
+def rows_as_often_as_a_table_has_entries(x):
+    """The table is computed once: its length is measured where it is."""
+    times = tf.size(tf.unique(tf.constant([1, 2, 2, 3]))[0])
+    repeated = tf.reshape(tf.tile(x, [1, 1, times]), [-1, 2])
+    return tf.sort(tf.tanh(tf.concat([repeated, tf.reshape(x, [-1, 2])], axis=0)), axis=0)
+
+
+def rows_of_unknown_lengths_and_the_same_sorted(x):
+    rows = tf.reshape(x, [-1, 2])
+    return tf.tanh(rows) * tf.sort(rows, axis=0)
+
+
+@pytest.mark.parametrize("step", [rows_as_often_as_a_table_has_entries, rows_of_unknown_lengths_and_the_same_sorted])
+def test_lengths_that_are_measured(step):
+    agree(step, [tf.TensorSpec([None, None, 2], F64)], lambda rows: [rng.normal(size=(rows, 3, 2))])
+
+
 # Lists that are needed at home.
 
 

@@ -227,6 +227,20 @@ def gather_with_batch_axes_from_behind(x):
     return tf.gather(x, tf.argsort(x, axis=1), batch_dims=-1)
 
 
+def gradient_of_a_slice_from_an_entry_on_that_the_rows_choose(x):
+    at = tf.cast(tf.reduce_sum(x) < 1e9, tf.int32)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_mean(tf.add_n([x[:, at:], x[:, :1]]) ** 3)
+    return tape.gradient(loss, x)
+
+
+def axes_that_depend_on_the_number_of_rows(x):
+    """The first size is 1 with seven rows, and then broadcast."""
+    axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.stack([tf.shape(x)[0] - 6, 2]), s1=[4, 2])
+    return tf.reduce_sum(x[:4], axes)
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -239,6 +253,8 @@ def gather_with_batch_axes_from_behind(x):
         truncated_quotients,
         contrast_of_an_image_of_rows,
         gather_with_batch_axes_from_behind,
+        gradient_of_a_slice_from_an_entry_on_that_the_rows_choose,
+        axes_that_depend_on_the_number_of_rows,
     ],
 )
 def test_traps(step):

@@ -63,6 +63,11 @@ def result_of_a_loop_of_weights(x):
     return x * tf.while_loop(lambda i, w: i < 3, lambda i, w: (i + 1, tf.tanh(w)), [0, tf.constant(WEIGHTS[:1])])[1]
 
 
+def reshaped_to_an_unknown_length(x):
+    """The number of rows may be a plain integer, beside a size that is known in the step only."""
+    return tf.tanh(tf.reshape(x, [x.shape[0] or tf.shape(x)[0], tf.shape(x)[1] * 12]))
+
+
 IDIOMS = [
     (recurrent_cell_that_concatenates, (4, 3)),
     (heads_of_unknown_length, (5, 12)),
@@ -75,6 +80,7 @@ IDIOMS = [
     (recomputed_in_a_loop, (3,)),
     (rematerialized, (4, 3)),
     (result_of_a_loop_of_weights, (4, 3)),
+    (reshaped_to_an_unknown_length, (None, 12)),
 ]
 
 

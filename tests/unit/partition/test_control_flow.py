@@ -1,0 +1,66 @@
+"""Loops, branches and calls in which towers would have to meet are computed once, and the reason is given."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from partitioned_steps import partitioned_step, run
+
+import keras_dp  # noqa: F401  The devices are made ready first.
+
+
+def looped(body, *variables, rounds=3):
+    return tf.while_loop(lambda i, *_: i < rounds, lambda i, *state: (i + 1, *body(*state)), [0, *variables])[1:]
+
+
+def called(function):
+    return tf.function(function, jit_compile=True, autograph=False)
+
+
+def sums_that_move_on(x):
+    """A sum reaches the last variable after as many rounds as there are variables."""
+    sums = [tf.zeros([2], x.dtype) for _ in range(13)]
+    return looped(lambda *sums: (tf.reduce_sum(x, axis=0) + sums[0] / 2, *sums[:-1]), *sums, rounds=15)
+
+
+def a_sum_or_a_constant(x):
+    return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.reduce_sum(x, axis=0), lambda: tf.constant([1.0, 2.0], x.dtype))
+
+
+def rows_that_meet_the_same_sorted(x):
+    in_order = tf.sort(x, axis=0)
+    return looped(lambda y: (tf.tanh(y + in_order),), x)
+
+
+STEPS = [
+    (sums_that_move_on, "the placements of the loop's variables do not settle"),
+    (a_sum_or_a_constant, "the branches place their results differently"),
+    (lambda x: tf.while_loop(lambda y: tf.reduce_max(y) < 10.0, lambda y: 2 * y + 1, [x])[0], "in the loop's condition, Less"),
+    (lambda x: called(lambda y: tf.cumsum(y, axis=0))(x), "in the function, Cumsum"),
+    (lambda x: called(lambda y: y / tf.cast(tf.shape(y)[0], y.dtype))(x), "takes the number of all rows"),
+    (rows_that_meet_the_same_sorted, "in the loop, AddV2"),
+    (lambda x: looped(lambda y: (y + tf.random.stateless_normal(tf.shape(y), [1, 2], dtype=y.dtype),), x), "in the loop"),
+]
+
+
+@pytest.mark.parametrize(("step", "reason"), STEPS)
+@pytest.mark.parametrize("rows", [7, 2])
+def test_it_is_computed_once(step, reason, rows):
+    x = np.random.default_rng(rows).normal(size=(rows, 2))
+    received, partition = run(step, [x])
+    expected = tf.nest.flatten(tf.function(step, autograph=False)(tf.constant(x)))
+    for one, other in zip(received, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11)
+    assert any(reason in gathered.reason for gathered in partition.gathered), partition.gathered
+
+
+@pytest.mark.parametrize("known_rows", [None, 8])
+def test_a_branch_that_reads_a_variable_runs_on_towers(known_rows):
+    scale = tf.Variable(0.5, dtype=tf.float64)
+
+    def step(x):
+        return tf.cond(tf.reduce_sum(x) < 1e9, lambda: tf.reshape(x, [tf.shape(x)[0], 2]) * scale, lambda: x)
+
+    x = np.random.default_rng(0).normal(size=(8, 2))
+    partitioned, partition = partitioned_step(step, [tf.TensorSpec([known_rows, 2], tf.float64)], [True], known_rows)
+    np.testing.assert_allclose(partitioned(tf.constant(x)), x / 2, rtol=1e-12)
+    assert not partition.gathered
