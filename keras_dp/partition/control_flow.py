@@ -97,7 +97,9 @@ def _loop(node: Node, propagation: Any) -> Plan | str:
             continue
         if None in joined:
             k = joined.index(None)
-            return f"in the loop, a variable changes from {variables[k].placement} to {results[k].placement}"
+            before, after = variables[k].placement, results[k].placement
+            change = "counts rows in some rounds only" if before == after else f"changes from {before} to {after}"
+            return f"in the loop, a variable {change}"
         settled = varying_in_lists([facts for facts in joined if facts], first)
         if variables == settled:
             if inside.obstacle:

@@ -115,10 +115,7 @@ class Forms:
     def _local(self, output: Output, tower: int) -> str:
         """Returns a shape that counts the tower's own rows."""
         name, port = output
-        facts = self._propagation.facts[output]
-        if facts.placement != REPLICATE:
-            return self._instances.part(output, tower)
-        if not facts.counts_rows() or name in self._feeds.whole:
+        if not self._propagation.facts[output].counts_rows() or name in self._feeds.whole:
             return self.whole(output)
         made = self._instances.shapes[name] if self._propagation.plans[name].is_at_home else self._instances.towers[name]
         return name_of(made[tower], port)

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.placements import Facts, ListOf, Need, Partial, Shard
-from keras_dp.partition.rows import Number, Rows, Size, counts_all
+from keras_dp.partition.rows import Number, Rows, counts_all
 
 
 @dataclasses.dataclass
@@ -177,8 +177,3 @@ class Node:
     def is_list(self, i: int) -> bool:
         """Returns whether an input is a TensorList on each tower."""
         return isinstance(self.inputs[i].placement, ListOf)
-
-
-def is_named(size: Any) -> bool:
-    """Returns whether a size is known by name only."""
-    return isinstance(size, Size)

@@ -371,7 +371,8 @@ class Propagation:
         for facts, need, static in zip(sources, plan.needs or (), statics, strict=True):
             is_cut = isinstance(need, Shard) and facts.placement == REPLICATE and self.can_cut_inside(static, need)
             if not is_cut and not _is_there(facts, need):
-                return f"{where} takes {facts.placement} as {need}"
+                taken = "the number of all rows" if facts.placement == need else f"{facts.placement} as {need}"
+                return f"{where} takes {taken}"
         return None
 
     def _obstacle_at_home(self, definition: Any, plan: Plan, sources: list[Facts], where: str) -> str | None:
@@ -411,7 +412,7 @@ def _is_there(facts: Facts, need: Need) -> bool:
         return facts.placement == REPLICATE and not facts.counts_rows()
     if need in (LOCAL_SHAPE, ANY_SHAPE):
         return facts.placement == REPLICATE
-    return facts.placement == need or (isinstance(need, Partial) and facts.placement == need)
+    return facts.placement == need
 
 
 def _is_small(node: Node) -> bool:

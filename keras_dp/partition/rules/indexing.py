@@ -132,7 +132,7 @@ def count(node: Node) -> Plan | None:
 def one_hot(node: Node) -> Plan | None:
     """Plans a new axis, on which each index turns one entry on."""
     rank = node.rank(0)
-    if rank is None or any(facts.counts_rows() for facts in node.inputs[1:]):
+    if rank is None:
         return None
     at = rank if node.integer("axis") == -1 else node.integer("axis")
     labels = axes(rank)

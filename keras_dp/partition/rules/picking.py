@@ -100,7 +100,7 @@ def pad(node: Node) -> Plan | None:
 def roll(node: Node) -> Plan | None:
     """Plans a shift along other axes than the axis of the rows."""
     rank, numbers = node.rank(0), node.inputs[2].integers
-    if rank is None or numbers is None or node.inputs[1].counts_rows():
+    if rank is None or numbers is None:
         return None
     along = {number % rank for number in numbers}
     labels = tuple(None if i in along else label for i, label in enumerate(axes(rank)))

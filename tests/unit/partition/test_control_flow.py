@@ -26,6 +26,19 @@ def a_sum_or_a_constant(x):
     return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.reduce_sum(x, axis=0), lambda: tf.constant([1.0, 2.0], x.dtype))
 
 
+def counts_that_move_on(x):
+    counts = looped(lambda *counts: (tf.shape(x)[0] + counts[0], *counts[:-1]), *map(tf.constant, [0] * 3), rounds=5)
+    return tf.cast(tf.stack(counts), x.dtype) * tf.reduce_sum(x)
+
+
+def one_hot_among_all_rows(x):
+    def one(y):
+        marks = tf.one_hot(tf.argmax(y, axis=1), tf.shape(y)[0], dtype=y.dtype)
+        return (y + tf.reduce_sum(marks, axis=1, keepdims=True),)
+
+    return looped(one, x)
+
+
 def rows_that_meet_the_same_sorted(x):
     in_order = tf.sort(x, axis=0)
     return looped(lambda y: (tf.tanh(y + in_order),), x)
@@ -38,6 +51,8 @@ STEPS = [
     (lambda x: called(lambda y: tf.cumsum(y, axis=0))(x), "in the function, Cumsum"),
     (lambda x: called(lambda y: y / tf.cast(tf.shape(y)[0], y.dtype))(x), "takes the number of all rows"),
     (rows_that_meet_the_same_sorted, "in the loop, AddV2"),
+    (counts_that_move_on, "in the loop, a variable counts rows in some rounds only"),
+    (one_hot_among_all_rows, "takes the number of all rows"),
     (lambda x: looped(lambda y: (y + tf.random.stateless_normal(tf.shape(y), [1, 2], dtype=y.dtype),), x), "in the loop"),
 ]
 

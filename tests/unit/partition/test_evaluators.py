@@ -111,7 +111,7 @@ def split(sample):
 
 def split_by_sizes(sample):
     shape = (4, 2)[: sample.plain(1, 3)]
-    sizes = [[1, 3], [2, -1], [2, 3], [4, 0], [-1, 1]][sample.plain(0, 5)]
+    sizes = [[1, 3], [2, -1], [1, -1], [2, 3], [4, 0], [-1, 1]][sample.plain(0, 6)]
     return [sample.array(shape), np.array(sizes, object), np.array(0, object)], {"num_split": 2}
 
 

@@ -245,20 +245,27 @@ def test_batches_with_an_unknown_number_of_axes():
 
 def test_lookups_with_an_unknown_number_of_axes():
     specs = [tf.TensorSpec([None, 3], F64), tf.TensorSpec(None, tf.int64)]
+    table = tf.constant(np.arange(9.0).reshape(3, 3))
 
     def step(x, places):
-        return tf.gather(x, places, axis=1), tf.gather(tf.constant([3.0, 5.0, 7.0]), places)
+        at = tf.gather_nd(table, places), tf.gather(table, places), tf.gather(x, places, axis=1)
+        sums = tf.scatter_nd(places, x, [3, 3]), tf.scatter_nd(tf.cast(x[:, :1] > 0, tf.int64), doubled(x), [3, 3])
+        return *at, *sums, tf.one_hot(places, 3)
 
-    agree(step, specs, lambda rows: [rng.normal(size=(rows, 3)), rng.integers(3, size=rows)])
+    agree(step, specs, lambda rows: [rng.normal(size=(rows, 3)), rng.integers(3, size=(rows, 1))])
 
 
 def test_axes_of_an_unknown_number_are_aligned_from_the_right():
     """With as many rows as columns, a row of the one may meet each row of the other."""
-    specs = [tf.TensorSpec(None, F64)] * 2
+
+    def step(x, y):
+        in_a_branch = tf.cond(tf.size(x) > 0, lambda: tf.ensure_shape(x * y, [None, None]), lambda: tf.zeros([2, 2], F64))
+        return x + y, tf.where(x > 0, x, y), in_a_branch
+
     for rows in (2, 3, 4):
         agree(
-            lambda x, y: (x + y, tf.where(x > 0, x, y)),
-            specs,
+            step,
+            [tf.TensorSpec(None, F64)] * 2,
             lambda _, rows=rows: [rng.normal(size=(rows, rows)), rng.normal(size=rows)],
         )
 

@@ -85,3 +85,15 @@ def test_noise_of_a_weight_has_no_rows():
     _, partition = partitioned_step(step, [tf.TensorSpec([ROWS, ROWS], tf.float64)], [True], ROWS)
     assert not partition.gathered
     assert [exchange.kind for exchange in partition.exchanges] == ["sum"]
+
+
+def test_noise_of_an_unknown_length_has_no_rows():
+    """Its size is not known while the step is traced, although that of the batch is."""
+
+    def step(x):
+        found = tf.unique(tf.cast(10.0 * x[:, 0], tf.int32))[0]
+        return x * tf.reduce_mean(tf.random.stateless_normal([tf.size(found), 2], [3, 4], dtype=x.dtype), axis=0)
+
+    x = np.random.default_rng(0).normal(size=(ROWS, 2))
+    partitioned, _ = partitioned_step(step, [tf.TensorSpec(x.shape, tf.float64)], [True], ROWS)
+    np.testing.assert_allclose(partitioned(tf.constant(x)), tf.function(step, autograph=False)(tf.constant(x)), rtol=1e-11)

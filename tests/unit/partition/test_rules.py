@@ -235,6 +235,14 @@ def gradient_of_a_slice_from_an_entry_on_that_the_rows_choose(x):
     return tape.gradient(loss, x)
 
 
+def stack_of_a_list_that_nothing_writes(x):
+    return tf.TensorArray(x.dtype, 3, element_shape=[2]).stack() + tf.reduce_sum(x, axis=0)
+
+
+def sum_along_an_axis_that_the_rows_choose(x):
+    return tf.reduce_sum(x, tf.cast(tf.reduce_sum(x) < 1e9, tf.int32))
+
+
 def axes_that_depend_on_the_number_of_rows(x):
     """The first size is 1 with seven rows, and then broadcast."""
     axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.stack([tf.shape(x)[0] - 6, 2]), s1=[4, 2])
@@ -255,6 +263,8 @@ def axes_that_depend_on_the_number_of_rows(x):
         gather_with_batch_axes_from_behind,
         gradient_of_a_slice_from_an_entry_on_that_the_rows_choose,
         axes_that_depend_on_the_number_of_rows,
+        stack_of_a_list_that_nothing_writes,
+        sum_along_an_axis_that_the_rows_choose,
     ],
 )
 def test_traps(step):
@@ -264,6 +274,14 @@ def test_traps(step):
     expected = tf.function(step, autograph=False)(tf.constant(x))
     tolerance = 1e-5 if expected.dtype == tf.float32 else 1e-11
     np.testing.assert_allclose(received[0], expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [7, 3, 1])
+def test_a_squeeze_that_names_no_axis_keeps_the_rows_of_a_tower_with_one(rows):
+    """On one device, the axis of the rows goes only if the whole batch has one row."""
+    x = np.random.default_rng(rows).normal(size=(rows, 1))
+    received, _ = run(lambda x: tf.raw_ops.Squeeze(input=x, axis=[]), [x])
+    np.testing.assert_array_equal(received[0], x.squeeze())
 
 
 def meeting(step, x, table):

@@ -68,6 +68,13 @@ def reshaped_to_an_unknown_length(x):
     return tf.tanh(tf.reshape(x, [x.shape[0] or tf.shape(x)[0], tf.shape(x)[1] * 12]))
 
 
+def one_hot_among_all_rows(x):
+    """As contrastive losses mark the row that belongs to each row; the entries move on by as many places as there are rows."""
+    rows = tf.shape(x)[0]
+    places = tf.argmax(x, axis=1, output_type=tf.int32)
+    return tf.roll(x * tf.reduce_sum(tf.one_hot(places, rows, dtype=x.dtype), axis=1, keepdims=True), rows, axis=1)
+
+
 IDIOMS = [
     (recurrent_cell_that_concatenates, (4, 3)),
     (heads_of_unknown_length, (5, 12)),
@@ -81,6 +88,7 @@ IDIOMS = [
     (rematerialized, (4, 3)),
     (result_of_a_loop_of_weights, (4, 3)),
     (reshaped_to_an_unknown_length, (None, 12)),
+    (one_hot_among_all_rows, (4,)),
 ]
 
 
