@@ -25,9 +25,9 @@ def tokens(rows):
     return [rng.normal(size=(rows, 5, 2))]
 
 
-def agree(step, specs, make, has_rows=None):
+def agree(step, specs, make, has_rows=None, **options):
     """Asserts that a step gives the same whole and partitioned, and returns its partition."""
-    partitioned, partition = partitioned_step(step, specs, has_rows or [True] * len(specs))
+    partitioned, partition = partitioned_step(step, specs, has_rows or [True] * len(specs), **options)
     plain = tf.function(step, autograph=False).get_concrete_function(*specs)
     for rows in ROW_COUNTS:
         given = [tf.constant(array) for array in make(rows)]
@@ -119,12 +119,19 @@ def test_segments_of_unknown_lengths_are_gathered():
     agree(lambda x: tf.concat([*map(flat, pyramid(x, 2)), tf.reduce_max(x, [1, 2])], 0), IMAGES, images)
 
 
-def test_a_whole_tensor_is_cut_into_segments_of_unknown_lengths():
+@pytest.mark.parametrize("devices", [["CPU:0", "CPU:1", "CPU:2"], ["CPU:0"]])
+def test_a_whole_tensor_is_cut_into_segments_of_unknown_lengths(devices):
     def loss(x, wanted):
         return tf.reduce_mean((tf.concat([flat(level) for level in pyramid(x, 2)], 0) - tf.sort(wanted, 0)) ** 2)
 
     specs = [*IMAGES, tf.TensorSpec([None, 2], F64)]
-    partition = agree(with_gradients(loss), specs, lambda n: [*images(n), rng.normal(size=(n * (35 + 12), 2))], [True, False])
+    partition = agree(
+        with_gradients(loss),
+        specs,
+        lambda n: [*images(n), rng.normal(size=(n * (35 + 12), 2))],
+        [True, False],
+        devices=devices,
+    )
     assert types_of(partition) == set()
 
 
@@ -259,8 +266,8 @@ def test_axes_of_an_unknown_number_are_aligned_from_the_right():
     """With as many rows as columns, a row of the one may meet each row of the other."""
 
     def step(x, y):
-        in_a_branch = tf.cond(tf.size(x) > 0, lambda: tf.ensure_shape(x * y, [None, None]), lambda: tf.zeros([2, 2], F64))
-        return x + y, tf.where(x > 0, x, y), in_a_branch
+        product = tf.function(lambda x, y: tf.ensure_shape(x * y, [None, None]), jit_compile=True, autograph=False)
+        return x + y, tf.where(x > 0, x, y), product(x, y)
 
     for rows in (2, 3, 4):
         agree(
