@@ -14,6 +14,7 @@ from keras_dp import choices
 from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.batches.input_strategy import HOST, NO_BATCHES, InputStrategy, empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
+from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.shards import with_empty_batches
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import chosen_whole
@@ -609,7 +610,7 @@ class DataParallelModel(ModelWrapper):
         self._follow_inner_model()
         if self._is_eager():
             with tf.device(HOST):
-                return keras.tree.map_structure(as_tensor, batch)
+                return map_leaves(as_tensor, batch)
         return self._steps.on_host(batch)
 
     def _prepare(self) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from keras_dp.batches.nesting import flatten, map_leaves, pack
 from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, slice_rows, without_entries
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
@@ -33,7 +33,7 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
         return dataset
     with group.reporting_lost_workers():
         cardinalities = group.collectives.counts(tf.constant(_cardinality(dataset))).numpy().tolist()
-    empty = tf.data.Dataset.from_tensors(tf.nest.map_structure(lambda spec: _rows_of_ones(spec, 0), dataset.element_spec))
+    empty = tf.data.Dataset.from_tensors(map_leaves(lambda spec: _rows_of_ones(spec, 0), dataset.element_spec))
     leveled = dataset.concatenate(empty.repeat())
     if min(cardinalities) >= 0:
         return leveled.take(max(cardinalities))
@@ -57,18 +57,19 @@ def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
         rows = count_rows(batch, at_least=0)
         last = tf.nest.pack_sequence_as(batch, last, expand_composites=True)
         data = tf.cond(rows > 0, lambda: batch, lambda: last)
-        first = tf.nest.map_structure(lambda leaf: slice_rows(leaf, tf.constant(0), tf.constant(1)), data)
-        return parts(first), (data, rows)
+        first = map_leaves(lambda leaf: slice_rows(leaf, tf.constant(0), tf.constant(1)), data)
+        return parts(first), (parts(data), rows)
 
     def parts(data: Any) -> tuple[Tensor, ...]:
-        """Flattens data to dense tensors, which `scan` can pass on."""
+        """Flattens data to dense tensors: `scan` passes on no others."""
         return tuple(tf.nest.flatten(data, expand_composites=True))
 
-    def cut_one(data: Any, rows: Tensor) -> tuple[Slice, ...]:
+    def cut_one(flat: Any, rows: Tensor) -> tuple[Slice, ...]:
+        data = tf.nest.pack_sequence_as(dataset.element_spec, flat, expand_composites=True)
         has_rows = tf.minimum(rows, 1)
         return tuple(part._replace(rows=part.rows * has_rows, source=Shard(rows)) for part in cut(data, num_slices))
 
-    row = tf.nest.map_structure(lambda spec: _rows_of_ones(spec, 1), dataset.element_spec)
+    row = map_leaves(lambda spec: _rows_of_ones(spec, 1), dataset.element_spec)
     return dataset.scan(parts(row), remember).map(cut_one)
 
 
@@ -106,12 +107,9 @@ def _with_lengths(slices: Sequence[Slice], has_rows: Tensor, collectives: OneWor
         borrowed = tf.ensure_shape(borrowed, [None, *parts[0].shape[1:]])
         return [tf.cond(has_rows, lambda part=part: part, lambda: borrowed) for part in parts]
 
-    by_leaf = [refilled(*parts) for parts in zip(*(keras.tree.flatten(part.data) for part in slices), strict=True)]
+    by_leaf = [refilled(*parts) for parts in zip(*(flatten(part.data) for part in slices), strict=True)]
     datas = zip(*by_leaf, strict=True)
-    return tuple(
-        part._replace(data=keras.tree.pack_sequence_as(part.data, list(leaves)))
-        for part, leaves in zip(slices, datas, strict=True)
-    )
+    return tuple(part._replace(data=pack(part.data, leaves)) for part, leaves in zip(slices, datas, strict=True))
 
 
 def _cardinality(dataset: tf.data.Dataset) -> int:

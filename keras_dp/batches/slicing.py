@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_dp.batches.nesting import flatten, map_leaves, pack
 from keras_dp.batches.other_rows import refuse_other_rows, refuse_other_rows_at_run_time
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.partition.tensorflow_internals import HOST
@@ -82,7 +83,8 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
     """Cuts a batch of B rows into N slices: slice i gets rows B*i//N to B*(i+1)//N.
 
     Args:
-        batch: nested tensors (dense, ragged or sparse) with B rows each; None and `tf.experimental.Optional` pass through.
+        batch: nested tensors (dense, ragged or sparse, also in extension types) with B rows each; None and
+            `tf.experimental.Optional` pass through.
         num_slices: N.
         wanted: the indices of the slices to make; None for all.
         whole: the tensors that are not cut: every slice holds them whole. If they are all tensors, the batch counts as one
@@ -92,7 +94,7 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
         ValueError: if there is no tensor with rows, or the numbers of rows are known to differ.
         tf.errors.InvalidArgumentError: if the numbers of rows differ when the batch is cut, or are 0.
     """
-    batch = keras.tree.map_structure(as_tensor, batch)
+    batch = map_leaves(as_tensor, batch)
     whole_paths: dict[str, tuple[()]] = {path: () for path, leaf in whole.whole_leaves(batch).items() if tf.is_tensor(leaf)}
     is_all_whole = bool(whole_paths) and not whole.cut_leaves(batch)
     counted = tf.constant(1) if is_all_whole else count_rows(batch, whole=whole)
@@ -101,18 +103,15 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
     batch_rows = counted if known is None else known
     with tf.control_dependencies([counted]):
         whole_rows = without_entries(batch_rows)
-    is_whole = keras.tree.pack_sequence_as(batch, whole.of(batch))
+    leaves, is_whole = flatten(batch), whole.of(batch)
     slices = []
     for i in range(num_slices) if wanted is None else wanted:
         begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
         last = tf.maximum(end, begin + 1) if known is None else max(end, begin + 1)
 
-        def rows_of(leaf: Any, stays: bool, begin: Any = begin, last: Any = last) -> Any:
-            return leaf if stays else slice_rows(leaf, begin, last)
-
-        data = keras.tree.map_structure(rows_of, batch, is_whole)
+        own = [leaf if stays else slice_rows(leaf, begin, last) for leaf, stays in zip(leaves, is_whole, strict=True)]
         numbers = tf.convert_to_tensor(begin), tf.convert_to_tensor(end - begin)
-        slices.append(Slice(data, *numbers, whole_rows, whole_paths=whole_paths))
+        slices.append(Slice(pack(batch, own), *numbers, whole_rows, whole_paths=whole_paths))
     return tuple(slices)
 
 
@@ -231,7 +230,7 @@ def whole_batch(parts: Sequence[Any], slices: Sequence[Slice], whole: WholeTenso
         is_sparse = isinstance(own[0], tf.SparseTensor)
         return tf.sparse.concat(axis=0, sp_inputs=own) if is_sparse else tf.concat(own, axis=0)
 
-    return keras.tree.map_structure(put_together, keras.tree.pack_sequence_as(parts[0], whole.of(parts[0])), *parts)
+    return pack(parts[0], map(put_together, whole.of(parts[0]), *map(flatten, parts)))
 
 
 def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
@@ -256,7 +255,7 @@ def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
         size = _rows(leaf)
         return slice_rows(leaf, tf.where(size == batch_rows, begin, 0), tf.where(size == batch_rows, end, size))
 
-    return keras.tree.map_structure(own, whole)
+    return map_leaves(own, whole)
 
 
 def _rows(leaf: Any) -> Tensor:

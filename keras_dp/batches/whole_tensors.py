@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from keras_dp.batches.nesting import flatten_with_path
 from keras_dp.choices import question
 
 
@@ -18,9 +18,10 @@ class WholeTensors:
     have the same number of rows.
 
     Attributes:
-        names: the names of tensors or nested structures: a key of a dictionary, an index of a tuple, or a path of these, such
-            as "edges", "1" or "0/edges". A name that begins with a key names every tensor below such a key. A name that begins
-            with an index is the path from the batch, which is (x, y, sample_weight).
+        names: the names of tensors or nested structures: a key of a dictionary, a field of a `tf.experimental.ExtensionType`,
+            an index of a tuple, or a path of these, such as "edges", "1" or "0/edges". A name that begins with a key names
+            every tensor below such a key. A name that begins with an index is the path from the batch, which is
+            (x, y, sample_weight).
         paths: the paths of further tensors that stay whole.
     """
 
@@ -91,7 +92,7 @@ def chosen_whole(names: Sequence[str]) -> WholeTensors:
 def leaves_of(batch: Any) -> list[tuple[str, Any]]:
     """Returns the leaves of a nested batch with their paths, such as "0/edges". A batch that is no tuple is x, of path "0"."""
     in_tuple = batch if isinstance(batch, tuple) else (batch,)
-    return [("/".join(map(str, path)), leaf) for path, leaf in keras.tree.flatten_with_path(in_tuple)]
+    return [("/".join(map(str, path)), leaf) for path, leaf in flatten_with_path(in_tuple)]
 
 
 def has_name(path: str, name: str) -> bool:

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.partition.comparison import Comparison, compare
@@ -121,7 +121,7 @@ def arguments_of(
         whole: the tensors that were not cut.
         collectives: the collectives of the workers that have slices of the batch.
     """
-    parts = [keras.tree.flatten(part.data) for part in slices]
+    parts = [flatten(part.data) for part in slices]
     batch_rows = slices[0].batch.shape[0]
     arguments: list[Argument] = []
     counts, specs = [], []
@@ -135,7 +135,7 @@ def arguments_of(
     def of_batch(*tensors: Tensor) -> Any:
         following = iter(tensors)
         leaves = [_filled(spec, [next(following) for _ in range(count)]) for spec, count in zip(specs, counts, strict=True)]
-        return step(keras.tree.pack_sequence_as(slices[0].data, leaves))
+        return step(pack(slices[0].data, leaves))
 
     return of_batch, arguments
 

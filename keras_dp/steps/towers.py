@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batches.input_strategy import HOST, InputStrategy
+from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.other_rows import refuse_other_rows
 from keras_dp.batches.slicing import Slice, as_tensor, cut
 from keras_dp.batches.whole_tensors import WholeTensors
@@ -136,7 +137,7 @@ class TowerSteps:
             finds_whole: whether it stands for the batches of a dataset, whose types may say what stays whole.
         """
         with tf.device(HOST):
-            batch = keras.tree.map_structure(as_tensor, batch)
+            batch = map_leaves(as_tensor, batch)
         self.inputs.see(batch, finds_whole)
         refuse_other_rows(batch, self.inputs.whole)
         self.inputs.prepare()

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_dp import choices
+from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.slicing import Shard, Slice, row_spec
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification, iterator_of, types_of
@@ -45,7 +45,7 @@ class PredictFunction:
         return self._verification.of_step("predict", batch)
 
     def _trace_for_any_rows(self, batches: Any) -> None:
-        types = keras.tree.map_structure(row_spec, batches)
+        types = map_leaves(row_spec, batches)
         if repr(types) not in self._traced:
             self._traced.add(repr(types))
             self._function.get_concrete_function(types)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batches.slicing import Slice, own_spec
+from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.steps.towers import TowerSteps
 
 _ENVIRONMENT_VARIABLE = "KERAS_DP_VERIFY"
@@ -99,8 +100,8 @@ def verification(verify: bool | None, steps: TowerSteps) -> Verification | None:
 
 
 def types_of(batch: Any) -> Any:
-    """Returns the types of a batch."""
-    return keras.tree.map_structure(own_spec, batch)
+    """Returns the types of the tensors of a batch."""
+    return {path: own_spec(leaf) for path, leaf in leaves_of(batch)}
 
 
 def iterator_of(batches: Sequence[Any], element_spec: Any) -> tf.data.Iterator:

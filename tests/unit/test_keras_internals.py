@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import keras
@@ -15,7 +16,7 @@ from tensorflow.lite.python import lite
 from worker_processes import free_ports
 
 import keras_dp
-from keras_dp.keras_internals import keras_batch_norms, keras_models, keras_optimizers, tensorflow_runtime
+from keras_dp.keras_internals import extension_types, keras_batch_norms, keras_models, keras_optimizers, tensorflow_runtime
 
 PACKAGE = Path(keras_dp.__file__).parent
 
@@ -362,3 +363,33 @@ def test_a_dataset_before_its_prefetch():
     assert ahead == 3
     assert tensorflow_runtime.before_prefetch(numbers.prefetch(tf.data.AUTOTUNE))[1] == tf.data.AUTOTUNE
     assert tensorflow_runtime.before_prefetch(numbers.prefetch(3).take(2)) is None
+
+
+def test_extension_types_are_taken_apart_and_put_together():
+    class Inner(tf.experimental.ExtensionType):
+        ragged: tf.RaggedTensor
+
+    class Outer(tf.experimental.ExtensionType):
+        several: tuple[tf.Tensor, ...]
+        by_name: Mapping[str, tf.Tensor]
+        inner: Inner
+        name: str
+
+        def __init__(self, rows):
+            self.several = (tf.ones([rows, 2]), tf.ones([rows]))
+            self.by_name = {"b": tf.ones([rows]), "a": tf.ones([rows, 3])}
+            self.inner, self.name = Inner(tf.ragged.range(tf.range(rows))), "a"
+
+    def components(one):
+        return [component for _, component in extension_types.components_of(one)]
+
+    specs = {rows: tf.type_spec_from_value(Outer(rows)) for rows in (3, 5)}
+    for one in (Outer(3), specs[3]):
+        assert extension_types.is_extension_type(one)
+        paths = ["/".join(path) for path, _ in extension_types.components_of(one)]
+        assert paths == ["several/0", "several/1", "by_name/a", "by_name/b", "inner"]
+        made = extension_types.with_components(one, components(Outer(5)))
+        assert isinstance(made, Outer)
+        assert tf.type_spec_from_value(made) == specs[5]
+        assert extension_types.with_components(one, components(specs[5])) == specs[5]
+    assert not any(map(extension_types.is_extension_type, (tf.ones(2), None, tf.TensorSpec([]), tf.ragged.range(3), 1, int)))

@@ -12,6 +12,13 @@ from keras_dp.batches.slicing import Slice
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
 
+
+class Pair(tf.experimental.ExtensionType):
+    rows: tf.Tensor
+    doubled: tf.RaggedTensor
+    dtype: tf.DType = tf.int32
+
+
 LEAVES = {
     "dense": lambda rows: tf.cast(tf.reshape(rows, [-1, 1]), tf.float32) * [1.0, 10.0],
     "scalars": lambda rows: rows,
@@ -21,11 +28,14 @@ LEAVES = {
         tf.RaggedTensor.from_row_lengths(tf.repeat(tf.cast(rows, tf.float32), 2 * rows), tf.repeat([2], tf.reduce_sum(rows))),
         rows,
     ),
+    "extension type": lambda rows: Pair(rows, tf.RaggedTensor.from_row_lengths(2 * rows, tf.ones_like(rows))),
     "sparse": lambda rows: tf.sparse.from_dense(tf.reshape(rows, [-1, 1]) * [0, 1, 2]),
 }
 
 
 def as_lists(leaf):
+    if isinstance(leaf, Pair):
+        return list(zip(as_lists(leaf.rows), as_lists(leaf.doubled), strict=True))
     if isinstance(leaf, tf.SparseTensor):
         leaf = tf.sparse.to_dense(leaf)
     return leaf.to_list() if isinstance(leaf, tf.RaggedTensor) else np.asarray(leaf).tolist()
@@ -155,9 +165,11 @@ def test_rows_of_all_kinds_are_borrowed(name):
     assert [(as_lists(data), rows) for data, _, rows in full[1]] == [(first, 1), (second, 1)]
     assert [(as_lists(data), rows) for data, _, rows in borrowed[1]] == [(first, 0)] * 2
     # The rows are ones, which no model turns into NaN.
-    ones = {"strings": [b""], "ragged": [[]], "ragged twice": [[]]}.get(name, np.ones_like(first).tolist())
+    ones = {"strings": [b""], "ragged": [[]], "ragged twice": [[]], "extension type": [(1, [])]}
     for data, _, rows in nothing[1]:
-        assert as_lists(data) == ones if name != "sparse" else data.dense_shape[0] == 1
+        assert (
+            as_lists(data) == (ones.get(name) or np.ones_like(first).tolist()) if name != "sparse" else data.dense_shape[0] == 1
+        )
         assert (data.dtype, rows) == (LEAVES[name](tf.constant([1])).dtype, 0)
 
 
