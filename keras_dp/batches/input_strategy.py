@@ -65,6 +65,7 @@ class InputStrategy:
         whole: the tensors of the current data that are not cut: those that are named, and those of which the data's types say
             that they have other rows.
         takes_shards: whether the next datasets hold only this worker's own batches.
+        shard_types: the types of the slices of the last dataset that held only this worker's own batches.
         cuts_in_step: whether steps cut the batches of the next datasets. TensorFlow traces such a step by the type of the whole
             batch, as it does for one device.
         has_all_names: whether the next data have all tensors that are named, as those of training do.
@@ -89,6 +90,7 @@ class InputStrategy:
         self.collectives = collectives or OneWorker()
         self.named = self.whole = whole or WholeTensors()
         self.takes_shards = False
+        self.shard_types: Any = None
         self.cuts_in_step = False
         self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
@@ -176,6 +178,7 @@ class InputStrategy:
         source, ahead = _read_ahead(dataset)
         if are_shards:
             sliced = cut_shards(source, num_towers)
+            self.shard_types = sliced.element_spec
         else:
             sliced = source.map(
                 # The function has nothing to convert, and trying would take a second.

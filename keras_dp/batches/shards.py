@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.batches.nesting import flatten, map_leaves, pack
-from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, slice_rows, without_entries
-from keras_dp.workers.collectives import OneWorker
+from keras_dp.batches.nesting import flatten, map_leaves
+from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, row_spec, slice_rows, without_entries
+from keras_dp.workers.collectives import OneWorker, counted_on
 from keras_dp.workers.group import WorkerGroup
 
 Tensor = Any
@@ -33,7 +33,7 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
         return dataset
     with group.reporting_lost_workers():
         cardinalities = group.collectives.counts(tf.constant(_cardinality(dataset))).numpy().tolist()
-    empty = tf.data.Dataset.from_tensors(map_leaves(lambda spec: _rows_of_ones(spec, 0), dataset.element_spec))
+    empty = tf.data.Dataset.from_tensors(map_leaves(_no_rows, dataset.element_spec))
     leveled = dataset.concatenate(empty.repeat())
     if min(cardinalities) >= 0:
         return leveled.take(max(cardinalities))
@@ -51,26 +51,15 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
 
 
 def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
-    """Cuts each batch of a worker into N slices of a `Shard`. A batch without rows borrows a row from an earlier batch."""
+    """Cuts each batch of a worker into N slices of a `Shard`. The slices of a batch without rows have none until `placed`."""
+    is_tuple = type(dataset.element_spec) is tuple
 
-    def remember(last: Any, batch: Any) -> tuple[Any, Any]:
-        rows = count_rows(batch, at_least=0)
-        last = tf.nest.pack_sequence_as(batch, last, expand_composites=True)
-        data = tf.cond(rows > 0, lambda: batch, lambda: last)
-        first = map_leaves(lambda leaf: slice_rows(leaf, tf.constant(0), tf.constant(1)), data)
-        return parts(first), (parts(data), rows)
+    def cut_one(*batch: Any) -> tuple[Slice, ...]:
+        data = batch if is_tuple else batch[0]
+        shard = Shard(count_rows(data, at_least=0))
+        return tuple(part._replace(source=shard) for part in cut(data, num_slices, at_least=0))
 
-    def parts(data: Any) -> tuple[Tensor, ...]:
-        """Flattens data to dense tensors: `scan` passes on no others."""
-        return tuple(tf.nest.flatten(data, expand_composites=True))
-
-    def cut_one(flat: Any, rows: Tensor) -> tuple[Slice, ...]:
-        data = tf.nest.pack_sequence_as(dataset.element_spec, flat, expand_composites=True)
-        has_rows = tf.minimum(rows, 1)
-        return tuple(part._replace(rows=part.rows * has_rows, source=Shard(rows)) for part in cut(data, num_slices))
-
-    row = map_leaves(lambda spec: _rows_of_ones(spec, 1), dataset.element_spec)
-    return dataset.scan(parts(row), remember).map(cut_one)
+    return dataset.map(tf.autograph.experimental.do_not_convert(cut_one))
 
 
 def placed(shard: Shard, slices: Sequence[Slice], collectives: OneWorker) -> tuple[Slice, ...]:
@@ -91,25 +80,52 @@ def placed(shard: Shard, slices: Sequence[Slice], collectives: OneWorker) -> tup
     # A step that fails during an exchange makes all later ones fail. So none may start before a worker is known to have rows.
     with tf.control_dependencies([stop]):
         slices = tf.nest.map_structure(tf.identity, slices, expand_composites=True)
-        return _with_lengths(slices, shard.rows > 0, collectives)
+        return _with_borrowed_rows(slices, counts, collectives)
 
 
-def _with_lengths(slices: Sequence[Slice], has_rows: Tensor, collectives: OneWorker) -> tuple[Slice, ...]:
-    """Replaces the borrowed row of a worker without rows by a row with the largest lengths that the other workers use."""
+def _with_borrowed_rows(slices: Sequence[Slice], counts: Tensor, collectives: OneWorker) -> tuple[Slice, ...]:
+    """Gives each slice of a worker without rows a row of the first worker that has some: every model can compute on it.
 
-    def refilled(*parts: Any) -> list[Any]:
-        if not isinstance(parts[0], tf.Tensor) or parts[0].shape.rank is None or parts[0].shape[1:].is_fully_defined():
-            return list(parts)
-        own = tf.shape(parts[0])[1:] * tf.cast(has_rows, tf.int32)
-        by_worker = collectives.sum(tf.one_hot([collectives.index], collectives.count, axis=0, dtype=tf.int32) * own)
-        one = tf.constant("") if parts[0].dtype == tf.string else tf.ones((), parts[0].dtype)
-        borrowed = tf.fill(tf.concat([[1], tf.reduce_max(by_worker, axis=0)], axis=0), one)
-        borrowed = tf.ensure_shape(borrowed, [None, *parts[0].shape[1:]])
-        return [tf.cond(has_rows, lambda part=part: part, lambda: borrowed) for part in parts]
+    Args:
+        slices: the slices of this worker.
+        counts: the numbers of rows of all workers.
+        collectives: the collectives of the workers.
+    """
+    have_rows = counts > 0
+    lender, has_rows = tf.argmax(have_rows), have_rows[collectives.index]
+    graph = tf.compat.v1.get_default_graph()
+    own = [_tensors(part.data) for part in slices]
 
-    by_leaf = [refilled(*parts) for parts in zip(*(flatten(part.data) for part in slices), strict=True)]
-    datas = zip(*by_leaf, strict=True)
-    return tuple(part._replace(data=pack(part.data, leaves)) for part, leaves in zip(slices, datas, strict=True))
+    def borrowed() -> list[list[Tensor]]:
+        row = map_leaves(_first_row, slices[0].data)
+        with counted_on(graph):
+            received = collectives.of_worker(lender, _tensors(row))
+        return [[tf.cond(has_rows, lambda x=x: x, lambda y=y: y) for x, y in zip(part, received, strict=True)] for part in own]
+
+    # All workers know the same counts, so that all of them exchange a row, or none.
+    parts = tf.cond(tf.reduce_all(have_rows), lambda: own, borrowed)
+    return tuple(part._replace(data=_packed(part.data, tensors)) for part, tensors in zip(slices, parts, strict=True))
+
+
+def _first_row(leaf: Any) -> Any:
+    return leaf if not tf.is_tensor(leaf) or leaf.shape.rank == 0 else slice_rows(leaf, tf.constant(0), tf.constant(1))
+
+
+def _tensors(data: Any) -> list[Tensor]:
+    """Lists the dense tensors of nested data, with those of which ragged and sparse tensors consist."""
+    return [tensor for leaf in flatten(data) if tf.is_tensor(leaf) for tensor in tf.nest.flatten(leaf, expand_composites=True)]
+
+
+def _packed(data: Any, tensors: Sequence[Tensor]) -> Any:
+    following = iter(tensors)
+
+    def filled(leaf: Any) -> Any:
+        if not tf.is_tensor(leaf):
+            return leaf
+        own = [next(following) for _ in tf.nest.flatten(leaf, expand_composites=True)]
+        return tf.nest.pack_sequence_as(row_spec(leaf), own, expand_composites=True)
+
+    return map_leaves(filled, data)
 
 
 def _cardinality(dataset: tf.data.Dataset) -> int:
@@ -117,20 +133,16 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
     return int(min(dataset.cardinality(), 2**31 - 1))
 
 
-def _rows_of_ones(spec: Any, rows: int) -> Any:
-    """Returns a batch of a type with 0 rows, or with 1 row that models can compute on.
-
-    Results of that row are ignored, unless they are NaN.
-    """
+def _no_rows(spec: Any) -> Any:
+    """Returns a tensor of a type with 0 rows."""
     if isinstance(spec, tf.SparseTensorSpec):
-        shape = [rows, *(size or 1 for size in spec.shape[1:])]
+        shape = [0, *(size or 1 for size in spec.shape[1:])]
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
     if isinstance(spec, tf.RaggedTensorSpec):
-        inner = spec.shape[spec.ragged_rank + 1 :]
-        values = tf.zeros([0, *(size or 1 for size in inner)], spec.dtype)
-        lengths = [tf.zeros([rows if level == 0 else 0], spec.row_splits_dtype) for level in range(spec.ragged_rank)]
+        values = tf.zeros([0, *(size or 1 for size in spec.shape[spec.ragged_rank + 1 :])], spec.dtype)
+        lengths = [tf.zeros([0], spec.row_splits_dtype)] * spec.ragged_rank
         return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
     if not isinstance(spec, tf.TensorSpec):
         raise ValueError(f"sharded=True takes batches of tensors. Received: {spec}")
-    shape = [rows, *(size or 1 for size in spec.shape[1:])]
-    return tf.fill(shape, "") if spec.dtype == tf.string else tf.ones(shape, spec.dtype)
+    shape = [0, *(size or 1 for size in spec.shape[1:])] if spec.shape.rank else []
+    return tf.zeros(shape, spec.dtype)

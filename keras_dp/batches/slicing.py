@@ -79,7 +79,9 @@ def without_entries(batch_rows: Tensor | int) -> Tensor:
 _ALL_CUT = WholeTensors()
 
 
-def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTensors = _ALL_CUT) -> tuple[Slice, ...]:
+def cut(
+    batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTensors = _ALL_CUT, at_least: int = 1
+) -> tuple[Slice, ...]:
     """Cuts a batch of B rows into N slices: slice i gets rows B*i//N to B*(i+1)//N.
 
     Args:
@@ -89,15 +91,16 @@ def cut(batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTe
         wanted: the indices of the slices to make; None for all.
         whole: the tensors that are not cut: every slice holds them whole. If they are all tensors, the batch counts as one
             row, which the last slice has.
+        at_least: the smallest number of rows that a batch may have; the slices of a batch without rows have none.
 
     Raises:
         ValueError: if there is no tensor with rows, or the numbers of rows are known to differ.
-        tf.errors.InvalidArgumentError: if the numbers of rows differ when the batch is cut, or are 0.
+        tf.errors.InvalidArgumentError: if the numbers of rows differ when the batch is cut, or are too small.
     """
     batch = map_leaves(as_tensor, batch)
     whole_paths: dict[str, tuple[()]] = {path: () for path, leaf in whole.whole_leaves(batch).items() if tf.is_tensor(leaf)}
     is_all_whole = bool(whole_paths) and not whole.cut_leaves(batch)
-    counted = tf.constant(1) if is_all_whole else count_rows(batch, whole=whole)
+    counted = tf.constant(1) if is_all_whole else count_rows(batch, at_least, whole)
     # With a number, TensorFlow knows how many rows each slice has.
     known = 1 if is_all_whole else known_rows(batch, whole)
     batch_rows = counted if known is None else known

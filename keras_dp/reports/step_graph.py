@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
+from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.slicing import Slice, row_spec
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.replacing import replaced
@@ -172,8 +173,8 @@ def partition_graphs(function: Any, arguments: Any, known: Collection[str]) -> l
 
 
 def _with_any_rows(part: Slice) -> Slice:
-    spec = keras.tree.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), part)
-    return spec._replace(data=keras.tree.map_structure(row_spec, part.data), batch=row_spec(part.batch))
+    spec = map_leaves(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), part)
+    return spec._replace(data=map_leaves(row_spec, part.data), batch=row_spec(part.batch))
 
 
 def _merged(parts: Sequence[Any]) -> graph_pb2.GraphDef:

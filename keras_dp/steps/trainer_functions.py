@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp import choices
-from keras_dp.batches.nesting import map_leaves
-from keras_dp.batches.slicing import Shard, Slice, row_spec
+from keras_dp.batches.slicing import Shard, Slice
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification, iterator_of, types_of
 
@@ -18,7 +17,7 @@ class PredictFunction:
     """Predicts for several batches.
 
     TensorFlow traces the function by the types of the batches, as it does for one device. Workers that predict for shards of
-    their own trace it once for any number of rows: each of them has other ones, and all of them have to trace together.
+    their own trace it by the types of their datasets: each of them has batches of other sizes, and all have to trace together.
 
     Args:
         function: Keras's function.
@@ -36,7 +35,7 @@ class PredictFunction:
         with self._steps.naming_failures(), self._verified(batches[0]):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
             if isinstance(first, Slice) and isinstance(first.source, Shard):
-                self._trace_for_any_rows(batches)
+                self._trace_for_any_sizes(len(batches))
             return self._function(batches)
 
     def _verified(self, batch: Any) -> contextlib.AbstractContextManager[None]:
@@ -44,8 +43,8 @@ class PredictFunction:
             return contextlib.nullcontext()
         return self._verification.of_step("predict", batch)
 
-    def _trace_for_any_rows(self, batches: Any) -> None:
-        types = map_leaves(row_spec, batches)
+    def _trace_for_any_sizes(self, executions: int) -> None:
+        types = [self._steps.inputs.shard_types] * executions
         if repr(types) not in self._traced:
             self._traced.add(repr(types))
             self._function.get_concrete_function(types)

@@ -57,6 +57,10 @@ class OneWorker:
         """Returns `x`."""
         return x
 
+    def of_worker(self, worker: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors."""
+        return list(tensors)
+
     def exchange(self, message: bytes) -> list[bytes]:
         """Returns the message in a list."""
         return [message]
@@ -178,6 +182,28 @@ class Collectives(OneWorker):
             gathered = tf.boolean_mask(parts, tf.sequence_mask(counts, longest))
             gathered.set_shape([None, *sent.shape[1:]])
             return _as_received(gathered, x)
+
+    def of_worker(self, worker: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns K tensors of one worker, on every worker.
+
+        Args:
+            worker: the index of that worker.
+            tensors: K dense tensors of numbers or strings. Their shapes may differ from that worker's, except for the rank and
+                the sizes that a graph knows.
+        """
+        sent = [part for x in tensors for part in (_as_numbers(x) if x.dtype == tf.string else [x])]
+        is_sender = tf.cast(tf.equal(tf.cast(worker, tf.int32), self.index), tf.int32)
+        shapes = tf.split(self.sum(is_sender * tf.concat([tf.shape(x) for x in sent], axis=0)), [x.shape.rank for x in sent])
+        received = iter([self._of_sender(x, shape, is_sender) for x, shape in zip(sent, shapes, strict=True)])
+        made = [_as_strings(next(received), next(received)) if x.dtype == tf.string else next(received) for x in tensors]
+        if not tf.executing_eagerly():
+            for x, own in zip(made, tensors, strict=True):
+                x.set_shape(own.shape)
+        return made
+
+    def _of_sender(self, x: Tensor, shape: Tensor, is_sender: Tensor) -> Tensor:
+        own = tf.reshape(x, [-1])[: tf.size(x) * is_sender]
+        return tf.reshape(self.sum(tf.pad(own, [[0, tf.reduce_prod(shape) - tf.size(own)]])), shape)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Returns the messages of all W workers. It runs immediately, in eager mode."""
@@ -321,6 +347,18 @@ def _as_sent(x: Tensor) -> Tensor:
         "Workers can send each other numbers only. Convert the tensor to numbers in the dataset or in the model. "
         f"Received: a tensor of {x.dtype.name}"
     )
+
+
+def _as_numbers(strings: Tensor) -> list[Tensor]:
+    """Returns the lengths of strings, and the bytes of all of them, one after the other."""
+    return [tf.strings.length(strings), tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(strings, [-1])), tf.uint8)]
+
+
+def _as_strings(lengths: Tensor, characters: Tensor) -> Tensor:
+    every_byte = tf.constant([bytes([byte]) for byte in range(256)])
+    text = tf.strings.reduce_join(tf.gather(every_byte, tf.cast(characters, tf.int32)))
+    sizes = tf.reshape(lengths, [-1])
+    return tf.reshape(tf.strings.substr(text, tf.cumsum(sizes, exclusive=True), sizes), tf.shape(lengths))
 
 
 def _as_received(sent: Tensor, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.versions import callback_classes
-from keras_dp.wrapping.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, view_for_loops
+from keras_dp.wrapping.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, own_training, view_for_loops
 from keras_dp.wrapping.proxy import Proxy
 
 # The attributes that Keras's trainer keeps on the model that it trains, or reads to feed it.
@@ -51,7 +51,9 @@ class ModelWrapper(Proxy, keras.Model):
         _refuse_mirrored(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self._calls_on_towers = 0
-        self._own_loops = frozenset(own_loops(inner_model))
+        self._own_calls = 0
+        self._told_own = False
+        self._own_loops = frozenset([*own_loops(inner_model), *own_training(inner_model)])
         self.inner_model = inner_model
 
     @functools.cached_property

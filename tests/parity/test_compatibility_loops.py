@@ -187,6 +187,89 @@ class Distilled(Network):
         return {"loss": loss}
 
 
+class Adversaries(keras.Model):
+    """Trains two networks by a method of its own, as published programs do, with steps that take four arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = layers.Dense(3), layers.Dense(3)
+        self.one.build((None, 4))
+        self.other.build((None, 4))
+        self.built = True
+
+    def train_step(self, data):
+        x, y, a, b = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(a * (self.one(x) - y) ** 2) + tf.reduce_mean(b * (self.other(x) - self.one(x)) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+    def step(self, x, y, a, b):
+        return self.train_step((x, y, a, b))["loss"]
+
+    def alone(self, x, y, a, b):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(a * (self.one(x) - y) ** 2) + tf.reduce_mean(b * self.other(x) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return loss
+
+    def train(self, data, compiled=False):
+        run = tf.function(self.step) if compiled else getattr(self, "step")  # noqa: B009
+        self.seen = len(data)
+        return [float(run(*batch)) for batch in data]
+
+    def train_alone(self, data):
+        return [float(self.alone(*batch)) for batch in data]
+
+    def similarity(self, x):
+        return float(tf.reduce_mean(self.one(x) * self.other(x)))
+
+    def forget(self):
+        self.one.kernel.assign(0 * self.one.kernel)
+
+    def updates_wanted(self, apply=0):
+        return apply
+
+
+def four_arguments():
+    return [(x, y, tf.square(x[:, :1]), tf.square(y)) for x, y in batches()]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_method_that_trains_by_steps_of_four_arguments(is_compiled, caplog):
+    """Each step runs on the towers, although plain Keras knows nothing of `train()` and `step()`."""
+
+    def script(model):
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        losses = model.train(four_arguments(), compiled=is_compiled)
+        return [losses, model.similarity(X), float(model.step(*four_arguments()[0]))]
+
+    _, parallel = assert_same_script(Adversaries, script, 3)
+    calls = parallel._calls_on_towers
+    parallel.train(four_arguments(), compiled=is_compiled)
+    assert parallel._calls_on_towers > calls
+    assert parallel.inner_model.seen == len(batches())
+    assert "one device" not in caplog.text
+
+
+def test_a_method_that_trains_by_itself_says_so(caplog):
+    """The warning names the method that was called, once. Methods that do not train do not warn."""
+
+    def script(model):
+        model.compile(keras.optimizers.SGD(0.1))
+        untrained = [model.similarity(X), model.updates_wanted()]
+        assert "one device" not in caplog.text
+        return [untrained, model.train_alone(four_arguments()), model.train_alone(four_arguments())]
+
+    _, parallel = assert_same_script(Adversaries, script, 3)
+    (record,) = [record for record in caplog.records if "one device" in record.message]
+    assert record.message.startswith("The model's own train_alone() trained on one device")
+    assert "self.train_step(data)" in record.message
+    parallel.forget()
+    assert float(tf.reduce_sum(parallel.one.kernel)) == 0
+    assert sum("one device" in record.message for record in caplog.records) == 1
+
+
 def test_a_fit_and_a_step():
     def script(model):
         model.compile("adam")

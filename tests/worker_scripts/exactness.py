@@ -521,6 +521,62 @@ def own_steps_on_shards(towers):
         assert_same_script(Sequences, script, towers)
 
 
+@keras.saving.register_keras_serializable()
+class Factors(keras.Model):
+    """Factors a matrix of each row, and reads a number from a text of each row: neither takes rows of ones or empty texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        numbers = tf.strings.to_number(inputs["text"], tf.float64)
+        lower = tf.linalg.cholesky(inputs["matrix"])
+        lower = tf.debugging.check_numerics(lower, "no factor")
+        return self.dense(tf.stack([numbers, tf.reduce_sum(tf.math.log(tf.linalg.diag_part(lower)), axis=1)], axis=1))
+
+
+@case
+def rows_of_which_no_other_can_take_the_place(towers):
+    """Trains on matrices that have a factor, and on texts that are numbers, of which the last worker has none.
+
+    The matrices of a step are all of one size, which is another one in the next step. A worker without rows does not know it.
+    """
+    rng = np.random.default_rng(5)
+    signature = (
+        {"matrix": tf.TensorSpec([None, None, None], tf.float64), "text": tf.TensorSpec([None], tf.string)},
+        tf.TensorSpec([None, 1], tf.float64),
+    )
+
+    def batch(rows, size):
+        factors = np.tril(rng.normal(size=(rows, size, size))) + 2 * np.eye(size)
+        texts = np.array([f"{number:.3f}" for number in rng.normal(size=rows)])
+        return {"matrix": factors @ factors.transpose(0, 2, 1), "text": texts}, rng.normal(size=(rows, 1))
+
+    together = [batch(rows, size) for rows, size in ((7, 3), (6, 4), (5, 2))]
+
+    def dataset_of(batches):
+        return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature).apply(
+            tf.data.experimental.assert_cardinality(len(batches))
+        )
+
+    def shard(batch):
+        begin, end = (len(batch[1]) * (workers.index + i) // (workers.count - 1) for i in (0, 1))
+        return keras.tree.map_structure(lambda part: part[begin:end], batch)
+
+    own = [] if workers.index == workers.count - 1 else [shard(batch) for batch in together]
+
+    def script(model):
+        is_parallel = isinstance(model, keras_dp.DataParallelModel)
+        options = {"sharded": True} if is_parallel else {}
+        data = dataset_of(own if is_parallel else together)
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        history = model.fit(data, epochs=2, shuffle=False, verbose=0, validation_data=data, **options).history
+        return [history, model.evaluate(data, verbose=0, **options), model.predict(data, verbose=0, **options)]
+
+    assert_same_script(Factors, script, towers)
+
+
 @case
 def whole_and_ragged_tensors(towers):
     """Trains on batches with a table that stays whole, a ragged tensor, and rows that are sorted over the global batch."""

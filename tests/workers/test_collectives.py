@@ -47,6 +47,7 @@ def test_one_worker_alone_has_what_it_has():
     assert alone.exchange(b"message") == [b"message"]
     assert alone.broadcast(b"message") == b"message"
     assert alone.counts(tf.constant(3)).numpy().tolist() == [3]
+    assert alone.of_worker(0, [dense])[0] is dense
     assert not operations(lambda: (alone.sum(tf.zeros([2])), alone.gather(tf.zeros([2]))))
 
 
@@ -64,6 +65,37 @@ def test_all_kinds_of_numbers_are_summed_and_gathered(dtype):
         expected = [0, 1] if dtype == tf.bool else [0, 2]
         assert tf.reduce_all(total == tf.cast(expected, dtype))
         assert tf.reduce_all(rows == tf.cast([[0, 1], [0, 1], [1, 0]], dtype))
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=lambda dtype: dtype.name)
+def test_tensors_of_one_worker_arrive_everywhere(dtype):
+    """The workers' tensors may have different shapes, and others than that worker's."""
+
+    def work(collectives):
+        size = 2 * collectives.index
+        own = [
+            tf.cast(tf.reshape(tf.range(3 * size), [size, 3]), dtype),
+            tf.cast(collectives.index, dtype),
+            tf.zeros([0], dtype),
+        ]
+        return collectives.of_worker(tf.constant(1, tf.int64), own)
+
+    expected = [tf.cast([[0, 1, 2], [3, 4, 5]], dtype), tf.cast(1, dtype), tf.zeros([0], dtype)]
+    for received in on_workers(3, work):
+        for x, y in zip(received, expected, strict=True):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            assert tf.reduce_all(x == y)
+
+
+@pytest.mark.parametrize("strings", [[["", "a"], ["ÿé", ""]], [[b"\xff\x00", b"long" * 99]], np.zeros([0, 2], str), [["", ""]]])
+def test_strings_of_one_worker_arrive_everywhere(strings):
+    def work(collectives):
+        own = tf.constant(strings, tf.string) if collectives.index else tf.fill([1, 1], "other")
+        return collectives.of_worker(1, [tf.constant(7), own, tf.constant(collectives.index / 2)])
+
+    for number, received, last in on_workers(2, work):
+        assert (int(number), float(last)) == (7, 0.5)
+        np.testing.assert_array_equal(received, tf.constant(strings, tf.string))
 
 
 @pytest.mark.parametrize("dtype", [tf.uint32, tf.uint64, tf.complex128], ids=lambda dtype: dtype.name)

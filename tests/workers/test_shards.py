@@ -150,27 +150,38 @@ def test_batches_are_cut_into_slices():
     ]
 
 
-def test_slices_of_a_batch_without_rows_borrow_the_first_of_the_last_that_had_some():
-    steps = cut(batches(0, 3, 0, 0, 2, 0), 3)
-    assert [rows for rows, _ in steps] == [0, 3, 0, 0, 2, 0]
-    for step, row in ((0, 1), (2, 1), (3, 1), (5, 4)):
-        assert [(as_lists(data), begin, rows) for data, begin, rows in steps[step][1]] == [([row], 0, 0)] * 3
-
-
 @pytest.mark.parametrize("name", LEAVES)
 def test_rows_of_all_kinds_are_borrowed(name):
-    dataset = batches(0, 2, 0).map(LEAVES[name])
-    nothing, full, borrowed = cut(dataset, 2)
-    first, second = (as_lists(LEAVES[name](tf.constant([row]))) for row in (1, 2))
-    assert [(as_lists(data), rows) for data, _, rows in full[1]] == [(first, 1), (second, 1)]
-    assert [(as_lists(data), rows) for data, _, rows in borrowed[1]] == [(first, 0)] * 2
-    # The rows are ones, which no model turns into NaN.
-    ones = {"strings": [b""], "ragged": [[]], "ragged twice": [[]], "extension type": [(1, [])]}
-    for data, _, rows in nothing[1]:
-        assert (
-            as_lists(data) == (ones.get(name) or np.ones_like(first).tolist()) if name != "sparse" else data.dense_shape[0] == 1
+    """A worker without rows gets the first row of the first worker that has some, of any dtype and length."""
+    dataset = batches(0, 2, 3).map(LEAVES[name])
+    rows = tf.data.Dataset.zip(*(cut_shards(dataset.skip(i).take(1), 2) for i in range(3)))
+
+    def work(collectives):
+        slices = next(iter(rows))[collectives.index]
+        return placed(slices[0].source, slices, collectives)
+
+    borrowing, lending, other = on_workers(3, work)
+    values = [as_lists(LEAVES[name](tf.constant([row]))) for row in range(1, 6)]
+    assert [(as_lists(part.data), int(part.rows)) for part in borrowing] == [(values[0], 0)] * 2
+    assert [(as_lists(part.data), int(part.rows)) for part in lending] == [(values[0], 1), (values[1], 1)]
+    assert [int(part.rows) for part in other] == [1, 2]
+    assert [(int(part.begin), int(part.batch_rows)) for part in borrowing] == [(0, 5)] * 2
+    for part in (*borrowing, *lending):
+        assert tf.type_spec_from_value(part.data).is_compatible_with(LEAVES[name](tf.constant([1]))) or name in (
+            "ragged twice",
+            "dense",
         )
-        assert (data.dtype, rows) == (LEAVES[name](tf.constant([1])).dtype, 0)
+
+
+def test_workers_that_all_have_rows_exchange_none():
+    class Counting(Counted):
+        def of_worker(self, worker, tensors):
+            raise AssertionError
+
+    (slices,) = cut_shards(batches(2), 2)
+    placed(slices[0].source, slices, Counting(1, [1, 2]))
+    with pytest.raises(AssertionError):
+        placed(slices[0].source, slices, Counting(1, [0, 2]))
 
 
 def test_nested_batches_and_axes_of_unknown_length_are_cut():
@@ -178,9 +189,9 @@ def test_nested_batches_and_axes_of_unknown_length_are_cut():
         wide = tf.ensure_shape(tf.repeat(rows[:, tf.newaxis], tf.size(rows), axis=1), [None, None])
         return {"wide": wide, "both": (rows, rows[:, tf.newaxis])}, rows
 
-    for rows, parts in cut(batches(0, 3, 0, 2).map(widened)):
+    for rows, parts in cut(batches(3, 2).map(widened)):
         for (x, y), _, _ in parts:
-            assert x["wide"].shape == (len(y), {0: len(x["wide"][0]), 2: 2, 3: 3}[rows])
+            assert x["wide"].shape == (len(y), rows)
             assert x["both"][1].shape == (len(y), 1)
             np.testing.assert_array_equal(x["both"][0], y)
 
@@ -193,15 +204,16 @@ def test_the_number_of_batches_stays_known():
 def test_batches_that_cannot_be_cut_are_refused():
     with pytest.raises(ValueError, match=r"at least one tensor.*single rows.*dataset.batch\(32\)"):
         cut_shards(tf.data.Dataset.range(3), 2)
+    windows = tf.data.Dataset.range(3).window(2)
     with pytest.raises(ValueError, match="sharded=True takes batches of tensors. Received: DatasetSpec"):
-        cut_shards(tf.data.Dataset.range(3).window(2), 2)
+        leveled(windows, windows)
 
 
 # Places in the global batch
 
 
 class Counted(OneWorker):
-    """Simulates a worker among others with given numbers of rows."""
+    """Simulates a worker among others with given numbers of rows, which lend the row 9."""
 
     def __init__(self, index, counts):
         super().__init__()
@@ -211,6 +223,9 @@ class Counted(OneWorker):
     def counts(self, own):
         with tf.control_dependencies([tf.debugging.assert_equal(own, self.known[self.index])]):
             return tf.identity(self.known)
+
+    def of_worker(self, worker, tensors):
+        return [tf.fill([1], 9) for _ in tensors]
 
 
 def places(index, counts):
@@ -224,35 +239,28 @@ def places(index, counts):
 
 def test_the_workers_batches_follow_each_other():
     assert places(0, [3, 0, 2]) == [([1], 0, 1, 5), ([2, 3], 1, 2, 5)]
-    assert places(1, [3, 0, 2]) == [([1], 3, 0, 5), ([1], 3, 0, 5)]
+    assert places(1, [3, 0, 2]) == [([9], 3, 0, 5), ([9], 3, 0, 5)]
     # A borrowed row also has a place among the rows.
-    assert places(1, [3, 0]) == [([1], 2, 0, 3), ([1], 2, 0, 3)]
+    assert places(1, [3, 0]) == [([9], 2, 0, 3), ([9], 2, 0, 3)]
     assert places(2, [3, 0, 2]) == [([1], 3, 1, 5), ([2], 4, 1, 5)]
 
 
 def test_a_worker_without_rows_has_the_lengths_of_the_others():
-    class Among(Counted):
-        def sum(self, x):
-            # The other worker has two rows of 3 by 4.
-            return x + tf.constant([[0] * x.shape[1], [3, 4][: x.shape[1]]])
-
     def data(rows):
-        shape = [rows, 2 + 0 * rows, 4]
-        return {"numbers": tf.zeros(shape), "texts": tf.fill(shape, "a"), "fixed": tf.zeros([rows, 2])}
+        shape = [rows, 2 + rows, 4]
+        return {"numbers": tf.fill(shape, 2.0), "texts": tf.fill(shape, "a"), "scalar": tf.cast(rows, tf.float32)}
 
-    dataset = tf.data.Dataset.from_tensor_slices([1, 0]).map(data)
-    iterator = iter(cut_shards(dataset.skip(1), 2))
+    steps = [next(iter(cut_shards(tf.data.Dataset.from_tensor_slices([rows]).map(data), 2))) for rows in (0, 2)]
 
-    @tf.function
-    def step():
-        shards = next(iterator)
-        return placed(shards[0].source, shards, Among(0, [0, 2]))
+    def work(collectives):
+        slices = steps[collectives.index]
+        return placed(slices[0].source, slices, collectives)
 
-    for part in step():
-        np.testing.assert_array_equal(part.data["numbers"], np.ones([1, 3, 4]))
-        np.testing.assert_array_equal(part.data["texts"], np.full([1, 3, 4], b""))
-        np.testing.assert_array_equal(part.data["fixed"], np.ones([1, 2]))
-        assert int(part.rows) == 0
+    slices, _ = on_workers(2, work)
+    for part in slices:
+        np.testing.assert_array_equal(part.data["numbers"], np.full([1, 4, 4], 2.0))
+        np.testing.assert_array_equal(part.data["texts"], np.full([1, 4, 4], b"a"))
+        assert (float(part.data["scalar"]), int(part.rows)) == (2.0, 0)
 
 
 def test_when_no_worker_has_rows_the_dataset_has_ended():

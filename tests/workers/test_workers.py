@@ -12,7 +12,7 @@ from worker_processes import SCRIPTS, TESTS, Workers
 
 NUMBERS = [
     *("even_and_uneven_batches", "synchronized_batch_norm", "masks_and_sample_weights", "sparse_gradients"),
-    *("losses_and_metrics_that_couple_rows", "shards_of_the_user"),
+    *("losses_and_metrics_that_couple_rows", "shards_of_the_user", "rows_of_which_no_other_can_take_the_place"),
 ]
 CONDUCT = [
     *("seeds_that_differ", "every_row_once", "only_the_chief_writes", "what_is_restored_on_the_chief_is_for_all"),
