@@ -106,7 +106,8 @@ def cut(
     batch_rows = counted if known is None else known
     with tf.control_dependencies([counted]):
         whole_rows = without_entries(batch_rows)
-    leaves, is_whole = flatten(batch), whole.of(batch)
+    is_whole = whole.of(batch)
+    leaves = [leaf if stays else _in_own_memory(leaf) for leaf, stays in zip(flatten(batch), is_whole, strict=True)]
     slices = []
     for i in range(num_slices) if wanted is None else wanted:
         begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
@@ -116,6 +117,21 @@ def cut(
         numbers = tf.convert_to_tensor(begin), tf.convert_to_tensor(end - begin)
         slices.append(Slice(pack(batch, own), *numbers, whole_rows, whole_paths=whole_paths))
     return tuple(slices)
+
+
+def _in_own_memory(leaf: Any) -> Any:
+    """Copies a tensor that may lie in the memory of an array of the user's, as those of generators do.
+
+    TensorFlow writes results over tensors that nothing else needs. It knows that it must not write into an array of NumPy's,
+    but takes the memory of a slice for its own: the user's data would change.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        rows = tensor.shape[0] if tensor.shape.rank else None
+        copy = tf.gather(tensor, tf.range(tf.shape(tensor)[0] if rows is None else rows))
+        return tf.ensure_shape(copy, tensor.shape)
+
+    return tf.nest.map_structure(copied, leaf, expand_composites=True) if tf.is_tensor(leaf) else leaf
 
 
 def rows_of_checked(batch: Any, whole: WholeTensors) -> Tensor:

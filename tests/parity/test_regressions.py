@@ -287,3 +287,31 @@ def test_eagerness_may_change_between_calls(orders, switch):
         return found
 
     assert_same_script(build, script, 2)
+
+
+@pytest.mark.parametrize("what", ["generator", "dataset"])
+def test_arrays_of_a_generator_are_not_written_over(what):
+    """TensorFlow takes an aligned array of a generator without a copy, and wrote the model's first result over a slice of it.
+
+    The array, and so the data of the next epoch, were the exponentials of the user's data.
+    """
+    memory = np.empty(8 * 8 * 8 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    x = memory[begin : begin + 8 * 8 * 8].view(np.float64).reshape(8, 8)
+    x[...] = np.random.default_rng(0).normal(size=(8, 8))
+    before, y = x.copy(), np.ones((8, 1))
+
+    def build():
+        inputs = keras.Input((8,))
+        return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Activation("exponential")(inputs)))
+
+    def script(model):
+        model.compile("sgd", "mse")
+        types = (tf.TensorSpec([None, 8], tf.float64), tf.TensorSpec([None, 1], tf.float64))
+        data = ((x, y) for _ in range(3))
+        if what == "dataset":
+            data = tf.data.Dataset.from_generator(lambda: iter([(x, y)] * 3), output_signature=types)
+        return model.fit(data, steps_per_epoch=3, shuffle=False, verbose=0).history
+
+    assert_same_script(build, script, 2)
+    np.testing.assert_array_equal(x, before)
