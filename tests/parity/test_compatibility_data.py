@@ -219,7 +219,6 @@ LETTERS = np.array([list("abcd")[i % 4] for i in range(ROWS)])
 TEXTS = np.array([" ".join("abcde"[: 1 + i % 5]) for i in range(ROWS)])
 
 
-@pytest.mark.parametrize("length", [6, None])
 class Measured(tf.experimental.BatchableExtensionType):
     """Rows, each with its error."""
 
@@ -272,6 +271,7 @@ def test_extension_types_that_keras_refuses():
             fit(model, Measured(X, X), Y)
 
 
+@pytest.mark.parametrize("length", [6, None])
 def test_strings(length):
     """Texts are padded to a fixed length or to the longest text, and the padding is masked."""
     x = {"letter": LETTERS[:, None].astype(object), "text": TEXTS[:, None].astype(object)}
