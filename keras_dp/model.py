@@ -1,6 +1,7 @@
 """Define DataParallelModel, which users wrap their model in."""
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 import weakref
@@ -367,6 +368,8 @@ class DataParallelModel(ModelWrapper):
     def explain(self, batch: Any, step: choices.Step = "train") -> Explanation:
         """Explains how a step is partitioned: where towers meet, how many bytes they send, and what is computed once.
 
+        Counts the share of the arithmetic that towers divide among themselves, for which the step is traced once more.
+
         >>> import keras, keras_dp, numpy as np
         >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
         >>> parallel.compile("sgd", "mse")
@@ -380,7 +383,10 @@ class DataParallelModel(ModelWrapper):
         refuse_unknown("step", step, choices.Step)
         steps = self.tower_steps
         slices = steps.slices_of(batch)
-        return self._explanation(steps.partition(step, slices), int(slices[0].batch_rows))
+        traced = steps.trace(step, slices)
+        partition = traced.partition(steps.home)
+        explanation = self._explanation(partition, int(slices[0].batch_rows))
+        return dataclasses.replace(explanation, share_of_arithmetic=traced.share_of_arithmetic(partition))
 
     @property
     def optimizer(self) -> Any:

@@ -65,6 +65,9 @@ class Explanation:
         jit_compile: whether XLA compiles the operations on towers, all those between two exchanges together.
         meetings: the tensors that towers exchange, in the order of the step.
         once: the operations for which rows are gathered.
+        share_of_arithmetic: the share of the floating-point operations on rows that towers divide among themselves, from 0 to
+            1; the rest is computed once, from gathered rows. None if it is not known. Operations on weights alone, such as an
+            optimizer's updates, are not on rows.
     """
 
     devices: list[str]
@@ -75,6 +78,7 @@ class Explanation:
     jit_compile: bool
     meetings: list[Meeting]
     once: list[Once]
+    share_of_arithmetic: float | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -88,6 +92,8 @@ class Explanation:
             unknown = sum(meeting.bytes is None for meeting in of_kind)
             size = f"{sum(meeting.bytes or 0 for meeting in of_kind):,}"
             lines.append(f"{kind:<10}{len(of_kind):>9}{size:>14}" + (f" and {unknown} of unknown size" if unknown else ""))
+        if self.share_of_arithmetic is not None:
+            lines += ["", f"The towers share {100 * self.share_of_arithmetic:.1f} % of the arithmetic."]
         lines += ["", "Computed once, from gathered rows:" if self.once else "No operation is computed from gathered rows."]
         for known in self.once:
             lines.append(f"  {known.type} {known.name!r}: {known.reason}" + (f"; {known.line}" if known.line else ""))

@@ -155,6 +155,7 @@ class Trace:
         self, step: Callable[..., Any], specs: Sequence[tf.TensorSpec], variables_made: Callable[[], None] = lambda: None
     ):
         self.initializing: Any = None
+        self._step = step
         times = itertools.count()
 
         def traced(*tensors: Tensor) -> list[Tensor]:
@@ -172,6 +173,10 @@ class Trace:
                 self.initializing = function_that_makes_variables(function)
                 self.concrete = function.get_concrete_function(*specs)
         forget_custom_gradients(self.concrete.graph)
+
+    def of(self, specs: Sequence[tf.TensorSpec]) -> "Trace":
+        """Traces the same step with tensors of other types."""
+        return Trace(self._step, specs)
 
     def variables(self) -> list[tf.Variable]:
         """Lists the variables of the step, in the order of their first use."""

@@ -4,12 +4,12 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from keras_dp.arithmetic.work import Work
 from keras_dp.partition.crossings import source_of
 from keras_dp.reports.gpu_placement import HOST, Copy, Operation, PlacedStep
 from keras_dp.reports.hardware import Machine
 from keras_dp.reports.loops import forward_inputs, rounds_of_operations
 from keras_dp.reports.schedule import Span, Task, schedule
-from keras_dp.reports.work import Work
 
 _MATRIX_PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 _SHARED = "all devices"

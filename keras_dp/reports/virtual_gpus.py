@@ -5,10 +5,10 @@ The virtual cluster knows no latency of links and no cost of launches: its times
 
 from typing import NamedTuple
 
+from keras_dp.arithmetic.work import costed_nodes, ends
 from keras_dp.keras_internals.tensorflow_runtime import VirtualCluster
 from keras_dp.reports.gpu_placement import HOST, PlacedStep
 from keras_dp.reports.hardware import Processor
-from keras_dp.reports.work import costed_nodes, ends
 
 _PREFIX = "/job:localhost/replica:0/task:0/device:"
 # How TensorFlow's cost model computes the FLOP/s of a GPU since Pascal: cores * MHz * 64 multiplications and additions.

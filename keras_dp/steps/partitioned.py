@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dp.arithmetic.share import share_of_towers
 from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
@@ -56,6 +57,22 @@ class StepOnSlices:
         """Partitions the step without running it."""
         return partition_of(self.trace, self.arguments, self.rows, self.devices, home)
 
+    def share_of_arithmetic(self, partition: Partition) -> float | None:
+        """Returns the share of the arithmetic of rows that towers compute; see `share_of_towers`.
+
+        Traces the step once more, with twice as many rows. Returns None if the step takes no other number of rows.
+
+        Args:
+            partition: the partition of this step.
+        """
+        specs = [_with_twice_the_rows(argument) for argument in self.arguments]
+        try:
+            with_more_rows = self.trace.of(specs)
+        except Exception:
+            # The step of the user, which may be written for one number of rows alone.
+            return None
+        return share_of_towers(partition, with_more_rows)
+
     def compare(self, home: str, tolerance: float, pack_copies: bool = False, every_tensor: bool = True) -> Comparison:
         """Runs the step on one device and on towers, and compares the two; see `compare`. The slices are eager tensors."""
         return compare(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, every_tensor)
@@ -92,6 +109,13 @@ def on_slices(
         rows = RowCounts(rows.batch_rows, [rows.begins[tower] for tower in used], [rows.own_rows[tower] for tower in used])
         devices = [devices[tower] for tower in used]
     return StepOnSlices(trace, arguments, rows, devices)
+
+
+def _with_twice_the_rows(argument: Argument) -> tf.TensorSpec:
+    spec = argument.spec
+    if argument.slices is None or spec.shape[0] is None:
+        return spec
+    return tf.TensorSpec([2 * spec.shape[0], *spec.shape[1:]], spec.dtype)
 
 
 def _of_towers(argument: Argument, towers: Sequence[int]) -> Argument:
