@@ -386,7 +386,7 @@ def quantized():
             [
                 keras.Input((8, 8, 1)),
                 quantized.QConv2D(4, 3, activation="relu"),
-                quantized.QMaxPool2D(),
+                quantized.QMaxPool2D((2, 2)),
                 layers.Flatten(),
                 quantized.QDense(3),
             ]
@@ -457,7 +457,7 @@ def liquid():
     from ncps.keras import LTC
     from ncps.wirings import AutoNCP
 
-    return recurrent(LTC(AutoNCP(8, 2), return_sequences=False))
+    return recurrent(LTC(AutoNCP(10, 2), return_sequences=False))
 
 
 def answer(entry):

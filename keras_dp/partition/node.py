@@ -1,7 +1,7 @@
 """Describe a node of the graph to rules, and hold the plan that a rule makes for it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,11 @@ class Plan:
         facts = self.outputs[k]
         outputs = [*self.outputs[:k], Facts(facts.placement, facts.entries, shape), *self.outputs[k + 1 :]]
         return dataclasses.replace(self, outputs=outputs)
+
+    def with_ones(self, axes: Collection[int]) -> "Plan":
+        """Returns the plan, after noting that some axes of the first output have one entry."""
+        shape = self.outputs[0].shape
+        return self if shape is None else self.with_shape([1 if i in axes else size for i, size in enumerate(shape)])
 
     @property
     def is_at_home(self) -> bool:

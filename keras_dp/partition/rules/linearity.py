@@ -60,7 +60,12 @@ def _is_linear(node: Node, sums: list[bool]) -> bool:
 
 
 def _is_expanded(node: Node, i: int) -> bool:
-    """Returns whether broadcasting makes the result larger than an input, so that the sum is cheaper before it."""
+    """Returns whether broadcasting makes the result larger than an input, so that the sum is cheaper before it.
+
+    In a loop, towers cannot meet for the sum.
+    """
+    if node.in_loop:
+        return False
     mine, other = node.shape(i), node.shape(1 - i)
     if mine is None or other is None or len(mine) < len(other):
         return True

@@ -36,7 +36,7 @@ def reduction(node: Node) -> Plan | None:
             return _part_of_mean(builder, node, sorted(reduced), tower, inputs)
 
         plan.instance = instance
-    return plan
+    return plan.with_ones(reduced) if plan and node.flag("keep_dims") else plan
 
 
 def _part_of_mean(builder: Any, node: Node, reduced: list[int], tower: int, inputs: list[str]) -> str:

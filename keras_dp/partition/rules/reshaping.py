@@ -84,13 +84,7 @@ def expand_dims(node: Node) -> Plan | None:
         return linear(node)
     labels, at = axes(rank), numbers[0] % (rank + 1)
     plan = linear(node) or by_labels(node, [labels, REPLICATE], [(*labels[:at], None, *labels[at:])])
-    return _with_one(plan, at)
-
-
-def _with_one(plan: Plan | None, axis: int) -> Plan | None:
-    """Returns the plan, after noting that an axis of the result has one entry."""
-    shape = plan.outputs[0].shape if plan else None
-    return plan.with_shape([*shape[:axis], 1, *shape[axis + 1 :]]) if plan and shape is not None else plan
+    return plan.with_ones([at]) if plan else None
 
 
 @rule("Squeeze")

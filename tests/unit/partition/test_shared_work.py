@@ -142,3 +142,22 @@ def test_a_choice_by_a_number_may_be_another(one, other):
         return (x + tf.where(tf.equal(first, first), tf.constant(one, x.dtype), tf.constant(other, x.dtype)),)
 
     compared(step, (3,), None, (7, 2))
+
+
+@pytest.mark.parametrize("known_rows", [None, 8])
+def test_a_loop_whose_weights_are_broadcast_to_each_row(known_rows):
+    """Liquid time-constant networks of ncps ran at home: the sizes in the gradient of such a loop were not known."""
+
+    def step(x):
+        weights = [tf.constant(WEIGHTS[:3]), tf.constant(WEIGHTS[0])]
+
+        def one(i, h):
+            voltages = tf.sigmoid(tf.expand_dims(h, -1) - weights[0])
+            return i + 1, h + x[:, i] + weights[1] / (1 / tf.constant(6.0, x.dtype)) * tf.reduce_sum(voltages, axis=-1)
+
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss = tf.reduce_mean(tf.while_loop(lambda i, h: i < 4, one, [0, x[:, 0]])[1] ** 2)
+        return loss, *tape.gradient(loss, weights)
+
+    assert compared(step, (4, 3), known_rows, (7, 2, 1) if known_rows is None else (known_rows,)) == []
