@@ -115,7 +115,7 @@ def gpt2():
     return language_model("GPT2", max_sequence_length=TOKENS, **HEADS)
 
 
-@of("keras_hub")
+@of("keras_hub", "float32")
 def gemma():
     """Gemma, language model."""
     return language_model("Gemma", head_dim=4, **GROUPED)
