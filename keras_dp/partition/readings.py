@@ -123,11 +123,11 @@ class RowSources:
             for user in self._users[name]:
                 sources = [output for output in self._sources[user] if output[0] not in seen]
                 others = [output for output in sources if output[0] not in self._constant]
-                rows = [output for output in others if output[0] in self._of_batch and self._is_as_long(output, sizes)]
-                known = self._known_before(rows, sizes, facts)
+                as_long = [output for output in others if self._is_as_long(output, sizes)]
+                known = self._known_before(as_long, sizes, facts)
                 if known is not None:
                     return known.blocks
-                if rows:
+                if any(name in self._of_batch for name, _ in as_long):
                     continue
                 shape = self._statics[name][0].shape
                 if any(self._statics[other][port].shape == shape for other, port in others) and self._nodes[user].op in _PAIRS:

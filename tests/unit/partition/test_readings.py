@@ -87,6 +87,26 @@ def test_noise_of_a_weight_has_no_rows():
     assert [exchange.kind for exchange in partition.exchanges] == ["sum"]
 
 
+def test_gradients_of_normalized_noise_are_rows():
+    """A mean's gradient is a constant for each row of the generated images, which depend on no row of the batch."""
+    weights = tf.Variable(np.random.default_rng(1).normal(size=(3, 8)))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            images = tf.reshape(tf.random.stateless_normal([ROWS, 3], [3, 4], dtype=x.dtype) @ weights, [ROWS, 2, 2, 2])
+            mean, variance = tf.nn.moments(images, [0, 1, 2])
+            made = tf.nn.batch_normalization(images, mean, variance, None, None, 1e-3)
+            loss = tf.reduce_mean(tf.tanh(tf.reshape(made, [ROWS, 8])) ** 2)
+        return tape.gradient(loss, weights), tf.reduce_mean(x)
+
+    _, partition = partitioned_step(step, [tf.TensorSpec([ROWS, 2], tf.float64)], [True], ROWS)
+    assert not partition.gathered
+    nodes, plans = partition.propagation.nodes, partition.propagation.plans
+    tiled = [plans[name] for name, node in nodes.items() if node.op in ("Tile", "BroadcastTo")]
+    assert tiled
+    assert not any(plan.is_at_home for plan in tiled)
+
+
 def test_noise_of_an_unknown_length_has_no_rows():
     """Its size is not known while the step is traced, although that of the batch is."""
 
