@@ -130,9 +130,9 @@ def check_packing(program: Program, setting: Setting, seed: int) -> Failure | No
     """
     batches = [batch(rows, seed + i) for i, rows in enumerate(setting.rows)]
     devices = [f"CPU:{1 + i}" for i in range(setting.towers)]
-    # TensorFlow's graph optimizer adds in another order where it knows more shapes, and XLA where it compiles other parts.
+    # TensorFlow's graph optimizer rounds otherwise where it knows more, and XLA where it compiles other parts.
     ways = [dataclasses.replace(setting, is_compiled=False, is_packed=packs) for packs in (False, True)]
-    with graph_optimizer(arithmetic_optimization=False):
+    with graph_optimizer(disable_meta_optimizer=True):
         apart, packed = (_run(program, way, batches, devices) for way in ways)
     if bool(apart.error) != bool(packed.error):
         return Failure("packs otherwise", f"{apart.error} and packed {packed.error}")
