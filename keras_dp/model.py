@@ -27,6 +27,7 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.explanation import Explanation, explain
 from keras_dp.partition.picture import bytes_in_words
 from keras_dp.partition.step import Partition
+from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
 from keras_dp.steps.verification import verification
@@ -368,7 +369,8 @@ class DataParallelModel(ModelWrapper):
     def explain(self, batch: Any, step: choices.Step = "train") -> Explanation:
         """Explains how a step is partitioned: where towers meet, how many bytes they send, and what is computed once.
 
-        Counts the share of the arithmetic that towers divide among themselves, for which the step is traced once more.
+        Counts the share of the arithmetic that towers divide among themselves. The step is traced for it, also with other
+        numbers of rows: Python code in the step runs more often. The states of `random` and NumPy remain as they are.
 
         >>> import keras, keras_dp, numpy as np
         >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
@@ -383,10 +385,12 @@ class DataParallelModel(ModelWrapper):
         refuse_unknown("step", step, choices.Step)
         steps = self.tower_steps
         slices = steps.slices_of(batch)
-        traced = steps.trace(step, slices)
-        partition = traced.partition(steps.home)
+        with same_random_states():
+            traced = steps.trace(step, slices)
+            partition = traced.partition(steps.home)
+            share = traced.share_of_arithmetic(partition)
         explanation = self._explanation(partition, int(slices[0].batch_rows))
-        return dataclasses.replace(explanation, share_of_arithmetic=traced.share_of_arithmetic(partition))
+        return dataclasses.replace(explanation, share_of_arithmetic=share)
 
     @property
     def optimizer(self) -> Any:

@@ -60,17 +60,20 @@ class StepOnSlices:
     def share_of_arithmetic(self, partition: Partition) -> float | None:
         """Returns the share of the arithmetic of rows that towers compute; see `share_of_towers`.
 
-        Traces the step once more, with twice as many rows. Returns None if the step takes no other number of rows.
+        Traces the step with twice as many rows, and once more with its own rows: Python code in the step leaves behind what it
+        leaves in a trace of its own. Returns None if the step takes no other number of rows.
 
         Args:
             partition: the partition of this step.
         """
-        specs = [_with_twice_the_rows(argument) for argument in self.arguments]
+        specs = [argument.spec for argument in self.arguments]
         try:
-            with_more_rows = self.trace.of(specs)
+            with_more_rows = self.trace.of([_with_twice_the_rows(argument) for argument in self.arguments])
         except Exception:
             # The step of the user, which may be written for one number of rows alone.
             return None
+        finally:
+            self.trace.of(specs)
         return share_of_towers(partition, with_more_rows)
 
     def compare(self, home: str, tolerance: float, pack_copies: bool = False, every_tensor: bool = True) -> Comparison:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Slice, own_spec
 from keras_dp.batches.whole_tensors import leaves_of
+from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 
 _ENVIRONMENT_VARIABLE = "KERAS_DP_VERIFY"
@@ -58,7 +58,7 @@ class Verification:
         yield
         is_cut = isinstance(batch, tuple) and batch and isinstance(batch[0], Slice)
         slices: Sequence[Slice] = batch if is_cut else self._steps.slices_of(batch)
-        with _same_random_numbers_afterwards():
+        with same_random_states():
             comparison = self._steps.compare(name, slices, tolerance(), every_tensor=False)
             if not comparison.is_same:
                 # Name the operation.
@@ -107,14 +107,3 @@ def types_of(batch: Any) -> Any:
 def iterator_of(batches: Sequence[Any], element_spec: Any) -> tf.data.Iterator:
     """Returns an iterator over batches that were taken from another one, with the types of that one."""
     return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=element_spec))
-
-
-@contextlib.contextmanager
-def _same_random_numbers_afterwards() -> Iterator[None]:
-    """Restores the generators of Python and NumPy, which a trace may use."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

@@ -1,6 +1,7 @@
 """Wrap a Keras model, and refuse models that cannot train on towers."""
 
 import functools
+import types
 from typing import Any
 
 import keras
@@ -8,7 +9,8 @@ import tensorflow as tf
 
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.versions import callback_classes
-from keras_dp.wrapping.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, own_training, view_for_loops
+from keras_dp.wrapping.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, view_for_loops
+from keras_dp.wrapping.own_training import OwnTraining
 from keras_dp.wrapping.proxy import Proxy
 
 # The attributes that Keras's trainer keeps on the model that it trains, or reads to feed it.
@@ -51,14 +53,19 @@ class ModelWrapper(Proxy, keras.Model):
         _refuse_mirrored(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self._calls_on_towers = 0
-        self._own_calls = 0
-        self._told_own = False
-        self._own_loops = frozenset([*own_loops(inner_model), *own_training(inner_model)])
+        self._own_loops = frozenset(own_loops(inner_model))
+        self._own_training = OwnTraining(inner_model)
         self.inner_model = inner_model
 
     @functools.cached_property
     def _view_for_loops(self) -> Any:
         return view_for_loops(self.inner_model, self, _TRAINER_STATE)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("_") or type(value) is not types.MethodType or "_own_training" not in vars(self):
+            return value
+        return self._own_training.watched(value)
 
     def _shown_for(self, name: str) -> Any:
         return self._view_for_loops if name in vars(self).get("_own_loops", ()) else super()._shown_for(name)

@@ -1,5 +1,7 @@
 """Models with a custom `fit`, `evaluate`, `predict` or `make_train_function` give one device's result."""
 
+import functools
+import gc
 import inspect
 
 import keras
@@ -187,6 +189,19 @@ class Distilled(Network):
         return {"loss": loss}
 
 
+def repeatedly(method):
+    """Decorates a method with what wraps no function."""
+    twice = functools.partial(method)
+
+    @functools.wraps(method)
+    def repeated(self):
+        twice(self)
+        return twice(self)
+
+    repeated.__wrapped__ = twice
+    return repeated
+
+
 class Adversaries(keras.Model):
     """Trains two networks by a method of its own, as published programs do, with steps that take four arguments."""
 
@@ -204,70 +219,67 @@ class Adversaries(keras.Model):
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
         return {"loss": loss}
 
-    def step(self, x, y, a, b):
-        return self.train_step((x, y, a, b))["loss"]
+    def step(self, x, y, a, b=1.0):
+        self.steps = getattr(self, "steps", 0) + 1
+        return float(self.train_step((x, y, a * self.steps, b))["loss"])
 
-    def alone(self, x, y, a, b):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(a * (self.one(x) - y) ** 2) + tf.reduce_mean(b * self.other(x) ** 2)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return loss
+    def train(self, data):
+        return [self.step(*batch) for batch in data]
 
-    def train(self, data, compiled=False):
-        run = tf.function(self.step) if compiled else getattr(self, "step")  # noqa: B009
-        self.seen = len(data)
-        return [float(run(*batch)) for batch in data]
-
-    def train_alone(self, data):
-        return [float(self.alone(*batch)) for batch in data]
+    @tf.function
+    def compiled_step(self, data):
+        return self.train_step(data)["loss"]
 
     def similarity(self, x):
         return float(tf.reduce_mean(self.one(x) * self.other(x)))
 
+    @repeatedly
     def forget(self):
+        """Forgets what the first network has learned."""
         self.one.kernel.assign(0 * self.one.kernel)
-
-    def updates_wanted(self, apply=0):
-        return apply
+        self.optimizer.iterations.assign(0)
 
 
 def four_arguments():
     return [(x, y, tf.square(x[:, :1]), tf.square(y)) for x, y in batches()]
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_method_that_trains_by_steps_of_four_arguments(is_compiled, caplog):
-    """Each step runs on the towers, although plain Keras knows nothing of `train()` and `step()`."""
+def test_methods_of_ones_own_train_on_one_device_and_say_so(caplog):
+    """Their steps are eager Python, and take any arguments. The warning names the method that was called, once."""
 
     def script(model):
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
-        losses = model.train(four_arguments(), compiled=is_compiled)
-        return [losses, model.similarity(X), float(model.step(*four_arguments()[0]))]
-
-    _, parallel = assert_same_script(Adversaries, script, 3)
-    calls = parallel._calls_on_towers
-    parallel.train(four_arguments(), compiled=is_compiled)
-    assert parallel._calls_on_towers > calls
-    assert parallel.inner_model.seen == len(batches())
-    assert "one device" not in caplog.text
-
-
-def test_a_method_that_trains_by_itself_says_so(caplog):
-    """The warning names the method that was called, once. Methods that do not train do not warn."""
-
-    def script(model):
-        model.compile(keras.optimizers.SGD(0.1))
-        untrained = [model.similarity(X), model.updates_wanted()]
+        results = [model.similarity(X)]
         assert "one device" not in caplog.text
-        return [untrained, model.train_alone(four_arguments()), model.train_alone(four_arguments())]
+        results += [
+            model.train(four_arguments()),
+            model.train(four_arguments()),
+            float(model.compiled_step(four_arguments()[0])),
+        ]
+        return [*results, model.step(*four_arguments()[0][:3])]
 
-    _, parallel = assert_same_script(Adversaries, script, 3)
+    assert_same_script(Adversaries, script, 3)
     (record,) = [record for record in caplog.records if "one device" in record.message]
-    assert record.message.startswith("The model's own train_alone() trained on one device")
-    assert "self.train_step(data)" in record.message
+    assert record.message.startswith("The model's own train() trained on one device")
+    assert "train_step(data)" in record.message
+
+
+def test_methods_of_ones_own_are_the_models(caplog):
+    """Covers a decorator that wraps something without code, and updates that are taken back."""
+    model = Adversaries()
+    model.compile("sgd")
+    parallel = keras_dp.DataParallelModel(model, devices=3)
+    assert parallel.train == parallel.train
+    assert parallel.train.__self__ is model
+    assert parallel.compiled_step.get_concrete_function is not None
+    assert parallel.forget.__doc__ == "Forgets what the first network has learned."
     parallel.forget()
     assert float(tf.reduce_sum(parallel.one.kernel)) == 0
-    assert sum("one device" in record.message for record in caplog.records) == 1
+    kept = parallel.similarity
+    del parallel
+    gc.collect()
+    assert kept(X) == 0
+    assert "one device" not in caplog.text
 
 
 def test_a_fit_and_a_step():

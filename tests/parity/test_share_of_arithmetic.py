@@ -1,5 +1,7 @@
 """`explain` tells which share of the arithmetic of rows the towers divide among themselves."""
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -92,3 +94,21 @@ def test_a_step_for_one_number_of_rows_has_no_known_share():
     explanation = explained(Between(lambda x: tf.reshape(x, (ROWS, HIDDEN))))
     assert explanation.share_of_arithmetic is None
     assert "arithmetic" not in str(explanation)
+
+
+def test_explaining_leaves_python_as_it_was():
+    """A step may keep the number of rows that it saw, and draw from Python's and NumPy's generators while it is traced."""
+
+    class Remembering(Between):
+        def predict_step(self, data):
+            self.rows = data.shape[0]
+            return self(data) * random.random() * np.random.random()
+
+    model = Remembering(tf.identity)
+    model(X)
+    parallel = keras_dp.DataParallelModel(model, devices=2)
+    parallel.compile()
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    assert parallel.explain(X, "predict").share_of_arithmetic == 1
+    assert model.rows == ROWS
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
