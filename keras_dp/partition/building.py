@@ -120,7 +120,7 @@ class Builder:
         self.exchanges.finish()
         variables = [self.feeds.whole[name] for name in self.propagation.traced.handles if self._is_variable(name)]
         hold_back_writes(self.graph, self.propagation, self._instances, variables, self.exchanges.meetings)
-        return results, [name[1:] for effect in effects for name in self._controls(effect)]
+        return results, [*(name[1:] for effect in effects for name in self._controls(effect)), *self.exchanges.with_workers]
 
     @property
     def variable_devices(self) -> dict[str, str]:

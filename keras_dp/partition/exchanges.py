@@ -62,6 +62,11 @@ class Exchanges:
         across = construction.across
         self._workers = None if across is None else WorkerExchanges(construction, across)
 
+    @property
+    def with_workers(self) -> list[str]:
+        """The names of the tensors that workers exchanged."""
+        return self._workers.made if self._workers else []
+
     def whole(self, output: Output, placement: Any) -> str:
         """Returns the whole, at home, of a tensor that towers hold as slices or parts."""
         return str(self._graph.once(("whole", output), lambda: self._met(output, placement)))

@@ -18,6 +18,10 @@ class WorkerExchanges:
     Args:
         construction: this worker's partitioned graph under construction.
         across: the exchanges between workers.
+
+    Attributes:
+        made: the names of the exchanged tensors. The step must wait for them: a worker that is known to have no rows may need
+            none of them, and TensorFlow leaves out what nothing needs, while other workers wait for it.
     """
 
     def __init__(self, construction: Construction, across: Across):
@@ -25,6 +29,7 @@ class WorkerExchanges:
         self._across = across
         self._together: list[tuple[int, dict[str, Given]]] = []
         self._late: dict[str, Given] = {}
+        self.made: list[str] = []
 
     def sum(self, own: Given, name: str, is_awaited: bool) -> str:
         """Returns the name of the sum over the workers, which is sent in one message with other sums.
@@ -76,14 +81,14 @@ class WorkerExchanges:
         result = self._graph.reserve(f"workers/{name}", variance.spec.dtype, names)
         if not self._withdraw(sum_of_means):
             sum_of_means = self._graph.reserve(f"workers/{name}/mean", mean.spec.dtype, names)
-        self._graph.inline(partial(_pooled, self._across), given, [result, sum_of_means])
+        self._inline(partial(_pooled, self._across), given, [result, sum_of_means])
         return result
 
     def finish(self) -> None:
         """Writes the deferred sums. The sums that no tower waits for come last, all together."""
         for sums in self._put_off():
             if sums:
-                self._graph.inline(lambda *parts: self._across.sums(parts), list(sums.values()), list(sums))
+                self._inline(lambda *parts: self._across.sums(parts), list(sums.values()), list(sums))
 
     def _put_off(self) -> list[dict[str, Given]]:
         """Returns the sums that are not written yet, one dictionary for each message."""
@@ -111,8 +116,12 @@ class WorkerExchanges:
 
     def _exchanged(self, exchange: Callable[..., Any], given: Sequence[Given], name: str) -> str:
         result = self._graph.reserve(f"workers/{name}", given[0].spec.dtype, [tensor.name for tensor in given])
-        self._graph.inline(lambda *tensors: [exchange(*tensors)], given, [result])
+        self._inline(lambda *tensors: [exchange(*tensors)], given, [result])
         return result
+
+    def _inline(self, exchange: Callable[..., Sequence[Any]], given: Sequence[Given], results: Sequence[str]) -> None:
+        self._graph.inline(exchange, given, results)
+        self.made += results
 
 
 def _pooled(across: Across, mean: tf.Tensor, variance: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:

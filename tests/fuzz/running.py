@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import random
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from keras_dp.partition.comparison import difference
 from keras_dp.reports.graph_optimizer import graph_optimizer
 
 HOME = "CPU:0"
+ON_TOWERS = "on towers"
 _TOLERANCE = 1e-9
 # Programs with these functions compute in a lower precision somewhere.
 _TOLERANCES = {"unary: half precision": 0.1, "unary: single precision": 1e-3}
@@ -67,6 +70,13 @@ def draw_setting(seed: int) -> Setting:
     return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers)
 
 
+def of_kept(path: Path) -> tuple[Program, Setting, int]:
+    """Reads a program that failed once, its setting and its seed."""
+    kept = json.loads(path.read_text())
+    setting = {**kept["setting"], "rows": tuple(kept["setting"]["rows"])}
+    return Program.from_json(json.dumps(kept["program"])), Setting(**setting), kept["seed"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """A difference between the plain and the partitioned program.
@@ -101,6 +111,7 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
     if plain.error is not None and not (setting.fails and plain.fails_as_asked):
         outcomes[f"plain fails: {plain.error[:60]}"] += 1
         return None
+    outcomes[ON_TOWERS] += 1
     towers = _run(program, setting, batches, [f"CPU:{1 + i}" for i in range(setting.towers)])
     outcomes["both fail" if plain.error else "compared"] += 1
     if plain.error is not None:
