@@ -47,7 +47,15 @@ def of_a_queue(x):
     return tf.nn.softmax(similar), tf.linalg.diag_part(similar), tf.one_hot(tf.argmax(similar, 1), ROWS)
 
 
-STEPS = [of_batch, of_weights, of_a_loop, of_a_queue]
+def of_a_recomputed_function(x):
+    """Each tower takes an entry of its own rows for the number by which the function waits for its gradient."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_mean(tf.recompute_grad(lambda y: tf.tanh(y) * tf.reshape(y, [ROWS, 6]))(x) ** 2)
+    return loss, tape.gradient(loss, x)
+
+
+STEPS = [of_batch, of_weights, of_a_loop, of_a_queue, of_a_recomputed_function]
 
 
 @pytest.mark.parametrize("step", STEPS)
