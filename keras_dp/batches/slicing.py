@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves, pack
@@ -224,7 +223,7 @@ def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
     """Returns B if the arguments of `fit` determine it: from the batch size for arrays, or from the data; else None."""
     if isinstance(data, tf.data.Dataset):
         return known_rows(data.element_spec)
-    if all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(data)):
+    if all(hasattr(leaf, "shape") for leaf in flatten(data)):
         return batch_size or BATCH_SIZE
     own = getattr(data, "batch_size", None)
     return own if isinstance(own, int) else None

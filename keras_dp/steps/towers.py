@@ -109,11 +109,6 @@ class TowerSteps:
                 add_note(error, f"keras_dp: {failed} {debug}")
             raise
 
-    def partition(self, name: choices.Step, slices: Sequence[Slice]) -> Partition:
-        """Partitions a step for N slices of an eager batch, without running it."""
-        traced = self.trace(name, slices)
-        return traced.partition(self.home)
-
     def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float, every_tensor: bool = True) -> Comparison:
         """Runs a step on one device and on towers, for N slices of an eager batch, and compares the two; see `compare`."""
         traced = self.trace(name, slices)

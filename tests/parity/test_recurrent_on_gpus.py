@@ -38,7 +38,7 @@ def test_towers_gather_no_rows(build, options, masked):
     parallel.compile("sgd", "mse")
     batch = np.ones((6, TIME, UNITS), "float32"), np.zeros((6, TIME, 1) if "return_sequences" in options else (6, 1), "float32")
     steps = parallel.tower_steps
-    partition = steps.partition("train", steps.slices_of(batch))
+    partition = steps.trace("train", steps.slices_of(batch)).partition(steps.home)
     kinds = [node.op for node in partition.traced.nodes]
     assert kinds.count("CudnnRNNV3") == kinds.count("CudnnRNNBackpropV3") == (2 if build is bidirectional else 1)
     assert not partition.gathered
