@@ -76,7 +76,7 @@ class Pool:
 
     def body(self, name: str) -> Body:
         """Draws a body of a few statements, which returns a value like one of the pool."""
-        if self.prefix.count("_") > 2:
+        if self.prefix.count("_") > 1:
             raise _NothingError
         argument = f"{self.prefix}a{len(self.names)}_"
         scopes = [Scope(scope.state, {**scope.values, argument: scope.values[name]}) for scope in self.scopes]
@@ -151,7 +151,7 @@ def draw_program(seed: int) -> Program:
     """
     rng = random.Random(seed)
     weights = {kind: rng.choice([0.0, 0.0, 1.0, 1.0, 3.0]) for kind in DRAWS}
-    statements = rng.randint(6, 40)
+    statements = rng.randint(6, 30)
     scopes = []
     for rows in SAMPLES:
         x, labels = batch(rows, seed)
