@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batch_normalization.synchronized import batch_norms
-from keras_dp.batches.input_strategy import HOST, NO_BATCHES, InputStrategy, empty_prediction_refused
+from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy, empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.shards import with_empty_batches
@@ -24,9 +24,10 @@ from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
 from keras_dp.keras_internals import keras_models, keras_optimizers
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.partition.explanation import Explanation, explain
-from keras_dp.partition.picture import bytes_in_words
+from keras_dp.partition.inspecting.explanation import Explanation, explain
+from keras_dp.partition.inspecting.picture import bytes_in_words
 from keras_dp.partition.step import Partition
+from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import PredictFunction, StepFunction

@@ -8,11 +8,12 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.partition import propagation
-from keras_dp.partition.node import Node
-from keras_dp.partition.readings import RowSources, readings
-from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.step import Argument, Trace, run_partitioned
+from keras_dp.partition.facts.node import Node
+from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.placing import propagation
+from keras_dp.partition.placing.readings import RowSources, readings
+from keras_dp.partition.step import Argument, run_partitioned
+from keras_dp.partition.tracing.trace import Trace
 from keras_dp.steps.across_workers import AcrossWorkers
 from keras_dp.workers.collectives import OneWorker
 

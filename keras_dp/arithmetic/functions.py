@@ -6,9 +6,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.arithmetic.work import work_of_operations
-from keras_dp.partition.control_flow import BRANCHES, LOOPS
-from keras_dp.partition.graph import CALLS, Traced, traced_function
+from keras_dp.partition.placing.control_flow import BRANCHES, LOOPS
 from keras_dp.partition.tensorflow_internals import handle_data
+from keras_dp.partition.tracing.graph import CALLS, Traced, traced_function
 
 Tensor = Any
 

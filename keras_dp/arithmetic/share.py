@@ -1,8 +1,9 @@
 """Count which share of a step's arithmetic towers divide among themselves."""
 
 from keras_dp.arithmetic.functions import arithmetic_of
-from keras_dp.partition.graph import traced_step
-from keras_dp.partition.step import Partition, Trace
+from keras_dp.partition.step import Partition
+from keras_dp.partition.tracing.graph import traced_step
+from keras_dp.partition.tracing.trace import Trace
 
 
 def share_of_towers(partition: Partition, with_more_rows: Trace) -> float | None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from tensorflow.core.framework import graph_pb2
 
 from keras_dp.keras_internals.tensorflow_runtime import VirtualCluster
+from keras_dp.partition.tracing.names import source_of
 
 _DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 # A device on which one FLOP, or one byte, takes a microsecond, which is the unit of the model's results.
@@ -61,5 +62,5 @@ def costed_nodes(graph: Any) -> graph_pb2.GraphDef:
 
 def ends(nodes: graph_pb2.GraphDef) -> list[str]:
     """Returns the names of the nodes that no other node waits for."""
-    awaited = {name.lstrip("^").partition(":")[0] for node in nodes.node for name in node.input}
+    awaited = {source_of(name) for node in nodes.node for name in node.input}
     return [node.name for node in nodes.node if node.name not in awaited]

@@ -14,10 +14,8 @@ from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, whole_batch
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
 from keras_dp.error_notes import add_note
 from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
-from keras_dp.partition.tensorflow_internals import outside_of_traces
+from keras_dp.partition.tensorflow_internals import HOST, outside_of_traces
 from keras_dp.workers.collectives import OneWorker
-
-HOST = "CPU:0"
 
 NO_BATCHES = (
     "{}() was given no batch at all: the dataset or generator is empty. If it was already read to its end, create it again."

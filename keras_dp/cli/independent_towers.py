@@ -11,9 +11,10 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.model import DataParallelModel
-from keras_dp.partition.calling import call
-from keras_dp.partition.graph import traced_step
-from keras_dp.partition.step import Partition, Trace, build, given
+from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.step import Partition, build, given, propagate, run
+from keras_dp.partition.tracing.graph import traced_step
+from keras_dp.partition.tracing.trace import Trace
 from keras_dp.steps.partitioned import arguments_of, rows_of
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.workers.collectives import OneWorker
@@ -59,15 +60,16 @@ class _IndependentSteps(TowerSteps):
             is_first = device == devices[0]
             placed = traced if is_first else dataclasses.replace(traced, places={})
             rows = rows_of([batch], OneWorker())
-            builder, outputs, effects = build(placed, arguments, rows, [device], self.home if is_first else device)
+            built = build(propagate(placed, arguments, rows), arguments, rows, [device], self.home if is_first else device)
+            hold_back_writes(built)
             tensors = given(trace.concrete, traced, arguments, rows)
             if not is_first:
                 captured = zip(traced.arguments[len(arguments) :], trace.concrete.captured_inputs, strict=True)
                 handles = {variable.handle.ref(): self._copy_on(device, variable).handle for variable in trace.variables()}
                 own = {name: handles[handle.ref()] for name, handle in captured if handle.ref() in handles}
                 tensors |= {f"in/{name}": partial(tf.convert_to_tensor, handle) for name, handle in own.items()}
-            results = call(builder.graph, tensors, outputs if is_first else [], effects)
-            return results, Partition(placed, builder.propagation, builder.exchanges.made, trace.variables(), [device])
+            results = run(built if is_first else dataclasses.replace(built, outputs=[]), tensors)
+            return results, Partition(placed, built.propagation, built.exchanges, trace.variables(), [device])
 
         results, partition = run_on(*first)
         for other in others:

@@ -1,32 +1,28 @@
-"""Trace a step, partition it by rows, and run it on slices."""
+"""Partition a traced step by rows, and run it on slices."""
 
 import contextlib
 import dataclasses
 import gc
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.across import Across
-from keras_dp.partition.building import Builder
-from keras_dp.partition.calling import call
-from keras_dp.partition.compilation import compile_towers
-from keras_dp.partition.exchanges import Exchange
-from keras_dp.partition.graph import Traced, traced_step
-from keras_dp.partition.instances import Feeds
-from keras_dp.partition.placements import Facts, Shard
-from keras_dp.partition.propagation import Gathered, Propagation
-from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.tensorflow_internals import (
-    UnliftableError,
-    forget_custom_gradients,
-    function_that_makes_variables,
-    graphs_around,
-    outside_of_traces,
-)
+from keras_dp.partition.building.across import Across
+from keras_dp.partition.building.builder import Builder, Built
+from keras_dp.partition.building.exchanges import Exchange
+from keras_dp.partition.building.instances import Feeds
+from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.facts.placements import Facts, Shard
+from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.placing.propagation import Gathered, Propagation
+from keras_dp.partition.running.calling import call, function_of
+from keras_dp.partition.running.compilation import compile_towers
+from keras_dp.partition.running.packing import pack_copies as pack
+from keras_dp.partition.tensorflow_internals import graphs_around
+from keras_dp.partition.tracing.graph import Traced, traced_step
+from keras_dp.partition.tracing.trace import Trace
 
 Tensor = Any
 
@@ -71,7 +67,7 @@ class Partition:
 
 
 def run_partitioned(
-    trace: "Trace",
+    trace: Trace,
     arguments: Sequence[Argument],
     rows: RowCounts,
     devices: Sequence[str],
@@ -101,136 +97,86 @@ def run_partitioned(
         The step's result for the whole batch, and the partition of the step.
     """
     traced = traced_step(trace.concrete)
-
-    # Propagate placements, exchange where rules ask for it, and build one graph for all towers.
-    builder, outputs, effects = build(traced, arguments, rows, devices, home, across=across)
+    propagation = propagate(traced, arguments, rows)
+    built = build(propagation, arguments, rows, devices, home, across=across)
+    hold_back_writes(built)
     if jit_compile:
-        compile_towers(builder.graph)
-
-    # Call the graph with the slices.
-    packed_for = builder.variable_devices if pack_copies else None
+        compile_towers(built.graph)
 
     def on_towers() -> list[Tensor]:
-        return call(builder.graph, given(trace.concrete, traced, arguments, rows), outputs, effects, packed_for)
+        return run(built, given(trace.concrete, traced, arguments, rows), pack_copies)
 
     results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition(traced, builder.propagation, builder.exchanges.made, trace.variables(), devices)
+    partition = Partition(traced, propagation, built.exchanges, trace.variables(), devices)
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
 
-def _after_the_first_step(on_towers: Callable[[], list[Tensor]], trace: "Trace", arguments: Sequence[Argument]) -> list[Tensor]:
+def _after_the_first_step(on_towers: Callable[[], list[Tensor]], trace: Trace, arguments: Sequence[Argument]) -> list[Tensor]:
     """Runs a step on towers if its variables have values; if not, runs the trace that computes these on the whole batch."""
     have_values = tf.reduce_all([variable.is_initialized() for variable in trace.concrete.variables])
     wholes = [argument.whole() for argument in arguments]
     return list(tf.cond(have_values, on_towers, lambda: trace.initializing(*wholes)))
 
 
-def partition_of(
-    trace: "Trace", arguments: Sequence[Argument], rows: RowCounts, devices: Sequence[str], home: str
-) -> Partition:
+def partition_of(trace: Trace, arguments: Sequence[Argument], rows: RowCounts, devices: Sequence[str], home: str) -> Partition:
     """Partitions a step without running it. The arguments are those of `run_partitioned`."""
-    traced = traced_step(trace.concrete)
-    builder, _, _ = build(traced, arguments, rows, devices, home)
-    return Partition(traced, builder.propagation, builder.exchanges.made, trace.variables(), devices)
+    propagation = propagate(traced_step(trace.concrete), arguments, rows)
+    built = build(propagation, arguments, rows, devices, home)
+    return Partition(propagation.traced, propagation, built.exchanges, trace.variables(), devices)
 
 
-class Trace:
-    """Traces a step as one device does, and as often: a second time if the first trace makes variables.
-
-    Args:
-        step: takes the tensors of a batch, and returns nested tensors.
-        specs: the types of the tensors.
-        variables_made: is called when the first trace has made variables, before the second one.
-
-    Attributes:
-        concrete: the concrete function of the batch's tensors.
-        initializing: the concrete function of the first trace, if TensorFlow cannot compute the first values of variables
-            before a step; else None. As on one device, the first step runs it.
-    """
-
-    def __init__(
-        self, step: Callable[..., Any], specs: Sequence[tf.TensorSpec], variables_made: Callable[[], None] = lambda: None
-    ):
-        self.initializing: Any = None
-        self._step = step
-        times = itertools.count()
-
-        def traced(*tensors: Tensor) -> list[Tensor]:
-            if next(times):
-                with outside_of_traces():
-                    variables_made()
-            self._result = step(*tensors)
-            return [tf.convert_to_tensor(leaf) for leaf in self._leaves() if _is_tensor(leaf)]
-
-        function = tf.function(traced, autograph=False)
-        with tf.device(None):
-            try:
-                self.concrete = function.get_concrete_function(*specs)
-            except UnliftableError:
-                self.initializing = function_that_makes_variables(function)
-                self.concrete = function.get_concrete_function(*specs)
-        forget_custom_gradients(self.concrete.graph)
-
-    def of(self, specs: Sequence[tf.TensorSpec]) -> "Trace":
-        """Traces the same step with tensors of other types."""
-        return Trace(self._step, specs)
-
-    def variables(self) -> list[tf.Variable]:
-        """Lists the variables of the step, in the order of their first use."""
-        by_handle = {id(variable.handle): variable for variable in self.concrete.variables}
-        return [by_handle[id(tensor)] for tensor in self.concrete.captured_inputs if id(tensor) in by_handle]
-
-    def _leaves(self) -> list[Any]:
-        return tf.nest.flatten(self._result, expand_composites=True)
-
-    def packed(self, tensors: Sequence[Tensor]) -> Any:
-        """Packs other tensors in the structure of the step's result."""
-        following = iter(tensors)
-        leaves = [next(following) if _is_tensor(leaf) else leaf for leaf in self._leaves()]
-        return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__")
+def propagate(traced: Traced, arguments: Sequence[Argument], rows: RowCounts) -> Propagation:
+    """Finds the placement of each tensor of a step, and a plan for each node. The arguments are those of `run_partitioned`."""
+    facts = {name: Facts() for name in traced.arguments}
+    facts |= {name: Facts(Shard(0)) for name, argument in zip(traced.arguments, arguments, strict=False) if argument.slices}
+    facts = {name: dataclasses.replace(known, shape=traced.handles[name]) for name, known in facts.items()}
+    # The one row of a batch is not cut.
+    batch_rows = rows.known.batch_rows if rows.known and rows.known.batch_rows > 1 else None
+    with _garbage_collection_put_off():
+        return Propagation(traced, facts, batch_rows=batch_rows)
 
 
 def build(
-    traced: Traced,
+    propagation: Propagation,
     arguments: Sequence[Argument],
     rows: RowCounts,
     devices: Sequence[str],
     home: str,
     more: Collection[str] = (),
     across: Across | None = None,
-) -> tuple[Builder, list[str], list[str]]:
-    """Propagates placements and builds the graph.
+) -> Built:
+    """Builds the graph of all towers and of home.
 
     Args:
-        traced: the graph of the step.
+        propagation: the plan of each node.
         arguments: the tensors of the batch.
         rows: the numbers of rows of the batch and of each slice.
         devices: the devices of the N towers.
         home: the device of the operations that are computed once.
         more: the names of tensors that are wanted in addition to the outputs.
         across: the exchanges between workers, as in `run_partitioned`.
-
-    Returns:
-        The builder; the names in its graph of the outputs, followed by the additional tensors; the names of the effects.
     """
-    facts = {name: Facts() for name in traced.arguments}
-    facts |= {name: Facts(Shard(0)) for name, argument in zip(traced.arguments, arguments, strict=False) if argument.slices}
-    facts = {name: dataclasses.replace(known, shape=traced.handles[name]) for name, known in facts.items()}
+    traced = propagation.traced
     feeds = _feeds(traced.arguments, arguments, len(devices))
-    known = rows.known
-    # The one row of a batch is not cut.
-    batch_rows = known.batch_rows if known and known.batch_rows > 1 else None
     with _garbage_collection_put_off():
-        propagation = Propagation(traced, facts, batch_rows=batch_rows)
-        builder = Builder(propagation, devices, home, feeds, known, across)
-        return builder, *builder.build([*traced.outputs, *more], traced.effects)
+        return Builder(propagation, devices, home, feeds, rows.known, across).build([*traced.outputs, *more], traced.effects)
+
+
+def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]], pack_copies: bool = False) -> list[Tensor]:
+    """Runs a built graph in the current one.
+
+    Args:
+        built: the graph.
+        tensors: functions that make the tensors that it is given, by name.
+        pack_copies: as in `run_partitioned`.
+    """
+    function = function_of(built.graph, tensors, built.outputs, built.effects)
+    if pack_copies:
+        pack(built.graph, function.given, built.variable_devices)
+    return call(function)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,9 @@ from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.devices.available import short_name
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.model import DataParallelModel
-from keras_dp.partition.calling import node_by_node
+from keras_dp.partition.running.calling import node_by_node
+from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
 from keras_dp.reports.step_graph import make_variables, partition_graphs, refuse_what_has_no_graph, untouched
@@ -144,7 +146,7 @@ def communication_report(parallel: DataParallelModel, batch: Any) -> Communicati
         batch = (batch,)
     steps = parallel.tower_steps
     batch = steps.on_host(batch, finds_whole=True)
-    with tf.device("CPU:0"):
+    with tf.device(HOST):
         slices = steps.inputs.cut(batch)
     make_variables(parallel, slices)
     with untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
@@ -202,7 +204,7 @@ def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -
         received = {node.name: _key(node) for node in graph.node if node.op == "_Recv"}
         for node in graph.node:
             for name in node.input:
-                source = name.lstrip("^").split(":")[0]
+                source = source_of(name)
                 if source in received:
                     receivers[received[source]].append(node.name)
     rows: dict[tuple[str, str, str], list[int]] = defaultdict(list)

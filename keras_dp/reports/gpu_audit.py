@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_dp.model import DataParallelModel
+from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.gpu_placement import Copy, Operation, PlacedStep, place_step
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
@@ -99,7 +100,7 @@ def audit(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> G
         elif copy.source == copy.destination:
             (audited.from_host if copy.from_host else audited.to_host)[_types(copy, placed)] += 1
         else:
-            kind = kinds.kind(copy.tensor.partition(":")[0], copy.takers)
+            kind = kinds.kind(source_of(copy.tensor), copy.takers)
             audited.copies[kind, copy.source, copy.destination] += 1
     audited.controls.update((control.source, control.destination) for control in placed.controls)
     audited.without_kernel.update(operation.type for operation in placed.operations.values() if not operation.has_kernel)
@@ -108,7 +109,7 @@ def audit(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> G
 
 def _kinds(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> KindsOfCopies:
     names = {id(outside): f"{name}:0" for name, (outside, _) in step.captured().items()}
-    there = {name for name, _, _ in placed.variables if name.partition(":")[0] in placed.operations}
+    there = {name for name, _, _ in placed.variables if source_of(name) in placed.operations}
 
     def handles(variables: Any) -> list[Any]:
         found = (names.get(id(variable.value.handle)) for variable in variables)
@@ -125,7 +126,7 @@ def _optimizers(parallel: DataParallelModel) -> list[Any]:
 
 
 def _types(copy: Copy, placed: PlacedStep) -> tuple[str, str]:
-    maker, taker = copy.tensor.partition(":")[0], copy.takers[0]
+    maker, taker = source_of(copy.tensor), copy.takers[0]
     return placed.operations[maker].type, placed.operations[taker].type
 
 

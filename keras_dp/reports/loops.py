@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.crossings import source_of
-from keras_dp.partition.graph import data_inputs
+from keras_dp.partition.tracing.names import data_inputs, source_of
 
 
 def forward_inputs(node: Any, nodes: Mapping[str, Any]) -> list[str]:

@@ -5,8 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from keras_dp.arithmetic.work import Work
-from keras_dp.partition.crossings import source_of
-from keras_dp.reports.gpu_placement import HOST, Copy, Operation, PlacedStep
+from keras_dp.partition.facts.operations import SHAPES_AND_RANK
+from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.partition.tracing.names import source_of
+from keras_dp.reports.gpu_placement import Copy, Operation, PlacedStep
 from keras_dp.reports.hardware import Machine
 from keras_dp.reports.loops import forward_inputs, rounds_of_operations
 from keras_dp.reports.schedule import Span, Task, schedule
@@ -19,7 +21,6 @@ _FREE = {
     *("Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "Snapshot", "Bitcast"),
     *("Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond", "ReadVariableOp", "Const", "Placeholder", "NoOp"),
 }
-_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
 _MADE_BEFORE = ("Const", "Placeholder", "NoOp", "ReadVariableOp")
 
 
@@ -82,7 +83,7 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
     tasks = []
     for name, operation in step.operations.items():
         # A shape is known as soon as the operation that makes the tensor is launched.
-        before = source_of(operation.inputs[0]) if operation.type in _SHAPES else name
+        before = source_of(operation.inputs[0]) if operation.type in SHAPES_AND_RANK else name
         seconds, resources = _run(operation, machine, step.work.get(name, Work(0, 0, ())))
         waits_for = tuple(dict.fromkeys(awaiting[before]))
         is_queued = (
@@ -106,7 +107,7 @@ def _run(operation: Operation, machine: Machine, work: Work) -> tuple[float, tup
         return 0.0, ()
     if machine.is_shared:
         resource = _SHARED
-    elif operation.kernel.is_on_host or operation.device == HOST or operation.type in _SHAPES:
+    elif operation.kernel.is_on_host or operation.device == HOST or operation.type in SHAPES_AND_RANK:
         return machine.host_seconds, (f"host of {operation.device}",)
     else:
         resource = operation.device

@@ -6,7 +6,7 @@ from typing import Any
 from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.model import DataParallelModel
-from keras_dp.partition.comparison import Comparison
+from keras_dp.partition.inspecting.comparison import Comparison
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
 
 

@@ -19,6 +19,7 @@ from keras_dp.keras_internals.replacing import replaced
 from keras_dp.keras_internals.tensorflow_runtime import definition_of
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder
+from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 
 Tensor = Any
@@ -213,8 +214,8 @@ def _type(operation_type: str) -> str:
 def _source(name: str, sources: Mapping[str, str]) -> str:
     """Returns the tensor or control dependency that a node takes, through all that sends and receives it."""
     control, plain = name[0] == "^", name.lstrip("^")
-    while plain.partition(":")[0] in sources:
-        plain = sources[plain.partition(":")[0]]
+    while source_of(plain) in sources:
+        plain = sources[source_of(plain)]
     return _name(f"^{plain.partition(':')[0]}" if control else plain)
 
 

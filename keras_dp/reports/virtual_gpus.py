@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from keras_dp.arithmetic.work import costed_nodes, ends
 from keras_dp.keras_internals.tensorflow_runtime import VirtualCluster
-from keras_dp.reports.gpu_placement import HOST, PlacedStep
+from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.reports.gpu_placement import PlacedStep
 from keras_dp.reports.hardware import Processor
 
 _PREFIX = "/job:localhost/replica:0/task:0/device:"

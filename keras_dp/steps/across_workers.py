@@ -19,7 +19,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class AcrossWorkers:
-    """Runs the exchanges between workers that a partitioned step needs; see `keras_dp.partition.across.Across`.
+    """Runs the exchanges between workers that a partitioned step needs; see `keras_dp.partition.building.across.Across`.
 
     The operations are made in graphs that become parts of the current one, and are numbered among its operations.
 

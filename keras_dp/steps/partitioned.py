@@ -12,9 +12,10 @@ from keras_dp.arithmetic.share import share_of_towers
 from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
-from keras_dp.partition.comparison import Comparison, compare
-from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.step import Argument, Partition, Trace, partition_of, run_partitioned
+from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.inspecting.comparison import Comparison, compare
+from keras_dp.partition.step import Argument, Partition, partition_of, run_partitioned
+from keras_dp.partition.tracing.trace import Trace
 from keras_dp.steps.across_workers import AcrossWorkers, refuse_strings
 from keras_dp.workers.collectives import OneWorker
 

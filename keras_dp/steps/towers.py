@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import choices
-from keras_dp.batches.input_strategy import HOST, InputStrategy
+from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.other_rows import refuse_other_rows
 from keras_dp.batches.slicing import Slice, as_tensor, cut
@@ -16,9 +16,10 @@ from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.partition.comparison import Comparison
-from keras_dp.partition.failures import failed_operation
+from keras_dp.partition.inspecting.comparison import Comparison
+from keras_dp.partition.inspecting.failures import failed_operation
 from keras_dp.partition.step import Partition
+from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.steps.partitioned import StepOnSlices, on_slices
 from keras_dp.steps.plain import plain_step
 from keras_dp.workers.collectives import OneWorker

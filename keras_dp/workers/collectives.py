@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.devices.available import short_name
+from keras_dp.partition.tensorflow_internals import HOST
 
 Tensor = Any
 
 BUCKET_BYTES = 4 * 2**20
 
-_HOST = "CPU:0"
 _SENT_AS_THEY_ARE = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _SENT_AS = {**dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32), tf.uint32: tf.int64}
 _SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
@@ -207,7 +207,7 @@ class Collectives(OneWorker):
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Returns the messages of all W workers. It runs immediately, in eager mode."""
-        with tf.init_scope(), tf.device(_HOST):
+        with tf.init_scope(), tf.device(HOST):
             own = tf.constant(np.frombuffer(message, np.uint8))
             counts = self.counts(tf.size(own))
             everything = self.gather(own, counts).numpy().tobytes()
@@ -221,7 +221,7 @@ class Collectives(OneWorker):
         if self.index == 0:
             words.view(np.uint8)[:length] = np.frombuffer(message, np.uint8)
         step = BUCKET_BYTES // 4
-        with tf.init_scope(), tf.device(_HOST):
+        with tf.init_scope(), tf.device(HOST):
             parts = [self.sum(tf.constant(words[i : i + step])).numpy() for i in range(0, len(words), step)]
         return np.concatenate([*parts, words[:0]]).tobytes()[:length]
 
@@ -230,7 +230,7 @@ class Collectives(OneWorker):
         shapes = self.sum(tf.one_hot([self.index], self.count, axis=0, dtype=tf.int32) * tf.shape(x))
         shapes = tf.ensure_shape(shapes, [self.count, x.shape.rank])
         # `tf.debugging.assert_equal` creates functions, which a graph that becomes a part of another one must not contain.
-        with tf.device(_HOST):
+        with tf.device(HOST):
             is_one = tf.reduce_all(tf.equal(shapes[:, 1:], shapes[:1, 1:]))
             check = tf.raw_ops.Assert(condition=is_one, data=[OTHER_WIDTHS, shapes], summarize=64)
         with tf.control_dependencies([] if check is None else [check]):
@@ -309,7 +309,7 @@ def _buckets(tensors: Sequence[Any]) -> Iterator[tuple[tuple[Any, str], list[_Pi
         tensor = tensors[i]
         if tensor is None or not tensor.shape.is_fully_defined():
             continue
-        kind = (tensor.dtype, short_name(tensor.device or _HOST))
+        kind = (tensor.dtype, short_name(tensor.device or HOST))
         begin, size = 0, math.prod(tensor.shape)
         while begin < size:
             bucket = filling.setdefault(kind, [])
@@ -332,7 +332,7 @@ def _group_key(x: Tensor) -> int:
 
 def _sending_device(sent: Tensor) -> str:
     # Integers are summed in the host's memory, even if they are on a GPU.
-    return _HOST if sent.dtype.is_integer or not sent.device else sent.device
+    return HOST if sent.dtype.is_integer or not sent.device else sent.device
 
 
 def _as_sent(x: Tensor) -> Tensor:

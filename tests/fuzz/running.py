@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import random
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from partitioned_steps import partitioned_step, reading_at_random
 from fuzz.drawing import batch, kinds_of
 from fuzz.programs import Program, State, Statement, step_of
 from fuzz.workers import InMemory, Meeting
-from keras_dp.partition.comparison import difference
+from keras_dp.partition.inspecting.comparison import difference
 from keras_dp.reports.graph_optimizer import graph_optimizer
 
 HOME = "CPU:0"
@@ -28,9 +27,8 @@ _TOLERANCE = 1e-9
 # Programs with these functions compute in a lower precision somewhere.
 _TOLERANCES = {"unary: half precision": 0.1, "unary: single precision": 1e-3}
 _DRAWING = {"noise", "drawn", "dropped out", "shuffled", "layer: dropout"}
-_TRACING = threading.Lock()  # readings at random replace functions for the time of a trace
 _PACKING_RUNS = 4
-_LARGE = 2000  # nodes of the plain program, of which only a share is run on towers: ten small ones take as long
+_LARGE = 2000  # nodes of the plain program on each worker, beyond which a share is run on towers: ten small ones take as long
 _LARGE_SHARE = 5
 _NUDGE = 4e-15  # of the inputs, to see how much a program amplifies rounding
 
@@ -70,6 +68,7 @@ def draw_setting(seed: int) -> Setting:
     rows = (few, few) if is_static else (rng.choice([7, 8, 5]), rng.choice([1, 2, 3, 4]), few)
     packed, sharded, compiled, fails, reads = (rng.random() < share for share in (0.5, 0.4, 0.06, 0.3, 0.5))
     workers = rng.choice([1, 1, 1, 1, 1, 2, 2, 3])
+    towers = towers if workers == 1 else min(towers, 2)
     return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers)
 
 
@@ -114,7 +113,7 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
     if plain.error is not None and not (setting.fails and plain.fails_as_asked):
         outcomes[f"plain fails: {plain.error[:60]}"] += 1
         return None
-    if plain.nodes > _LARGE and seed % _LARGE_SHARE:
+    if plain.nodes * setting.workers > _LARGE and seed % _LARGE_SHARE:
         outcomes["large"] += 1
         return None
     outcomes[ON_TOWERS] += 1
@@ -199,9 +198,11 @@ class _Outcome:
 
 def _run(program: Program, setting: Setting, batches: Any, devices: list[str] | None) -> _Outcome:
     if devices is None or setting.workers == 1:
-        return _Run(program, setting, devices).on(batches)
+        return _Run(program, setting, devices).prepared(batches).on(batches)
     meeting = Meeting(setting.workers)
-    runs = [_Run(program, setting, devices, InMemory(meeting, index)) for index in range(setting.workers)]
+    # Traced one after the other, so that none waits at a meeting for the traces of others.
+    workers = [InMemory(meeting, index) for index in range(setting.workers)]
+    runs = [_Run(program, setting, devices, worker).prepared(batches) for worker in workers]
     outcomes = meeting.run([functools.partial(run.on, batches) for run in runs])
     first = min(outcomes, key=lambda outcome: "BrokenBarrier" in (outcome.error or ""))
     if all(outcome.is_same(first) for outcome in outcomes):
@@ -226,6 +227,7 @@ class _Run:
         self.state.fails = setting.fails
         self._step, self._setting, self._devices = step_of(program, self.state), setting, devices
         self._collectives = collectives
+        self._function: Callable[..., Any] | Exception
 
     def function(self, shape: Sequence[int]) -> Callable[..., Any]:
         """Traces the step for batches of a shape, and partitions it."""
@@ -239,12 +241,21 @@ class _Run:
         with reading_at_random(setting.rows[0]) if setting.reads_at_random else contextlib.nullcontext():
             return partitioned_step(self._step, specs, [True, True], known_rows, self._devices, HOME, **options)[0]
 
+    def prepared(self, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> "_Run":
+        """Traces and partitions the step for some batches. An error is raised when it runs."""
+        try:
+            self._function = self.function(batches[0][0].shape)
+        except Exception as error:
+            self._function = error
+        return self
+
     def on(self, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Outcome:
         """Runs the step on batches, one after the other, up to the first error."""
         results: list[list[np.ndarray]] = []
         try:
-            with _TRACING:
-                function = self.function(batches[0][0].shape)
+            function = self._function
+            if isinstance(function, Exception):
+                raise function
             for x, labels in batches:
                 results.append([np.array(tensor) for tensor in tf.nest.flatten(function(tf.constant(x), tf.constant(labels)))])
         except Exception as error:

@@ -16,8 +16,8 @@ from fuzz.drawing import draw_program
 from fuzz.programs import Program, Statement
 from fuzz.running import Setting, check, of_kept
 from fuzz.shrinking import shrink
-from keras_dp.partition.placements import Facts, Partial
-from keras_dp.partition.rules import RULES
+from keras_dp.partition.facts.placements import Facts, Partial
+from keras_dp.partition.placing.rules import RULES
 
 TESTS = Path(__file__).parents[1]
 # Each has its story: what was wrong when the fuzzer found it.

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dp.workers.collectives import OneWorker
 
-_SECONDS = 60
+_SECONDS = 120
 
 
 class Meeting:

@@ -17,7 +17,7 @@ from keras_dp.batch_normalization.modes import batch_norm_mode
 from keras_dp.batches.slicing import cut
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.keras_internals import keras_batch_norms
-from keras_dp.partition.calling import node_by_node
+from keras_dp.partition.running.calling import node_by_node
 from keras_dp.steps.partitioned import on_slices
 from keras_dp.workers.collectives import Collectives
 

@@ -12,7 +12,7 @@ import keras_dp
 from keras_dp.batches.slicing import cut
 from keras_dp.devices import variable_homes
 from keras_dp.keras_internals import keras_models
-from keras_dp.partition.calling import node_by_node
+from keras_dp.partition.running.calling import node_by_node
 from keras_dp.reports.communication import _run_and_collect
 
 pytestmark = pytest.mark.thorough

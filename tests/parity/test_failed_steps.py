@@ -11,7 +11,7 @@ import tensorflow as tf
 from comparison import largest_change
 
 import keras_dp
-from keras_dp.partition import building
+from keras_dp.partition import step
 
 rng = np.random.default_rng(0)
 X, Y = np.abs(rng.normal(size=(8, 3))), rng.normal(size=(8, 2))
@@ -59,7 +59,7 @@ def test_nothing_is_written_before_all_towers_have_met():
 
 
 def test_weights_would_be_written_otherwise(monkeypatch):
-    monkeypatch.setattr(building, "hold_back_writes", lambda *arguments: None)
+    monkeypatch.setattr(step, "hold_back_writes", lambda built: None)
     assert one_good_and_some_failed_steps() > 0
 
 

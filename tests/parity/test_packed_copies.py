@@ -10,8 +10,9 @@ from comparison import assert_same, largest_difference, twins, values
 from keras import layers
 
 import keras_dp
-from keras_dp.partition import calling, packing
-from keras_dp.partition.crossings import source_of
+from keras_dp.partition import step
+from keras_dp.partition.running import packing
+from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 
 RNG = np.random.default_rng(5)
@@ -239,7 +240,7 @@ def test_towers_meet_once_forward_and_once_backward_for_each_batch_normalization
 
 def longest_chains(monkeypatch):
     """Returns how often the longest chain of a step goes to a tower, or home from one: before packing, and after it."""
-    pack, lengths = calling.pack_copies, []
+    pack, lengths = step.pack, []
 
     def measuring(written, *arguments):
         before = longest_chain(written.function)
@@ -247,7 +248,7 @@ def longest_chains(monkeypatch):
         lengths.append((before, longest_chain(written.function)))
 
     with monkeypatch.context() as patched:
-        patched.setattr(calling, "pack_copies", measuring)
+        patched.setattr(step, "pack", measuring)
         report(parameter_device="sharded", pack_copies=True)
     return lengths[-1]
 
@@ -267,20 +268,21 @@ def test_no_message_waits_for_what_a_tower_computes_from_a_part_of_it(monkeypatc
     before, after = longest_chains(monkeypatch)
     assert after == before
     # If such a tower has no part in the rounds, towers wait for each other: a negative control.
-    monkeypatch.setattr(packing, "_tower", lambda name: "")
+    steps = packing._steps
+    monkeypatch.setattr(packing, "_steps", lambda copies, nodes, order, towers: steps(copies, nodes, order, {}))
     before, after = longest_chains(monkeypatch)
     assert after > before
 
 
 def test_the_tower_at_home_begins_after_messages_are_sent(monkeypatch):
     """All other towers wait for them, and a GPU works in the order in which it is given operations."""
-    pack, functions = calling.pack_copies, []
+    pack, functions = step.pack, []
 
     def keeping(written, *arguments):
         pack(written, *arguments)
         functions.append(written.function)
 
-    monkeypatch.setattr(calling, "pack_copies", keeping)
+    monkeypatch.setattr(step, "pack", keeping)
     report(pack_copies=True)
     nodes = functions[-1].node_def
     normalizing = [node for node in nodes if node.name.endswith("batchnorm/mul_1") and node.name.startswith("tower_")]

@@ -12,7 +12,7 @@ from comparison import assert_same, assert_same_training, values
 from keras import layers
 
 import keras_dp
-from keras_dp.partition.rules import RULES
+from keras_dp.partition.placing.rules import RULES
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(7, 4)), rng.normal(size=(7, 2))

@@ -12,7 +12,7 @@ from comparison import assert_same, assert_same_script, values
 from keras import layers
 
 import keras_dp
-from keras_dp.partition.rules import RULES
+from keras_dp.partition.placing.rules import RULES
 from keras_dp.steps.verification import Verification, verification
 
 rng = np.random.default_rng(0)
@@ -96,9 +96,10 @@ def test_a_wrong_rule_is_an_error_and_the_weights_are_as_before(method, monkeypa
             return None
 
         def instance(builder, definition, tower, inputs):
-            device = builder.devices[tower]
-            made = builder.copy(definition, f"tower_{tower}", device, inputs)
-            return builder.graph.add("ZerosLike", [made], device, "wrong", T=node.dtype(0)) if tower else made
+            made = builder.copy(definition, tower, inputs)
+            if not tower:
+                return made
+            return builder.graph.add("ZerosLike", [made], builder.devices[tower], "wrong", tower, T=node.dtype(0))
 
         return dataclasses.replace(plan, instance=instance)
 

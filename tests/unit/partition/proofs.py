@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 from partitioned_steps import DEVICES, partitioned_step
 
-from keras_dp.partition.graph import Traced
-from keras_dp.partition.placements import Partial, Shard
-from keras_dp.partition.propagation import Propagation
+from keras_dp.partition.facts.placements import Partial, Shard
+from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.step import Partition
+from keras_dp.partition.tracing.graph import Traced
 
 # With 7 rows a tower has more than others, with 2 a tower has none, and 1 is a single row.
 ROW_COUNTS = (7, 2, 1)

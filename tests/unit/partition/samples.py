@@ -5,9 +5,9 @@ import inspect
 import tensorflow as tf
 
 from keras_dp.partition.own import own_part, total_of_own
-from keras_dp.partition.rules.drawing import DRAWS
-from keras_dp.partition.rules.elementwise import BINARY, CHECKS, UNARY
-from keras_dp.partition.rules.registry import types
+from keras_dp.partition.placing.rules.drawing import DRAWS
+from keras_dp.partition.placing.rules.elementwise import BINARY, CHECKS, UNARY
+from keras_dp.partition.placing.rules.registry import types
 from partition.proofs import Sample
 
 R = tf.raw_ops

@@ -5,10 +5,11 @@ import pytest
 import tensorflow as tf
 from partitioned_steps import partitioned_step
 
-from keras_dp.partition.crossings import Crossings
-from keras_dp.partition.graph import traced_step
-from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.step import Argument, Trace, build
+from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.running.crossings import Crossings
+from keras_dp.partition.step import Argument, build, propagate
+from keras_dp.partition.tracing.graph import traced_step
+from keras_dp.partition.tracing.trace import Trace
 
 DEVICES, HOME = ["CPU:1", "CPU:2", "CPU:3"], "CPU:1"
 ROWS = tf.TensorSpec([None, 4], tf.float64)
@@ -18,8 +19,9 @@ def copies(step):
     """Returns the source and the destination of each copy between towers in a step on a batch of rows."""
     traced = traced_step(Trace(step, [ROWS]).concrete)
     rows = RowCounts(tf.constant(9), [None] * 3, [None] * 3)
-    builder, _, _ = build(traced, [Argument(ROWS, lambda: None, DEVICES)], rows, DEVICES, HOME)
-    found = Crossings(builder.graph.function, builder.variable_devices).copies
+    arguments = [Argument(ROWS, lambda: None, DEVICES)]
+    built = build(propagate(traced, arguments, rows), arguments, rows, DEVICES, HOME)
+    found = Crossings(built.graph.function, built.variable_devices).copies
     return sorted((copy.source[-5:], copy.destination[-5:]) for copy in found if copy.source[-5:] in DEVICES)
 
 

@@ -2,8 +2,9 @@
 
 import tensorflow as tf
 
-from keras_dp.partition.graph import data_inputs, traced_step
-from keras_dp.partition.step import Trace
+from keras_dp.partition.tracing.graph import traced_step
+from keras_dp.partition.tracing.names import data_inputs
+from keras_dp.partition.tracing.trace import Trace
 
 
 def nodes_of(step):

@@ -5,10 +5,11 @@ import pytest
 import tensorflow as tf
 from worker_threads import on_workers
 
-from keras_dp.partition.moments import Variance
-from keras_dp.partition.row_counts import RowCounts
-from keras_dp.partition.step import Argument, Trace, partition_of, run_partitioned
-from keras_dp.partition.worker_exchanges import _pooled
+from keras_dp.partition.building.worker_exchanges import _pooled
+from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.placing.moments import Variance
+from keras_dp.partition.step import Argument, partition_of, run_partitioned
+from keras_dp.partition.tracing.trace import Trace
 from keras_dp.steps.across_workers import AcrossWorkers
 
 rng = np.random.default_rng(0)

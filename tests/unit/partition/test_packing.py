@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
-from keras_dp.partition import calling, packing
-from keras_dp.partition.writing import GraphWriter
+from keras_dp.partition.building.writing import GraphWriter
+from keras_dp.partition.running import calling, packing
 
 OPERATIONS = {"AddV2": np.add, "Sub": np.subtract, "Maximum": np.maximum}
 # Tensors of int32 are not packed.
@@ -66,7 +66,9 @@ class RandomGraph:
 
         @tf.function(autograph=False)
         def function():
-            return calling.call(self.written, passed, list(self.values), [], packed_for={})
+            made = calling.function_of(self.written, passed, list(self.values), [])
+            packing.pack_copies(self.written, made.given, {})
+            return calling.call(made)
 
         values = [value.numpy() for value in function.get_concrete_function()()]
         return values, sum(node.name.startswith("packed/message") for node in self.written.function.node_def)

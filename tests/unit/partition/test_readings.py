@@ -6,7 +6,7 @@ import tensorflow as tf
 from partitioned_steps import partitioned_step, reading_at_random
 
 import keras_dp  # noqa: F401  The devices are made ready first.
-from keras_dp.partition import propagation
+from keras_dp.partition.placing import propagation
 
 ROWS = 6  # also a width of the tensors below, and twice or half of others
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from partitioned_steps import partitioned_step
 
-from keras_dp.partition import calling
+from keras_dp.partition.running import calling
 from keras_dp.partition.tensorflow_internals import results_of
 
 TIME, UNITS = 4, 3

@@ -6,9 +6,9 @@ import tensorflow as tf
 from partitioned_steps import partitioned_step, run
 
 import keras_dp  # noqa: F401  The devices are made ready first.
-from keras_dp.partition.rules import RULES
-from keras_dp.partition.rules.drawing import DRAWS
-from keras_dp.partition.rules.recurrent import RECURRENT
+from keras_dp.partition.placing.rules import RULES
+from keras_dp.partition.placing.rules.drawing import DRAWS
+from keras_dp.partition.placing.rules.recurrent import RECURRENT
 from partition.proofs import cases_of, is_right_on_towers, prove
 from partition.samples import samples
 

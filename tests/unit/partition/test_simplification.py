@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 from partitioned_steps import partitioned_step, run
 
-from keras_dp.partition.graph import traced_step
-from keras_dp.partition.simplification import needed_nodes, simplify
+from keras_dp.partition.tracing.graph import traced_step
+from keras_dp.partition.tracing.simplification import needed_nodes, simplify
 
 
 def simplified(function, *specs):

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from keras_dp.partition import tensorflow_internals
-from keras_dp.partition.graph import traced_step
+from keras_dp.partition.tracing.graph import traced_step
 
 
 def test_stateful_operations():

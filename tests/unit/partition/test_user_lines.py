@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dp  # noqa: F401  The devices are made ready first.
-from keras_dp.partition.user_lines import user_line, user_line_of_error
+from keras_dp.partition.tracing.user_lines import user_line, user_line_of_error
 
 
 @pytest.mark.parametrize("directory", ["project", "keras", "keras_dp/examples"])

@@ -1,0 +1,405 @@
+"""Build the partitioned graph, with each node at home or on towers."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.building.across import Across
+from keras_dp.partition.building.bodies import TowerBodies
+from keras_dp.partition.building.constants import Constants
+from keras_dp.partition.building.construction import Construction
+from keras_dp.partition.building.exchanges import Exchange, Exchanges
+from keras_dp.partition.building.forms import Forms
+from keras_dp.partition.building.homes import Homes
+from keras_dp.partition.building.instances import Feeds, Instances
+from keras_dp.partition.building.writing import GraphWriter
+from keras_dp.partition.facts.operations import SHAPES
+from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
+from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.placing.control_flow import LOOPS
+from keras_dp.partition.placing.propagation import Propagation
+from keras_dp.partition.tensorflow_internals import HOST, is_stateful
+from keras_dp.partition.tracing.names import Output, output_of, source_of
+
+
+class _Kind(enum.Enum):
+    """The kinds of instance that a traced node may have."""
+
+    FED = "given, or written where it is needed"
+    HOME = "one at home"
+    TOWERS = "one on each tower"
+    SHAPES = "one on each tower, for its own number of rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """Describes a partitioned graph.
+
+    Attributes:
+        graph: the nodes, in topological order.
+        outputs: the names of the wanted tensors of the whole batch.
+        effects: the names of further nodes that must run.
+        propagation: the plan of each traced node.
+        instances: the nodes that compute each traced node.
+        exchanges: the exchanges between towers.
+        meetings: the names of the nodes where towers meet.
+        variables: the names of the tensors that refer to variables.
+        variable_devices: the devices of variables by name, as far as they are known.
+    """
+
+    graph: GraphWriter
+    outputs: list[str]
+    effects: list[str]
+    propagation: Propagation
+    instances: Instances
+    exchanges: list[Exchange]
+    meetings: list[str]
+    variables: list[str]
+    variable_devices: dict[str, str]
+
+
+class Builder:
+    """Makes the nodes of the partitioned graph.
+
+    Args:
+        propagation: the plan of each node.
+        devices: the devices of the N towers.
+        home: the device of operations that are computed once.
+        feeds: the names of the tensors that the graph is given.
+        known_rows: the numbers of rows, if they are known while the step is traced; else None.
+        across: the exchanges between workers, each of which builds this graph; None for a single worker.
+
+    Attributes:
+        graph: the graph so far.
+        exchanges: the exchanges between towers so far.
+        forms: the converter of tensors to the form that a node needs.
+    """
+
+    def __init__(
+        self,
+        propagation: Propagation,
+        devices: Sequence[str],
+        home: str,
+        feeds: Feeds,
+        known_rows: RowCounts | None = None,
+        across: Across | None = None,
+    ):
+        self.propagation = propagation
+        self.devices = list(devices)
+        self.graph = GraphWriter(home)
+        self.feeds = feeds if known_rows is None else self._with_constants(feeds, known_rows)
+        self._instances = Instances(feeds.slices)
+        self._homes = Homes(propagation, home)
+        construction = Construction(
+            self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, across
+        )
+        self._constants = Constants(self.graph, propagation)
+        self.exchanges = Exchanges(construction, self._constants)
+        self.forms = Forms(construction, self.exchanges, self._constants)
+        self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
+
+    def _with_constants(self, feeds: Feeds, known: RowCounts) -> Feeds:
+        """Returns the names that the graph is given, with constants in the place of the numbers of rows."""
+
+        def written(numbers: Sequence[int]) -> list[str]:
+            return [self.graph.constant(number, device=HOST) for number in numbers]
+
+        return dataclasses.replace(
+            feeds,
+            batch_rows=self.graph.constant(known.batch_rows, device=HOST),
+            begins=written(known.begins),
+            rows=written([max(rows, 1) for rows in known.own_rows]),
+            own_rows=written(known.own_rows),
+            is_alive=[self.graph.constant(rows > 0, tf.bool, HOST) for rows in known.own_rows],
+        )
+
+    def build(self, outputs: Iterable[str], effects: Iterable[str]) -> Built:
+        """Makes the nodes that some outputs and effects of the traced graph need, and no others.
+
+        Args:
+            outputs: the names of tensors.
+            effects: the names of nodes.
+        """
+        wanted, effects = [output_of(name) for name in outputs], list(effects)
+        taken = [instance for output in wanted for instance in self._makers(output, REPLICATE)]
+        needed = self._needed(taken + self._kinds_after(effects))
+        self.exchanges.early = self._early(needed)
+        makers: dict[_Kind, Callable[[Any], Any]] = {
+            _Kind.SHAPES: self._make_local_shapes,
+            _Kind.TOWERS: self._make_on_towers,
+            _Kind.HOME: self._make_at_home,
+        }
+        for definition in self.propagation.traced.nodes:
+            for kind, make in makers.items():
+                if (kind, definition.name) in needed:
+                    make(definition)
+        results = [self.forms.whole(output) for output in wanted]
+        self.exchanges.finish()
+        traced = self.propagation.traced
+        return Built(
+            self.graph,
+            results,
+            [*(name[1:] for effect in effects for name in self._controls(effect)), *self.exchanges.with_workers],
+            self.propagation,
+            self._instances,
+            self.exchanges.made,
+            self.exchanges.meetings,
+            [self.feeds.whole[name] for name in traced.handles if self._is_variable(name)],
+            {self.feeds.whole[name]: place for name, place in traced.places.items()},
+        )
+
+    @property
+    def begins(self) -> Sequence[str]:
+        """For each tower, the index of its first row, int32."""
+        return self.feeds.begins
+
+    @property
+    def rows(self) -> Sequence[str]:
+        """For each tower, the number of rows that it computes with, int32; at least 1."""
+        return self.feeds.rows
+
+    # Find the instances that are needed.
+
+    def _needed(self, wanted: list[tuple[_Kind, str]]) -> set[tuple[_Kind, str]]:
+        """Returns some instances and all instances that they depend on."""
+        needed: set[tuple[_Kind, str]] = set()
+        waiting = list(wanted)
+        while waiting:
+            instance = waiting.pop()
+            if instance not in needed and instance[0] is not _Kind.FED:
+                needed.add(instance)
+                waiting += self._sources(*instance)
+        return needed
+
+    def _early(self, needed: Iterable[tuple[_Kind, str]]) -> set[Output]:
+        """Returns the tensors of which an instance on a tower needs the whole, directly or indirectly."""
+        on_towers = [instance for instance in needed if instance[0] in (_Kind.TOWERS, _Kind.SHAPES)]
+        facts = self.propagation.facts
+        return {
+            output
+            for instance in self._needed(on_towers)
+            for output, need in self._inputs(*instance)
+            if instance[0] is _Kind.HOME or need != facts[output].placement
+        }
+
+    def _inputs(self, kind: _Kind, name: str) -> list[tuple[Output, Need]]:
+        """Returns the tensors that an instance takes, each with the form that the instance needs."""
+        definition, plan = self.propagation.nodes[name], self.propagation.plans[name]
+        outputs = self.propagation.sources[name]
+        needs: Sequence[Need]
+        if kind is _Kind.HOME and self._counts_all_rows(definition):
+            needs = [self.propagation.facts[output].placement for output in outputs]
+        elif kind is _Kind.HOME:
+            needs = [REPLICATE] * len(outputs)
+        elif kind is _Kind.TOWERS:
+            needs = plan.needs or [REPLICATE] * len(outputs)
+        else:
+            needs = [self._local_need(output) for output in outputs]
+        return list(zip(outputs, needs, strict=True))
+
+    def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
+        sources = [instance for output, need in self._inputs(kind, name) for instance in self._makers(output, need)]
+        return sources + self._kinds_after(self.propagation.awaited[name])
+
+    def _makers(self, output: Output, need: Need) -> list[tuple[_Kind, str]]:
+        """Returns the instances from which a form of a tensor is made, with those of tensors that are measured for it."""
+        facts, kinds = self.propagation.facts, [(self._kind(output, need), output[0])]
+        if need != facts[output].placement or self._is_at_home(output[0]):
+            for placement in (facts[output].placement, need):
+                measured = self.propagation.measures.of(placement)
+                kinds += [(self._kind(known, facts[known].placement), known[0]) for known in measured]
+        return kinds
+
+    def _kinds_after(self, names: Iterable[str]) -> list[tuple[_Kind, str]]:
+        """Returns the instances that a node waits for, if it waits for some traced nodes."""
+        kinds = []
+        for name in names:
+            if self._is_waited_for(name):
+                kinds.append((_Kind.HOME if self._is_at_home(name) else _Kind.TOWERS, name))
+        return kinds
+
+    def _is_waited_for(self, name: str) -> bool:
+        if name in self.feeds.whole:
+            return False
+        definition = self.propagation.nodes[name]
+        return definition.op != "Const" and (
+            is_stateful(definition.op) or definition.op == "NoOp" or bool(self.propagation.awaited[name])
+        )
+
+    def _is_variable(self, argument: str) -> bool:
+        return bool(self.propagation.static((argument, 0)).dtype == tf.resource)
+
+    def _is_at_home(self, name: str) -> bool:
+        return self.propagation.plans[name].is_at_home
+
+    def _is_there(self, output: Output) -> bool:
+        """Returns whether the whole tensor is already at home."""
+        return output[0] not in self.feeds.whole and self._is_at_home(output[0])
+
+    def _counts_all_rows(self, definition: Any) -> bool:
+        """Returns whether a node takes the shape of tensors that towers hold as slices or parts."""
+        return definition.op in SHAPES and any(
+            self.propagation.facts[output].placement != REPLICATE for output in self.propagation.sources[definition.name]
+        )
+
+    def _kind(self, output: Output, need: Need) -> _Kind:
+        """Returns the kind of instance from which a form of a tensor is made."""
+        name = output[0]
+        facts, plan = self.propagation.facts[output], self.propagation.plans[name]
+        if name in self.feeds.whole or self._constants.is_known(output):
+            return _Kind.FED
+        if need == LOCAL_SHAPE and facts.placement == REPLICATE and facts.counts_rows() and plan.is_at_home:
+            return _Kind.SHAPES
+        if plan.is_at_home:
+            return _Kind.HOME
+        is_cut = isinstance(need, Shard) and need != facts.placement
+        return _Kind.HOME if plan.also_at_home and (is_cut or need in (REPLICATE, ANY_SHAPE)) else _Kind.TOWERS
+
+    def _local_need(self, output: Output) -> Need:
+        placement = self.propagation.facts[output].placement
+        return LOCAL_SHAPE if placement == REPLICATE else placement
+
+    # Make instances.
+
+    def _make_at_home(self, definition: Any) -> None:
+        if self._counts_all_rows(definition):
+            self._instances.home[definition.name] = self._shape_of_whole(definition)
+        else:
+            device = self._homes.of_node(definition)
+            inputs = [self.forms.whole(output, device) for output in self.propagation.sources[definition.name]]
+            if definition.op in LOOPS:
+                inputs = self._beside_loop(definition, inputs, device)
+            controls = self._awaited(definition.name)
+            self._instances.home[definition.name] = self.graph.copy(
+                definition, f"home/{definition.name}", device, inputs, controls
+            )
+
+    def _make_on_towers(self, definition: Any) -> None:
+        plan, outputs = self.propagation.plans[definition.name], self.propagation.sources[definition.name]
+        made = []
+        for tower, device in enumerate(self.devices):
+            needs = enumerate(zip(outputs, plan.needs or (), strict=True))
+            inputs = [self.forms.form(output, need, tower, plan.readings.get(i)) for i, (output, need) in needs]
+            if definition.op in LOOPS:
+                inputs = self._beside_loop(definition, inputs, device, tower)
+            if plan.instance:
+                made.append(plan.instance(self, definition, tower, inputs))
+            else:
+                own = self._bodies.on_tower(definition, plan, tower) if self._bodies and plan.functions else definition
+                made.append(self.copy(own, tower, inputs))
+        self._instances.towers[definition.name] = made
+
+    def _beside_loop(self, definition: Any, inputs: Sequence[str], device: str, tower: int | None = None) -> list[str]:
+        """Copies the inputs of a loop to its device before it begins.
+
+        TensorFlow keeps a loop's variables on the devices of its inputs, and would otherwise send them in each round.
+        """
+        placed = []
+        for output, tensor in zip(self.propagation.sources[definition.name], inputs, strict=True):
+            dtype = self.propagation.static(output).dtype
+            is_sent = dtype not in (tf.resource, tf.variant)
+            placed.append(
+                self.graph.add("Identity", [tensor], device, f"{definition.name}/input", tower, T=dtype) if is_sent else tensor
+            )
+        return placed
+
+    def _make_local_shapes(self, definition: Any) -> None:
+        made = []
+        for tower in range(len(self.devices)):
+            outputs = self.propagation.sources[definition.name]
+            inputs = [self.forms.form(output, self._local_need(output), tower) for output in outputs]
+            made.append(self.copy(definition, tower, inputs))
+        self._instances.shapes[definition.name] = made
+
+    def _shape_of_whole(self, definition: Any) -> str:
+        """Writes the Shape, ShapeN or Size of whole tensors that towers hold as slices or parts."""
+        dtype = tf.as_dtype(definition.attr["out_type"].type or tf.int32.as_datatype_enum)
+        outputs = self.propagation.sources[definition.name]
+        shapes = [self._whole_shape(output, dtype) for output in outputs]
+        name = f"home/{definition.name}"
+        if definition.op == "Size":
+            return self.graph.add(
+                "Prod", [shapes[0], self.graph.constant(0)], self.graph.home, name, T=dtype, Tidx=tf.int32, keep_dims=False
+            )
+        if definition.op == "Shape":
+            return self.graph.add("Identity", shapes, self.graph.home, name, T=dtype)
+        return self.graph.add("IdentityN", shapes, self.graph.home, name, T=[dtype] * len(shapes))
+
+    def _whole_shape(self, output: Output, dtype: tf.DType) -> str:
+        static, placement = self.propagation.static(output), self.propagation.facts[output].placement
+        is_given = static.rank is None and output[0] in self.feeds.whole
+        if isinstance(placement, Replicate) or self._is_there(output) or is_given:
+            return self.graph.add("Shape", [self.forms.whole(output)], self.graph.home, "shape", T=static.dtype, out_type=dtype)
+        last = len(self.devices) - 1
+        part, device = self._instances.part(output, last), self.devices[last]
+        shape = self.graph.add("Shape", [part], device, "shape", T=static.dtype, out_type=dtype)
+        if not isinstance(placement, Shard):
+            return shape
+        # Along the axis of the rows, the number of entries is a multiple of the number of rows.
+        along = np.arange(static.rank or 0) == placement.axis
+        return self.exchanges.of_all_rows(shape, along, dtype)
+
+    # Help rules that make their own instances.
+
+    def count(self, sizes: Sequence[Any], name: str, axes: Sequence[int], dtype: tf.DType, tower: int | None = None) -> str:
+        """Counts the entries along some axes of a node's first input, as an int64 scalar on the host.
+
+        Args:
+            sizes: the sizes of the axes, as far as they are known.
+            name: the traced node.
+            axes: the axes.
+            dtype: the dtype of the input.
+            tower: the tower whose entries are counted; None for the whole batch.
+        """
+        rows = self.feeds.batch_rows if tower is None else self.feeds.rows[tower]
+        output = self.propagation.sources[name][0]
+        last = len(self.devices) - 1
+        plain = int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
+        total = self.graph.constant(plain, tf.int64, HOST)
+        placement = self.propagation.facts[output].placement
+        for size, axis in zip(sizes, axes, strict=True):
+            if isinstance(size, int):
+                continue
+            blocks = placement.blocks if isinstance(placement, Shard) and axis == placement.axis else None
+            if blocks is not None and all(isinstance(block, int) for block in blocks):
+                factors = [rows, self.graph.constant(sum(blocks), device=HOST)]
+            else:
+                entries = self.graph.size(self.forms.form(output, placement, last), axis, dtype, self.devices[last])
+                factors = [entries]
+                if blocks is not None:
+                    factors = [self.graph.binary("FloorDiv", entries, self.feeds.rows[last], device=HOST), rows]
+            for factor in factors:
+                total = self.graph.binary("Mul", total, self.graph.cast(factor, tf.int32, tf.int64, HOST), tf.int64, HOST)
+        return total
+
+    def read(self, name: str, resource: str, dtype: tf.DType) -> str:
+        """Reads the value of a variable, once for all towers."""
+        controls = sorted(set(self._awaited(name)))
+        return self.graph.once(
+            ("read", name),
+            lambda: self.graph.add("ReadVariableOp", [resource, *controls], "", f"home/{name}/read", dtype=dtype),
+        )
+
+    def copy(self, definition: Any, tower: int, inputs: Sequence[str], operation: str | None = None) -> str:
+        """Copies a traced node to a tower, with other inputs, after the nodes that it waits for."""
+        device, controls = self.devices[tower], self._awaited(definition.name)
+        return self.graph.copy(definition, definition.name, device, inputs, controls, operation, tower)
+
+    def own_mean(self, part: str, tower: int, dtype: tf.DType) -> str:
+        """Returns the mean of a tower's rows, from its part of the mean of all rows."""
+        return self.exchanges.own_mean(part, tower, dtype)
+
+    def _awaited(self, name: str) -> list[str]:
+        """Returns the control inputs that replace those of a traced node."""
+        return [control for source in self.propagation.awaited[name] for control in self._controls(source)]
+
+    def _controls(self, name: str) -> list[str]:
+        """Returns the control inputs that replace a control input on a traced node."""
+        if not self._is_waited_for(name):
+            return []
+        made = [self._instances.home[name]] if self._is_at_home(name) else self._instances.towers[name]
+        return [f"^{source_of(instance)}" for instance in made]

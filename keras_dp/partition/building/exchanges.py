@@ -1,0 +1,369 @@
+"""Sum the towers' parts, gather their rows, and cut tensors into slices."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.building.constants import Constants
+from keras_dp.partition.building.construction import Construction
+from keras_dp.partition.building.empty_slices import EmptySlices
+from keras_dp.partition.building.lengths import Lengths
+from keras_dp.partition.building.worker_exchanges import WorkerExchanges
+from keras_dp.partition.building.writing import Given
+from keras_dp.partition.facts.placements import Own, Partial, Replicate, Shard
+from keras_dp.partition.facts.rows import Rows, counts_all
+from keras_dp.partition.placing.measuring import measured_blocks
+from keras_dp.partition.placing.moments import Variance, variance_of_parts
+from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.partition.tracing.names import Output, name_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A meeting of towers.
+
+    Attributes:
+        kind: "sum" and other reductions of parts, "gather" of rows, "cut" of a whole tensor into slices, or "first" for the
+            first tower's own value.
+        output: the tensor.
+    """
+
+    kind: str
+    output: Output
+
+
+class Exchanges:
+    """Writes the exchanges between towers, and between workers.
+
+    Args:
+        construction: the state of the partitioned graph.
+        constants: the tensors that are known while tracing.
+
+    Attributes:
+        made: the exchanges so far.
+        meetings: the nodes of exchanges that need a tensor from every tower.
+        early: the tensors of which towers need the whole, directly or indirectly. The sums of all other tensors over the
+            workers are sent together.
+    """
+
+    def __init__(self, construction: Construction, constants: Constants):
+        self.made: list[Exchange] = []
+        self.meetings: list[str] = []
+        self.early: set[Output] = set()
+        self._construction = construction
+        self._graph, self._propagation, self._feeds = construction.graph, construction.propagation, construction.feeds
+        self._devices, self._instances = construction.devices, construction.instances
+        self._homes, self._empty_slices = construction.homes, EmptySlices(construction)
+        self._lengths = Lengths(construction, constants)
+        across = construction.across
+        self._workers = None if across is None else WorkerExchanges(construction, across)
+
+    @property
+    def with_workers(self) -> list[str]:
+        """The names of the tensors that workers exchanged."""
+        return self._workers.made if self._workers else []
+
+    def whole(self, output: Output, placement: Any) -> str:
+        """Returns the whole, at home, of a tensor that towers hold as slices or parts."""
+        return str(self._graph.once(("whole", output), lambda: self._met(output, placement)))
+
+    def _met(self, output: Output, placement: Any) -> str:
+        whole = self._combined(output, placement)
+        self.meetings.append(whole)
+        return whole
+
+    def _combined(self, output: Output, placement: Any) -> str:
+        dtype = self._propagation.static(output).dtype
+        if isinstance(placement, Shard):
+            self.made.append(Exchange("gather", output))
+            return self._gathered(output, placement, dtype)
+        if isinstance(placement, Variance):
+            self.made.append(Exchange("sum", output))
+            return self._variance(output, placement.mean)
+        if isinstance(placement, Partial):
+            self.made.append(Exchange(placement.reduction, output))
+            return self._reduced(output, placement.reduction, dtype)
+        if isinstance(placement, Own):
+            self.made.append(Exchange("first", output))
+            return self._of_first(output, dtype)
+        assert isinstance(placement, Replicate), f"a list on towers is needed at home: {output[0]}"
+        # It is the same on all towers, like the result of a loop, or counts each tower's own rows.
+        own, entries = self._instances.part(output, len(self._devices) - 1), self._propagation.facts[output].entries
+        if entries is None or not self._propagation.facts[output].counts_rows():
+            return own
+        counts = np.vectorize(lambda number: isinstance(number, Rows), otypes=[bool])(entries)
+        return self.of_all_rows(own, counts, dtype)
+
+    def of_all_rows(self, own: str, counts: np.ndarray, dtype: tf.DType) -> str:
+        """Returns integers as the whole batch has them, from those of the last tower.
+
+        Args:
+            own: the tower's integers.
+            counts: for each integer, whether it is a multiple of the number of rows; the others are the same for all rows.
+            dtype: the dtype of the integers.
+        """
+        local = self._graph.cast(self._feeds.rows[-1], tf.int32, dtype)
+        total = self._graph.cast(self._feeds.batch_rows, tf.int32, dtype)
+        per_row = self._graph.binary("FloorDiv", own, local, dtype)
+        rows = self._graph.binary("Mul", per_row, total, dtype)
+        rows = self._graph.binary("Mul", rows, self._graph.constant(counts, dtype), dtype)
+        rest = self._graph.binary("Mul", own, self._graph.constant(~counts, dtype), dtype)
+        return self._graph.binary("AddV2", rows, rest, dtype)
+
+    def _of_first(self, output: Output, dtype: tf.DType) -> str:
+        """Returns the own value of the first tower that has rows: the tower with the first row of the batch."""
+        kept = []
+        for tower, device in enumerate(self._devices):
+            part = self._instances.part(output, tower)
+            zeros = self._graph.add("ZerosLike", [part], device, "zeros", tower, T=dtype)
+            kept.append(self._graph.add("SelectV2", [self.has_first(tower), part, zeros], device, "of_first", tower, T=dtype))
+        home, name = self._homes.of_whole(output), f"first/{output[0]}"
+        own = self._graph.add("AddN", kept, home, name, N=len(kept), T=dtype)
+        given = Given(own, self._spec(output), home)
+        return self._workers.reduced(given, "sum", name) if self._workers else own
+
+    def _reduced(self, output: Output, reduction: str, dtype: tf.DType) -> str:
+        own = self._of_towers(output, reduction)
+        if self._workers is None:
+            return own
+        name, home = f"{reduction}/{output[0]}", self._homes.of_whole(output)
+        spec = self._spec(output)
+        if reduction != "sum":
+            return self._workers.reduced(Given(own, spec, home), reduction, name)
+        sent = self._propagation.static(self._narrowest(output)).dtype
+        given = Given(self._as(own, dtype, sent, home), tf.TensorSpec(spec.shape, sent), home)
+        return self._as(self._workers.sum(given, name, output in self.early), sent, dtype, home)
+
+    def _variance(self, output: Output, mean: Output) -> str:
+        """Returns the variance of all rows from the variances of the towers' rows around their own means: see `moments`."""
+        home, spec, name = self._homes.of_whole(output), self._spec(output), f"variance/{output[0]}"
+        count, rank = len(self._devices), len(spec.shape)
+        part_of_mean = Given(self._of_towers(mean, "sum"), spec, home)
+        parts = [*self._empty_slices.parts(mean, "sum"), *self._empty_slices.parts(output, "sum")]
+        shares = Given(self._shares(rank, spec.dtype), tf.TensorSpec([count, *[1] * rank], spec.dtype), HOST)
+
+        def combined(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            *parts, mean, shares = tensors
+            if self._workers:
+                mean = tf.math.divide_no_nan(mean, tf.reduce_sum(shares))
+            return [variance_of_parts(parts[:count], parts[count:], mean, shares)]
+
+        variance = self._graph.unique(name)
+        self._graph.inline(combined, [*(Given(part, spec, home) for part in parts), part_of_mean, shares], [variance])
+        if self._workers is None:
+            return variance
+        return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean, Partial()), name)
+
+    def _shares(self, rank: int, dtype: tf.DType) -> str:
+        """Returns the shares of the batch's rows that the N towers have, of shape (N, 1, ..., 1) with `rank` ones."""
+
+        def shares() -> str:
+            rows, count = self._feeds.own_rows, len(self._devices)
+            packed = self._graph.add("Pack", rows, HOST, "own_rows", N=count, T=tf.int32, axis=0)
+            own, all_rows = (self._graph.cast(rows, tf.int32, dtype, HOST) for rows in (packed, self._feeds.batch_rows))
+            inputs = [
+                self._graph.binary("RealDiv", own, all_rows, dtype, HOST),
+                self._graph.constant([count, *[1] * rank], device=HOST),
+            ]
+            return self._graph.add("Reshape", inputs, HOST, "shares", T=dtype, Tshape=tf.int32)
+
+        return str(self._graph.once(("shares", rank, dtype), shares))
+
+    def own_mean(self, part: str, tower: int, dtype: tf.DType) -> str:
+        """Returns the mean of a tower's rows, from its part of the mean of all rows."""
+        all_rows, own = (
+            self._graph.cast(rows, tf.int32, dtype, HOST) for rows in (self._feeds.batch_rows, self._feeds.rows[tower])
+        )
+        scale = self._graph.binary("RealDiv", all_rows, own, dtype, HOST)
+        return self._graph.add("Mul", [part, scale], self._devices[tower], "own_mean", tower, T=dtype)
+
+    def _spec(self, output: Output) -> tf.TensorSpec:
+        return self._propagation.static(output).spec()
+
+    def _as(self, tensor: str, dtype: tf.DType, wanted: tf.DType, device: str) -> str:
+        """Casts a tensor from a dtype to the wanted one, if they differ."""
+        return tensor if dtype == wanted else self._graph.add("Cast", [tensor], device, "cast", SrcT=dtype, DstT=wanted)
+
+    def _of_towers(self, output: Output, reduction: str) -> str:
+        """Returns the sum, or another reduction, over the towers of this worker."""
+        return str(self._graph.once((reduction, output), lambda: self._reduced_by_towers(output, reduction)))
+
+    def _reduced_by_towers(self, output: Output, reduction: str) -> str:
+        dtype = self._propagation.static(output).dtype
+        home, name, count = self._homes.of_whole(output), f"{reduction}/{output[0]}", len(self._devices)
+        if reduction == "sum":
+            sent = self._narrowest(output)
+            narrow = self._propagation.static(sent).dtype
+            parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
+            return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
+        parts = self._empty_slices.parts(output, reduction)
+        stacked = self._graph.add("Pack", parts, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
+        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
+        types = {} if reduction in ("all", "any") else {"T": dtype}
+        first = self._graph.constant(0, device=home)
+        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+
+    def _narrowest(self, output: Output) -> Output:
+        """Returns the tensor to send: the one from which the output was cast, if that has fewer bytes, else the output."""
+        narrowest = output
+        while True:
+            name = output[0]
+            definition = self._propagation.nodes[name]
+            is_cast = definition.op == "Cast" and self._propagation.static(output).dtype.is_floating
+            if not (is_cast or definition.op in ("Identity", "Snapshot")) or self._propagation.plans[name].is_at_home:
+                return narrowest
+            output = self._propagation.sources[name][0]
+            dtype, least = self._propagation.static(output).dtype, self._propagation.static(narrowest).dtype
+            if not dtype.is_floating or output[0] not in self._instances.towers:
+                return narrowest
+            if dtype.size > least.size:
+                # The cast rounded it, so the wider tensor has other values.
+                return narrowest
+            narrowest = output if dtype.size < least.size else narrowest
+
+    def finish(self) -> None:
+        """Writes the sums that were postponed."""
+        if self._workers:
+            self._workers.finish()
+
+    def _gathered(self, output: Output, placement: Shard, dtype: tf.DType) -> str:
+        axis, segments = placement.axis, len(placement.blocks)
+        parts = self._empty_slices.rows(output, axis)
+        if segments > 1:
+            split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
+            parts = [pieces[segment] for segment in range(segments) for pieces in split]
+        if self._workers:
+            # Gather segment by segment, since the rows of all workers in a segment follow each other.
+            count, home = len(self._devices), self._homes.of_whole(output)
+            sizes = [None if i == axis else size for i, size in enumerate(self._spec(output).shape)]
+            spec = tf.TensorSpec(sizes, dtype)
+            each = [self._concatenated(output, parts[i : i + count], axis) for i in range(0, len(parts), count)]
+            parts = [
+                self._workers.gathered(Given(own, spec, home), axis, block, f"gather/{output[0]}")
+                for own, block in zip(each, placement.blocks, strict=True)
+            ]
+        return self._concatenated(output, parts, axis)
+
+    def _concatenated(self, output: Output, parts: list[str], axis: int) -> str:
+        if len(parts) == 1:
+            return parts[0]
+        home, dtype = self._homes.of_whole(output), self._propagation.static(output).dtype
+        inputs = [*parts, self._graph.constant(axis, device=home)]
+        return self._graph.add("ConcatV2", inputs, home, f"gather/{output[0]}", N=len(parts), T=dtype, Tidx=tf.int32)
+
+    def _segments(self, output: Output, part: str, placement: Shard, tower: int, dtype: tf.DType) -> list[str]:
+        """Splits a tower's rows into segments."""
+        device, count = self._devices[tower], len(placement.blocks)
+        axis = self._graph.constant(placement.axis, device=device)
+        if len(set(placement.blocks)) == 1:
+            split = self._graph.add("Split", [axis, part], device, "segments", tower, T=dtype, num_split=count)
+        else:
+            sizes = self._lengths.of_tower(placement.blocks, tower)
+            split = self._graph.add(
+                "SplitV", [part, sizes, axis], device, "segments", tower, T=dtype, Tlen=tf.int32, num_split=count
+            )
+        return [name_of(split, segment) for segment in range(count)]
+
+    def share(self, output: Output, whole: str, tower: int) -> str:
+        """Returns a tower's part of a sum that is already whole: one tower takes all of it, the others take zeros."""
+        if self._construction.takes_sums(tower):
+            return whole
+        dtype = self._propagation.static(output).dtype
+        zeros = str(
+            self._graph.once(
+                ("zeros", output), lambda: self._graph.add("ZerosLike", [whole], self._graph.home, "zeros", T=dtype)
+            )
+        )
+        if self._workers is None:
+            return zeros
+        has_first = self.has_first(tower)
+        return str(
+            self._graph.once(
+                ("part", output, tower),
+                lambda: self._graph.add("SelectV2", [has_first, whole, zeros], self._graph.home, "part", T=dtype),
+            )
+        )
+
+    def has_first(self, tower: int) -> str:
+        """Returns whether a tower has the first row of the batch. Exactly one tower of all workers has it."""
+        begins = self._graph.binary("Equal", self._feeds.begins[tower], self._graph.constant(0))
+        known = self._construction.known_rows
+        if known is not None:
+            return self._graph.constant(known.begins[tower] == 0 and known.own_rows[tower] > 0, tf.bool)
+        return str(
+            self._graph.once(
+                ("has_first", tower),
+                lambda: self._graph.add("LogicalAnd", [begins, self._feeds.is_alive[tower]], self._graph.home, "has_first"),
+            )
+        )
+
+    def cut(self, output: Output, wholes: Sequence[str], need: Shard, devices: Sequence[str]) -> list[str]:
+        """Returns each tower's rows of a whole tensor. A single entry for all rows is given to every tower.
+
+        Args:
+            output: the tensor.
+            wholes: the N names of the whole tensor; each is on the device on which a tower's rows are cut.
+            need: the rows.
+            devices: the N devices on which they are cut.
+        """
+        static = self._propagation.static(output)
+        assert static.shape is not None
+        has_rows = isinstance(self._propagation.facts[output].placement, Shard) or counts_all(
+            static.shape[need.axis], need.blocks, self._propagation.batch_rows
+        )
+        slices = []
+        for tower, (whole, device) in enumerate(zip(wholes, devices, strict=True)):
+            begins, lengths = self._segments_of(output, whole, need, tower, has_rows)
+            ranges = zip(begins, lengths, strict=True)
+            rank, dtype = len(static.shape), static.dtype
+            pieces = [self._graph.range_along(whole, need.axis, rank, begin, length, dtype, device) for begin, length in ranges]
+            if len(pieces) > 1:
+                inputs = [*pieces, self._graph.constant(need.axis)]
+                pieces = [self._graph.add("ConcatV2", inputs, device, "cut", N=len(inputs) - 1, T=dtype, Tidx=tf.int32)]
+            slices += pieces
+        return slices
+
+    def _segments_of(self, output: Output, whole: str, need: Shard, tower: int, has_rows: bool) -> tuple[list[str], list[str]]:
+        """Returns where a tower's rows begin in each segment of a whole tensor, and how many entries they have there."""
+        graph, count, dtype = self._graph, len(need.blocks), self._propagation.static(output).dtype
+        blocks: list[str]
+        if all(isinstance(block, int) for block in need.blocks) or measured_blocks(need.blocks):
+            last = len(self._devices) - 1
+            blocks = [self._lengths.of_row(block, last, graph.home) for block in need.blocks]
+        else:
+            all_rows = graph.binary("Mul", self._feeds.batch_rows, graph.constant(count))
+            blocks = [graph.binary("FloorDiv", graph.size(whole, need.axis, dtype), all_rows)] * count
+        ends = [graph.binary("Mul", self._feeds.batch_rows, block) for block in blocks]
+        firsts = [graph.constant(0), *itertools.accumulate(ends, lambda a, b: graph.binary("AddV2", a, b))]
+        is_one = graph.constant(False, tf.bool)
+        if not has_rows:
+            size = graph.once(
+                ("one or rows", output, need),
+                lambda: self._one_or(firsts[-1], graph.size(whole, need.axis, dtype), output[0]),
+            )
+            is_one = graph.binary("Equal", size, graph.constant(1))
+        begins, lengths = [], []
+        for i, (first, block) in enumerate(zip(firsts, blocks, strict=False)):
+            begin = graph.binary("AddV2", first, graph.binary("Mul", self._feeds.begins[tower], block))
+            length = graph.binary("Mul", self._feeds.rows[tower], block)
+            begins.append(graph.select(is_one, graph.constant(0), begin))
+            lengths.append(graph.select(is_one, graph.constant(int(i == 0)), length))
+        return begins, lengths
+
+    def _one_or(self, rows: str, size: str, name: str) -> str:
+        """Returns a size that is not known while tracing, and checks in the step that it is 1 or the size along the rows."""
+        is_one = self._graph.binary("Equal", size, self._graph.constant(1))
+        is_rows = self._graph.binary("Equal", size, rows)
+        either = self._graph.add("LogicalOr", [is_one, is_rows], self._graph.home, "one_or_rows")
+        message = tf.make_tensor_proto(
+            f"keras_dp: the tensor {name!r} meets rows of the batch, and must have one entry, or as many as the rows. Its size "
+            "is not known while tracing: give it a fixed shape. Received the number of its entries, then that of the rows:"
+        )
+        said = self._graph.add("Const", [], HOST, "message", dtype=tf.string, value=message)
+        types = [tf.string, tf.int32, tf.int32]
+        check = self._graph.add("Assert", [either, said, size, rows], HOST, "check", T=types)
+        return self._graph.add("Identity", [size, f"^{check}"], self._graph.home, "size", T=tf.int32)

@@ -1,0 +1,60 @@
+"""Name the tensors of the traced graph in the partitioned one."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from keras_dp.partition.tracing.names import Output, name_of, source_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Feeds:
+    """The names of the tensors that the partitioned graph is given.
+
+    Attributes:
+        batch_rows: B, int32.
+        begins: for each tower, the index of its first row, int32.
+        rows: for each tower, the number of rows that it computes with, int32; at least 1.
+        own_rows: for each tower, how many of these rows are its own, int32; 0 if it has borrowed a row.
+        is_alive: for each tower, whether it has rows of its own, bool.
+        whole: for each argument of the step, the tensor of the whole batch.
+        slices: for each argument that has rows, the N slices.
+
+    The numbers are constants if they are known while the step is traced.
+    """
+
+    batch_rows: str
+    begins: Sequence[str]
+    rows: Sequence[str]
+    own_rows: Sequence[str]
+    is_alive: Sequence[str]
+    whole: Mapping[str, str]
+    slices: Mapping[str, Sequence[str]]
+
+
+@dataclasses.dataclass
+class Instances:
+    """Maps each traced node to its instances, the nodes that compute it in the partitioned graph.
+
+    Attributes:
+        slices: for each argument that has rows, the names of the N slices.
+        home: by traced node, the name of the instance at home.
+        towers: by traced node, the names of the N instances on the towers.
+        shapes: by traced node, the names of the N instances on the towers that count each tower's own rows.
+    """
+
+    slices: Mapping[str, Sequence[str]]
+    home: dict[str, str] = dataclasses.field(default_factory=dict)
+    towers: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def of(self, traced: Iterable[str]) -> set[str]:
+        """Returns the names of all instances of some traced nodes, at home and on towers."""
+        made = [
+            name for node in traced for name in (*self.towers.get(node, ()), *([self.home[node]] if node in self.home else []))
+        ]
+        return {source_of(name) for name in made}
+
+    def part(self, output: Output, tower: int) -> str:
+        """Returns the name of a tensor's instance on a tower."""
+        name, port = output
+        return self.slices[name][tower] if name in self.slices else name_of(self.towers[name][tower], port)

@@ -1,0 +1,1 @@
+"""Describe what is known of a tensor before there is a batch."""

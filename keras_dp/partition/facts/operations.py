@@ -1,0 +1,5 @@
+"""Name types of operations that several stages treat alike."""
+
+SHAPES = ("Shape", "ShapeN", "Size")
+SHAPES_AND_RANK = (*SHAPES, "Rank")
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")

@@ -1,0 +1,1 @@
+"""Explain, draw and check a partition, and find the operation that failed."""

@@ -1,0 +1,35 @@
+"""Find the lists that have to be made at home.
+
+Rows can be gathered, but a TensorList on towers cannot. If an operation that is computed once takes a list, all operations that
+fill the list are computed once, too.
+"""
+
+from typing import Any
+
+from keras_dp.partition.facts.placements import REPLICATE, ListOf
+from keras_dp.partition.tracing.names import Output
+
+
+def lists_wanted_at_home(name: str, propagation: Any) -> set[str]:
+    """Returns the nodes on towers that make the lists that a node takes at home, directly or from other lists.
+
+    Args:
+        name: the node.
+        propagation: the `Propagation`, with the plans of the node and of all nodes before it.
+    """
+    plan, sources = propagation.plans[name], propagation.sources[name]
+    needs = plan.needs or [REPLICATE] * len(sources)
+    taken = zip(sources, needs, strict=True)
+    waiting = [source for source, need in taken if _is_list(source, propagation) and not isinstance(need, ListOf)]
+    wanted: set[str] = set()
+    while waiting:
+        maker = waiting.pop()[0]
+        plan = propagation.plans[maker]
+        if maker not in wanted and not plan.is_at_home and not plan.also_at_home:
+            wanted.add(maker)
+            waiting += [source for source in propagation.sources[maker] if _is_list(source, propagation)]
+    return wanted
+
+
+def _is_list(output: Output, propagation: Any) -> bool:
+    return isinstance(propagation.facts[output].placement, ListOf)

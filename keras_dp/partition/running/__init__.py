@@ -1,0 +1,1 @@
+"""Compile, pack and call the written graph."""

@@ -1,0 +1,315 @@
+"""Pack the tensors that one device sends another into few messages.
+
+On GPUs a copy from one device to another costs its launch, whatever its size, so that a large copy takes less time than many
+small ones. Copies may share a message if none of them leads to another. So each copy gets a round, and only copies of the same
+round share messages.
+
+No message waits for itself, whatever the rounds. Packing makes two kinds of nodes wait for a message: those that take its
+tensors, and those that begin after it. Either waits only if all copies that it leads to have later rounds. So a path from a
+message meets messages of later rounds alone, and never returns. The packed function is checked all the same.
+"""
+
+import graphlib
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, graph_pb2
+
+from keras_dp.partition.building.writing import GraphWriter
+from keras_dp.partition.running.crossings import Copy, Crossings
+from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
+from keras_dp.partition.tracing.names import data_inputs, source_of
+
+# A full message leaves before the tensors of the next one are there. DistributedDataParallel of PyTorch fills buckets of 25 MB
+# (Li et al. 2020, "PyTorch Distributed", section 3.2.3), about a quarter of the gradients of ResNet-50.
+_FULL_MESSAGES = 4
+_LEAST_BYTES = 4 << 20
+
+# On CPUs, oneDNN fuses these operations with others. TensorFlow ends the process if they wait for anything but their inputs.
+_FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
+
+# GPUs have kernels that pack floating-point numbers. These integers, such as the counters of random numbers, travel as numbers
+# of the same bits. On a GPU, int32 stays in the host's memory.
+_SENT_AS = {tf.int64: tf.float64, tf.uint64: tf.float64, tf.uint32: tf.float32}
+
+
+def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
+    """Packs the tensors that devices send each other, and joins control dependencies between devices.
+
+    A message holds tensors one after the other. Tensors of unknown size are sent by themselves. The packed function is checked:
+    if nodes waited for each other, it would be given up for the unpacked one.
+
+    Args:
+        written: the graph, with the signature of its function.
+        given: the tensors that the function is called with.
+        variable_devices: the devices of variables, by the names that nodes use, as far as they are known.
+    """
+    apart = function_pb2.FunctionDef()
+    apart.CopyFrom(written.function)
+    devices = {argument: variable_devices[name] for name, argument in written.given.items() if name in variable_devices}
+    _pack(written, given, devices)
+    cycle = find_cycle(written.function)
+    if cycle:
+        written.function.CopyFrom(apart)
+        warnings.warn(
+            "The tensors that devices send each other in this step travel one by one, as with pack_copies=False: in messages, "
+            "they would wait for each other. The results are the same. Please report this as an error of keras_dp. "
+            f"Received: a cycle of the nodes {', '.join(cycle)}",
+            stacklevel=2,
+        )
+
+
+def find_cycle(function: Any) -> list[str]:
+    """Returns the names of nodes of a function that wait for each other in a cycle; empty if there are none."""
+    try:
+        _in_order({node.name: node for node in function.node_def})
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _pack(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
+    nodes = {node.name: node for node in written.function.node_def}
+    order = _in_order(nodes)
+    crossings = Crossings(written.function, variable_devices)
+    conditional = _conditional(nodes, order)
+    names = _names(written.function)
+    types = _types(written.function, given, names, [copy.tensor for copy in crossings.copies])
+    copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]
+    before, latest = _steps(copies, nodes, order, written.towers)
+    rounds = _rounds(copies, before, latest)
+    last = _last_rounds(copies, rounds, latest, nodes, order)
+    users: dict[str, list[Any]] = defaultdict(list)
+    for node in (nodes[name] for name in written.towers):
+        for name in data_inputs(node):
+            if crossings.device(source_of(name)) == crossings.device(node.name):
+                users[name].append(node)
+    for number, message in _messages(copies, rounds, last, types):
+        sent, received = _sent_together(written, message, names, types)
+        _begin_after(sent, (user for copy in message for user in users[copy.tensor] if number <= last[user.name]))
+        for copy, tensor in zip(message, received, strict=True):
+            for taker in copy.takers:
+                _set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
+    _join_controls(written, crossings)
+
+
+def _in_order(nodes: Mapping[str, Any]) -> list[str]:
+    """Returns the names of nodes in topological order."""
+    sources = {name: [source for source in map(source_of, node.input) if source in nodes] for name, node in nodes.items()}
+    return list(graphlib.TopologicalSorter(sources).static_order())
+
+
+def _conditional(nodes: Mapping[str, Any], order: Sequence[str]) -> set[str]:
+    """Returns the nodes that run in some steps only. If a tensor of a message were missing, all of it would be missing."""
+    found: set[str] = set()
+    for name in order:
+        node = nodes[name]
+        if node.op == "Switch" or (node.op != "Merge" and not found.isdisjoint(map(source_of, node.input))):
+            found.add(name)
+    return found
+
+
+def _names(function: Any) -> dict[str, str]:
+    """Returns the names of all tensors as graphs have them, "node:0", by their names inside the function."""
+    names = {argument.name: f"{argument.name}:0" for argument in function.signature.input_arg}
+    for node in function.node_def:
+        names |= {f"{node.name}:{result}": f"{node.name}:{port}" for port, (result, _) in enumerate(results_of(node))}
+    return names
+
+
+def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
+    """Returns the types of the tensors that can be packed: TensorFlow infers their sizes."""
+    calls = {node.name: node for node in function.node_def if _calls_functions(node)}
+    body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
+    body.node.extend(node for node in function.node_def if node.name not in calls)
+    used = set()
+    for node in body.node:
+        _set_inputs(node, [names[name] for name in data_inputs(node)])
+        used.update(node.input)
+    with tf.Graph().as_default() as graph:
+        feeds = {
+            f"{argument.name}:0": placeholder(tensor.dtype, tensor.shape, handle_data(tensor))
+            for argument, tensor in zip(function.signature.input_arg, given, strict=True)
+        }
+        for name, node in calls.items():
+            results = zip(results_of(node), _stated_shapes(node), strict=True)
+            feeds |= {f"{name}:{port}": placeholder(dtype, shape) for port, ((_, dtype), shape) in enumerate(results)}
+        tf.graph_util.import_graph_def(body, {name: feeds[name] for name in used & feeds.keys()}, name="")
+    found = {
+        name: feeds[names[name]] if source_of(name) in calls else graph.get_tensor_by_name(names[name]) for name in tensors
+    }
+    return {
+        name: tf.TensorSpec(tensor.shape, tensor.dtype)
+        for name, tensor in found.items()
+        if (tensor.dtype.is_floating or tensor.dtype in _SENT_AS) and tensor.shape.is_fully_defined()
+    }
+
+
+def _calls_functions(node: Any) -> bool:
+    """Returns whether a node calls functions, whose results have sizes that are not inferred here."""
+    return any(attribute.HasField("func") or attribute.list.func for attribute in node.attr.values())
+
+
+def _stated_shapes(node: Any) -> list[tf.TensorShape]:
+    """Returns the shapes of a call's results, as far as the node states them."""
+    stated = node.attr["output_shapes"].list.shape if "output_shapes" in node.attr else ()
+    return list(map(tf.TensorShape, stated)) or [tf.TensorShape(None) for _ in results_of(node)]
+
+
+def _steps(
+    copies: Sequence[Copy], nodes: Mapping[str, Any], order: Sequence[str], towers: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns how many steps lead to each node, and the latest round of a message that it can wait for without a delay.
+
+    A step goes to a tower, or home from one. The longest chain of steps has one round for each of them.
+
+    A tower on the device where a sum is made needs no copy of it, but its steps count like those of all others. Otherwise, the
+    sum would wait, in a message to another tower, for what this tower computes from it.
+    """
+    crossing = {(copy.maker, taker) for copy in copies for taker in copy.takers}
+    before: dict[str, int] = defaultdict(int)
+    after: dict[str, int] = defaultdict(int)
+
+    def is_step(source: str, name: str) -> bool:
+        return (source, name) in crossing or (source in nodes and towers.get(source) != towers.get(name))
+
+    edges = [(source, name) for name in order for source in map(source_of, nodes[name].input)]
+    for source, name in edges:
+        before[name] = max(before[name], before[source] + is_step(source, name))
+    for source, name in reversed(edges):
+        after[source] = max(after[source], after[name] + is_step(source, name))
+    last = max(before.values(), default=0) - 1
+    return before, {name: last - after[name] for name in nodes}
+
+
+def _rounds(copies: Sequence[Copy], before: Mapping[str, int], latest: Mapping[str, int]) -> list[int]:
+    """Returns the round of each copy.
+
+    A copy that no other one leads to leaves in round 0, as early as it can. Examples are the weights. Any other copy has the
+    latest round that delays nothing: gradients, which only updates wait for, share the last one.
+
+    A copy never shares a round with those that it leads to. They come at least a step after it, so that their latest rounds are
+    later than its own. None of them leaves earlier than that, since the copy leads to it.
+    """
+    return [min(latest[taker] for taker in copy.takers) if before[copy.maker] else 0 for copy in copies]
+
+
+def _last_rounds(
+    copies: Sequence[Copy], rounds: Sequence[int], latest: Mapping[str, int], nodes: Mapping[str, Any], order: Sequence[str]
+) -> dict[str, int]:
+    """Returns the last round of a message that each node may wait for.
+
+    The round comes before those of all copies that the node leads to. Otherwise, a message could wait for itself.
+    """
+    last = dict(latest)
+    for copy, number in zip(copies, rounds, strict=True):
+        last[copy.maker] = min(last[copy.maker], number - 1)
+    for name in reversed(order):
+        for source in map(source_of, nodes[name].input):
+            if source in last:
+                last[source] = min(last[source], last[name])
+    return last
+
+
+def _messages(
+    copies: Sequence[Copy], rounds: Sequence[int], last: Mapping[str, int], types: Mapping[str, tf.TensorSpec]
+) -> Iterator[tuple[int, list[Copy]]]:
+    """Yields the copies that share a message, two or more at a time, with their round."""
+    groups: dict[Any, list[Copy]] = defaultdict(list)
+    loads: dict[Any, int] = defaultdict(int)
+    for copy, number in zip(copies, rounds, strict=True):
+        groups[number, copy.source, copy.destination, _sent_as(types[copy.tensor])].append(copy)
+        for end in (("from", copy.source), ("to", copy.destination)):
+            loads[number, end] += _bytes(types[copy.tensor])
+    full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
+    for (number, *_), group in groups.items():
+        message: list[Copy] = []
+        size = 0
+        for copy in group:
+            if _bytes(types[copy.tensor]) >= full or any(number > last[taker] for taker in copy.takers):
+                # It leaves by itself: packing would only copy it once more, or make its takers wait for what they lead to.
+                continue
+            message.append(copy)
+            size += _bytes(types[copy.tensor])
+            if size >= full:
+                yield number, message
+                message, size = [], 0
+        if len(message) > 1:
+            yield number, message
+
+
+def _sent_as(spec: tf.TensorSpec) -> tf.DType:
+    return _SENT_AS.get(spec.dtype, spec.dtype)
+
+
+def _bytes(spec: tf.TensorSpec) -> int:
+    return math.prod(spec.shape) * int(spec.dtype.size)
+
+
+def _sent_together(
+    written: GraphWriter, message: Sequence[Copy], names: Mapping[str, str], types: Mapping[str, tf.TensorSpec]
+) -> tuple[str, list[str]]:
+    """Sends some tensors in one message. Returns its node, and the names of the received tensors inside the function."""
+    source, destination = message[0].source, message[0].destination
+    specs = [types[copy.tensor] for copy in message]
+    dtype, count = _sent_as(specs[0]), len(specs)
+
+    def reshaped(tensor: str, shape: list[int], device: str) -> str:
+        inputs = [tensor, written.constant(shape, device=device)]
+        return written.add("Reshape", inputs, device, "packed/reshape", T=dtype, Tshape=tf.int32)
+
+    def cast(tensor: str, before: tf.DType, after: tf.DType, device: str) -> str:
+        """Takes the bits of a tensor as numbers of another dtype, if the dtypes differ."""
+        return tensor if before == after else written.add("Bitcast", [tensor], device, "packed/bits", T=before, type=after)
+
+    pairs = zip(message, specs, strict=True)
+    parts = [reshaped(cast(names[copy.tensor], spec.dtype, dtype, source), [-1], source) for copy, spec in pairs]
+    inputs = [*parts, written.constant(0, device=source)]
+    sent = written.add("ConcatV2", inputs, source, "packed/message", N=count, T=dtype, Tidx=tf.int32)
+    sizes = written.constant([math.prod(spec.shape) for spec in specs], device=destination)
+    inputs = [sent, sizes, written.constant(0, device=destination)]
+    split = written.add("SplitV", inputs, destination, "packed/received", num_split=count, T=dtype, Tlen=tf.int32)
+    received = [reshaped(f"{split}:{i}", spec.shape.as_list(), destination) for i, spec in enumerate(specs)]
+    made = [cast(tensor, dtype, spec.dtype, destination) for tensor, spec in zip(received, specs, strict=True)]
+    return sent, [written.inside(tensor)[0] for tensor in made]
+
+
+def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
+    """Makes a node wait for at most one node of each other device.
+
+    The one node waits for what its takers have waited for before, so that no node waits for more than before.
+    """
+    for node in list(written.function.node_def):
+        here, elsewhere = crossings.device(node.name), defaultdict(list)
+        for name in node.input:
+            there = crossings.device(source_of(name))
+            if name.startswith("^") and there and here and there != here:
+                elsewhere[there].append(name)
+        for there, names in elsewhere.items():
+            if len(names) > 1:
+                joined = written.once(("joined", *names), partial(written.add, "NoOp", names, there, "packed/joined"))
+                _set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
+
+
+def _begin_after(sent: str, users: Iterable[Any]) -> None:
+    """Makes the tower on the device of a message begin after the message is sent, since all other towers wait for it.
+
+    A GPU runs its operations in the order in which it is given them, and sends a message after those before it.
+
+    Args:
+        sent: the node of the message.
+        users: the nodes of the tower that take tensors of the message on the device that makes them.
+    """
+    for user in {user.name: user for user in users}.values():
+        if not (user.op in _FUSED_ON_CPUS and "CPU" in user.device):
+            user.input.append(f"^{sent}")
+
+
+def _set_inputs(node: Any, names: Sequence[str]) -> None:
+    del node.input[:]
+    node.input.extend(names)

@@ -1,0 +1,1 @@
+"""Trace a step as one device does, and prepare its graph."""

@@ -1,0 +1,149 @@
+"""Simplify the traced graph before it is copied."""
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.tracing.names import source_of
+
+# Some of them affect gradients only, and no more gradients are taken.
+_IDENTITIES = ("Identity", "IdentityN", "PreventGradient", "StopGradient")
+
+
+def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Returns the nodes that some tensors and operations need, without nodes that compute the same as another one.
+
+    A node that waited for a removed operation waits for its replacement, so that effects keep their order. Two reads of a
+    variable are merged if they wait for the same operations, since no write has to happen between them.
+
+    Args:
+        nodes: NodeDefs, which are changed in place.
+        fetches: names of tensors, "operation:0", and of operations, "^operation".
+
+    Returns:
+        The nodes in topological order, and the names of the fetches among them. The first result of an operation has the name
+        "operation".
+    """
+    nodes = list(nodes)
+    needed = needed_nodes(nodes, fetches)
+    arguments = {node.name for node in nodes if node.op == "Placeholder"}
+    passed: dict[str, str] = {}
+    merged: dict[str, str] = {}
+    awaited: dict[str, list[str]] = {}
+    known: dict[Any, str] = {}
+    kept = []
+
+    def resolved(name: str) -> str:
+        node, colon, port = name.partition(":")
+        return passed.get(name) or f"{merged.get(node, node)}{colon}{port}"
+
+    for node in in_order([node for node in nodes if node.name in needed]):
+        name, given = node.name, list(node.input)
+        inputs = [resolved(source) for source in given if source[0] != "^"]
+        controls = {control for source in given if source[0] == "^" for control in awaited.get(source, (source,))}
+        del node.input[:]
+        # Colocation names an operation that may have been removed, and no more gradients are taken.
+        node.attr.pop("_class", None)
+        node.attr.pop("_gradient_op_type", None)
+        if _is_identity(node, inputs, arguments) and not controls:
+            passed |= {f"{name}:{k}" if k else name: source for k, source in enumerate(inputs)}
+            awaited[f"^{name}"] = [f"^{source.partition(':')[0]}" for source in inputs]
+            continue
+        if node.op != "Const":
+            # A constant has nothing to wait for.
+            inputs += sorted(controls)
+        if not _has_own_result(node):
+            node.name = ""
+            first = known.setdefault((node.SerializeToString(deterministic=True), *inputs), name)
+            node.name = name
+            if first != name:
+                merged[name] = first
+                awaited[f"^{name}"] = [f"^{first}"]
+                continue
+        node.input.extend(inputs)
+        kept.append(node)
+    found = [[resolved(name.removesuffix(":0"))] if name[0] != "^" else awaited.get(name, [name]) for name in fetches]
+    return kept, [name for names in found for name in names]
+
+
+def without_waiting_results(
+    nodes: Sequence[Any], outputs: Iterable[str], effects: Collection[str], arguments: Iterable[str]
+) -> list[Any]:
+    """Returns the nodes, without waits of the results for the effects of the step.
+
+    A step ends after all of its effects. Only what is computed from a result waits for them otherwise, and nothing is.
+
+    Args:
+        nodes: NodeDefs, which are changed in place.
+        outputs: the names of the tensors that are returned.
+        effects: the names of the nodes that run in any case.
+        arguments: the names of the placeholders, which stay.
+    """
+    by_name = {node.name: node for node in nodes}
+    taken = {source_of(name) for node in nodes for name in node.input}
+    for node in {source_of(name) for name in outputs} - taken - set(effects):
+        if not is_stateful(by_name[node].op):
+            kept = [name for name in by_name[node].input if not (name[0] == "^" and _happens(name[1:], by_name, effects))]
+            del by_name[node].input[:]
+            by_name[node].input.extend(kept)
+    # An argument that is a constant may have been merged with another one.
+    needed = needed_nodes(nodes, [*outputs, *effects, *(name for name in arguments if name in by_name)])
+    return [node for node in nodes if node.name in needed]
+
+
+def _happens(name: str, nodes: Mapping[str, Any], effects: Collection[str]) -> bool:
+    """Returns whether a node is an effect, a read, or only waits for effects and reads."""
+    node = nodes[name]
+    if name in effects or node.op == "ReadVariableOp":
+        return True
+    return node.op == "NoOp" and all(_happens(source[1:], nodes, effects) for source in node.input)
+
+
+def in_order(nodes: Sequence[Any]) -> Iterable[Any]:
+    """Yields the nodes in topological order."""
+    by_name = {node.name: node for node in nodes}
+    places = {node.name: i for i, node in enumerate(nodes)}
+
+    def sources(node: Any) -> Iterator[str]:
+        # In the order of positions: names may differ between workers if one has made layers that others have not.
+        return iter(sorted({source_of(name) for name in node.input}, key=places.__getitem__))
+
+    seen: set[str] = set()
+    for root in nodes:
+        if root.name in seen:
+            continue
+        seen.add(root.name)
+        stack = [(root, sources(root))]
+        while stack:
+            node, inputs = stack[-1]
+            for source in inputs:
+                if source not in seen:
+                    seen.add(source)
+                    stack.append((by_name[source], sources(by_name[source])))
+                    break
+            else:
+                stack.pop()
+                yield node
+
+
+def needed_nodes(nodes: Iterable[Any], names: Iterable[str]) -> set[str]:
+    """Returns the names of the nodes that make tensors or operations, and of all nodes that these depend on."""
+    inputs_of = {node.name: node.input for node in nodes}
+    needed: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop().lstrip("^").partition(":")[0]
+        if name not in needed:
+            needed.add(name)
+            waiting.extend(inputs_of[name])
+    return needed
+
+
+def _is_identity(node: Any, inputs: Iterable[str], arguments: Container[str]) -> bool:
+    """Returns whether a node can be replaced by its inputs. An identity of an argument stays, since it may be a result."""
+    return node.op in _IDENTITIES and not node.device and all(name not in arguments for name in inputs)
+
+
+def _has_own_result(node: Any) -> bool:
+    """Returns whether an equal node with equal inputs may give another result: by state, random numbers, or a feed."""
+    return node.op == "Placeholder" or (is_stateful(node.op) and node.op != "ReadVariableOp")
