@@ -1,18 +1,32 @@
 """Defer sums over towers until after linear operations."""
 
+import re
+
 from keras_dp.partition.facts.node import Node, Plan
 from keras_dp.partition.facts.placements import REPLICATE, Facts, Partial
 from keras_dp.partition.placing.rules.registry import types
 
-_UNARY = frozenset(types("Identity IdentityN Neg StopGradient Snapshot PreventGradient Real Imag Conj EnsureShape BiasAddGrad"))
-_SUMS = frozenset(["Add", "AddV2", "AddN", "Sub"])
-_IN_THE_FIRST = frozenset(["Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"])
-# A gradient is linear in the incoming gradient, which is the input of this index.
-_GRADIENTS = dict.fromkeys(types("RsqrtGrad SqrtGrad ReciprocalGrad InvGrad TanhGrad SigmoidGrad"), 1)
-_GRADIENTS |= dict.fromkeys(types("ReluGrad Relu6Grad LeakyReluGrad EluGrad SeluGrad SoftplusGrad SoftsignGrad"), 0)
-_RESHAPING = frozenset(["Reshape", "Transpose", "Squeeze", "ExpandDims"])
-# The index of the input of which these operations take a part, or which they put in place.
-_PICKING = {"StridedSlice": 0, "Slice": 0, "Pad": 0, "Unpack": 0, "Split": 1, "MatrixBandPart": 0, "StridedSliceGrad": 4}
+_SUMS = types("Add AddV2 AddN Sub")
+_QUOTIENTS = types("RealDiv Div DivNoNan MulNoNan")
+# For each operation, the inputs in which it is linear: they may be parts of sums (p) while the others are replicated (r).
+_LINEAR = {
+    operation: pattern
+    for pattern, operations in (
+        ("p+", [*_SUMS, *types("Cast BiasAddGrad Conj EnsureShape Identity IdentityN Imag Neg Pack PreventGradient Real")]),
+        ("p+", types("Snapshot Squeeze StopGradient Unpack")),
+        ("p+r", ["ConcatV2"]),
+        ("pr|rp", ["Mul"]),
+        ("pr", [*_QUOTIENTS, *types("ExpandDims Pad Reshape Transpose")]),
+        ("prr", types("MatrixBandPart Slice")),
+        ("prrr", ["StridedSlice"]),
+        ("rrrrp", ["StridedSliceGrad"]),
+        ("rp", ["Split"]),
+        # A gradient is linear in the incoming gradient.
+        ("rp", types("ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad")),
+        ("pr", types("EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad")),
+    )
+    for operation in operations
+}
 
 
 def linear(node: Node) -> Plan | None:
@@ -37,26 +51,16 @@ def linear(node: Node) -> Plan | None:
 
 
 def _is_linear(node: Node, sums: list[bool]) -> bool:
-    kind = node.type
-    if kind in _IN_THE_FIRST and not (node.dtype(0).is_floating or node.dtype(0).is_complex) and kind != "Mul":
-        # The quotient of integers is truncated.
+    given = "".join("p" if is_sum else "r" for is_sum in sums)
+    if not re.fullmatch(_LINEAR.get(node.type, ""), given):
         return False
-    if kind in _UNARY | _SUMS:
-        return all(sums)
-    if kind in _GRADIENTS:
-        return sums[_GRADIENTS[kind]] and sum(sums) == 1
-    if kind == "Cast":
+    if node.type == "Cast":
         source, result = node.dtype(0), node.result_dtype()
         return source.is_floating and result.is_floating and result.size >= source.size
-    if kind in _IN_THE_FIRST and sums[0]:
-        return not sums[1] and not _is_expanded(node, 0)
-    if kind == "Mul":
-        return not sums[0] and not _is_expanded(node, 1)
-    if kind in ("ConcatV2", "Pack"):
-        return all(sums[: node.integer("N")])
-    if kind in _RESHAPING:
-        return sums[0] and sum(sums) == 1
-    return kind in _PICKING and sums[_PICKING[kind]] and sum(sums) == 1
+    if node.type in _QUOTIENTS and not (node.dtype(0).is_floating or node.dtype(0).is_complex):
+        # The quotient of integers is truncated.
+        return False
+    return node.type not in ("Mul", *_QUOTIENTS) or not _is_expanded(node, given.index("p"))
 
 
 def _is_expanded(node: Node, i: int) -> bool:

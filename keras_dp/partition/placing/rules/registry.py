@@ -13,7 +13,7 @@ def rule(*types: str) -> Callable[[Rule], Rule]:
     """Registers a function as the rule of some types of operations.
 
     A rule takes a `Node` and returns a `Plan`. It returns None for placements that it does not know to be right. Then the
-    inputs are gathered, and the node is computed once. tests/unit/partition/test_rules.py proves every combination of
+    inputs are gathered, and the node is computed once. tests/unit/partition/placing/test_rules.py proves every combination of
     placements that a rule accepts.
 
     Raises:

@@ -9,8 +9,8 @@ import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition.placing.rules import RULES
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.recurrent import RECURRENT
-from partition.proofs import cases_of, is_right_on_towers, prove
-from partition.samples import samples
+from partition.placing.proofs import cases_of, is_right_on_towers, prove
+from partition.placing.samples import samples
 
 SAMPLES = samples()
 

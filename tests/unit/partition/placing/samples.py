@@ -8,7 +8,7 @@ from keras_dp.partition.own import own_part, total_of_own
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.elementwise import BINARY, CHECKS, UNARY
 from keras_dp.partition.placing.rules.registry import types
-from partition.proofs import Sample
+from partition.placing.proofs import Sample
 
 R = tf.raw_ops
 

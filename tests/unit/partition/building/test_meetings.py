@@ -8,7 +8,7 @@ import tensorflow as tf
 from partitioned_steps import partitioned_step
 
 import keras_dp
-from partition.proofs import ROW_COUNTS
+from partition.placing.proofs import ROW_COUNTS
 
 F64 = tf.float64
 IMAGES = [tf.TensorSpec([None, None, None, 2], F64)]
