@@ -124,7 +124,9 @@ class DataParallelModel(ModelWrapper):
         self._loops: list[str] = []
         self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
         packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
-        self._steps = TowerSteps(inner_model, self._feed, batch_norm, gradient_dtype, packs, self._variables_made)
+        self._steps = TowerSteps(
+            inner_model, self._feed, batch_norm, gradient_dtype, packs, self._optimizer_of_step, self._variables_made
+        )
         self._verification = verification(verify, self._steps)
         self._remember(
             devices=self.devices,
@@ -432,7 +434,7 @@ class DataParallelModel(ModelWrapper):
     def tower_steps(self) -> TowerSteps:
         """The inner model's steps on N towers, in its current state; for tools that inspect steps or run them differently."""
         self._follow_inner_model()
-        return self._current_steps()
+        return self._steps
 
     @tower_steps.setter
     def tower_steps(self, steps: TowerSteps) -> None:
@@ -502,17 +504,16 @@ class DataParallelModel(ModelWrapper):
 
     def _run_on_towers(self, name: choices.Step, slices: Sequence[Slice]) -> Any:
         known = self._joint_calls.variables_of(self.inner_model)
-        result, partition = self._current_steps().run(name, slices)
+        result, partition = self._steps.run(name, slices)
         self._joint_calls.synchronize_others(known, partition.variables)
         if name == "train" and not self._told_gathered:
             rows = partition.propagation.batch_rows or self._batch_rows or BATCH_SIZE
             self._tell_gathered(self._explanation(partition, rows))
         return own_rows(result, slices) if name == "predict" and self._predicts_shard else result
 
-    def _current_steps(self) -> TowerSteps:
+    def _optimizer_of_step(self) -> DataParallelOptimizer | None:
         # Keras sets the attribute when the model is compiled.
-        self._steps.optimizer = self.optimizer if hasattr(self.inner_model, "optimizer") else None
-        return self._steps
+        return self.optimizer if hasattr(self.inner_model, "optimizer") else None
 
     def _explanation(self, partition: Partition, batch_rows: int) -> Explanation:
         return explain(partition, self.devices, self._steps.home, batch_rows, self._steps.jit_compile)

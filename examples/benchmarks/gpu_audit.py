@@ -20,12 +20,13 @@ import keras
 import tensorflow as tf
 
 import keras_dp
-from keras_dp.cli import models, planning, runs, synthetic
-from keras_dp.cli.plan import Plan, PlannedRun
-from keras_dp.reports.gpu_audit import audit
-from keras_dp.reports.gpu_placement import place_step
-from keras_dp.reports.hardware import Link, Machine, Processor, machine_of
-from keras_dp.reports.simulation import simulate
+from keras_dp.cli import models, runs, synthetic
+from keras_dp.cli.plan import planning
+from keras_dp.cli.plan.command import Plan, PlannedRun
+from keras_dp.gpu_model.audit import audit
+from keras_dp.gpu_model.hardware import Link, Machine, Processor, machine_of
+from keras_dp.gpu_model.placement import place_step
+from keras_dp.gpu_model.simulation import simulate
 from keras_dp.reports.step_graph import graph_of_step
 
 DIRECTORY = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Run `keras-dp`, with a module for each of its commands.
+"""Run `keras-dp`, with a package for each of its commands.
 
 The command itself does not import TensorFlow, because that takes seconds. Work that needs TensorFlow runs in other processes.
 """
@@ -10,10 +10,12 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from keras_dp.cli import bench, launch, plan
+from keras_dp.cli.bench import command as bench_command
+from keras_dp.cli.launch import command as launch_command
+from keras_dp.cli.plan import command as plan_command
 from keras_dp.version import __version__
 
-COMMANDS = {"bench": bench, "launch": launch, "plan": plan}
+COMMANDS = {"bench": bench_command, "launch": launch_command, "plan": plan_command}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,8 +33,8 @@ class TowerSteps:
     1. Cut: the input pipeline cuts the global batch of B rows into N slices (`batches`).
     2. Trace: the model's own step is traced once, as one device would run it (`steps.plain`).
     3. Propagate: each tensor gets a placement, from the batch to the results: rows, a part of a sum, or the whole
-       (`partition.propagation`, with a rule for each operation).
-    4. Exchange: where a rule asks for it, towers sum their parts or gather their rows (`partition.exchanges`).
+       (`partition.placing`, with a rule for each operation).
+    4. Exchange: where a rule asks for it, towers sum their parts or gather their rows (`partition.building.exchanges`).
     5. Build: one graph runs each tower's operations on its device, and operations with effects once (`partition.building`).
 
     Args:
@@ -43,10 +43,10 @@ class TowerSteps:
         batch_norm: see `DataParallelModel`.
         gradient_dtype: see `DataParallelModel`.
         pack_copies: whether the tensors that devices send each other share messages.
+        optimizer: returns the optimizer that applies the gradients in "train"; None if there is none.
         variables_made: is called when a first trace has made variables, before a second one.
 
     Attributes:
-        optimizer: the optimizer that applies the gradients in "train"; None if there is none.
         jit_compile: whether XLA compiles the towers' operations between exchanges.
         calls: how often the steps of training and evaluation were called, and found a batch.
     """
@@ -58,6 +58,7 @@ class TowerSteps:
         batch_norm: choices.BatchNorm = "sync",
         gradient_dtype: choices.GradientType = None,
         pack_copies: bool = False,
+        optimizer: Callable[[], DataParallelOptimizer | None] = lambda: None,
         variables_made: Callable[[], None] = lambda: None,
     ):
         self.model = model
@@ -65,11 +66,16 @@ class TowerSteps:
         self.batch_norm = batch_norm
         self.gradient_dtype = gradient_dtype
         self.pack_copies = pack_copies
+        self._optimizer = optimizer
         self.variables_made = variables_made
-        self.optimizer: DataParallelOptimizer | None = None
         self.jit_compile = False
         self.calls = 0
         self._partitions: dict[str, Partition] = {}
+
+    @property
+    def optimizer(self) -> DataParallelOptimizer | None:
+        """The optimizer that applies the gradients in "train"; None if there is none."""
+        return self._optimizer()
 
     @property
     def home(self) -> str:

@@ -14,11 +14,13 @@ import pytest
 from keras import layers
 
 import keras_dp
-from keras_dp.cli import bench, environment, main, measurement, models, runs, summary, synthetic
+from keras_dp.cli import environment, main, models, runs, synthetic
 from keras_dp.cli.arguments import MODELS
+from keras_dp.cli.bench import command as bench
+from keras_dp.cli.bench import measurement, summary
+from keras_dp.cli.bench.summary import Cell
+from keras_dp.cli.bench.survey import survey
 from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
-from keras_dp.cli.summary import Cell
-from keras_dp.cli.survey import survey
 
 USER_MODULE = """
 import keras

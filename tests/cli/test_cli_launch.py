@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from keras_dp.cli import launch, main
+from keras_dp.cli import main
+from keras_dp.cli.launch import command as launch
 from keras_dp.devices import nvidia
 
 REPORT = """

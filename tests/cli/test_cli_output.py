@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dp.cli import output
-from keras_dp.cli.output import Screen, WorkerOutput
+from keras_dp.cli.launch import output
+from keras_dp.cli.launch.output import Screen, WorkerOutput
 
 # Keras prints a bar so: it returns to the beginning of the line, and uses colours.
 BAR = "Epoch 1/2\n" + "".join(f"\r\x1b[1m{step}/3\x1b[0m ━━ loss: 0.{9 - step}\b\b" for step in (1, 2, 3)) + "\ndone\n"

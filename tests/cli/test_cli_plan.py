@@ -5,8 +5,9 @@ import dataclasses
 
 import pytest
 
-from keras_dp.cli import main, plan
-from keras_dp.cli.plan import Plan, PlannedRun
+from keras_dp.cli import main
+from keras_dp.cli.plan import command as plan
+from keras_dp.cli.plan.command import Plan, PlannedRun
 from keras_dp.cli.runs import RunFailedError
 
 USER_MODULE = """

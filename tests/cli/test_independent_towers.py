@@ -7,7 +7,7 @@ from keras import layers
 
 import keras_dp
 from keras_dp.batches.slicing import cut
-from keras_dp.cli.independent_towers import independent_towers
+from keras_dp.cli.bench.independent_towers import independent_towers
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.reports.communication import _run_and_collect
 

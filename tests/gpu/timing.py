@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dp.cli.measurement import StepTimes
+from keras_dp.cli.bench.measurement import StepTimes
 
 
 def step_milliseconds(model: keras.Model, dataset: Any, steps: int, warm_up: int) -> np.ndarray:

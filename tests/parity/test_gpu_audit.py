@@ -9,12 +9,12 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dp
+from keras_dp.gpu_model.audit import audit, audit_step
+from keras_dp.gpu_model.hardware import GPUS
+from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
+from keras_dp.gpu_model.virtual_gpus import on_virtual_gpus
 from keras_dp.reports import step_graph
-from keras_dp.reports.gpu_audit import audit, audit_step
-from keras_dp.reports.gpu_placement import logical_cpus_for_gpus, place_step
-from keras_dp.reports.hardware import GPUS
 from keras_dp.reports.step_graph import graph_of_step
-from keras_dp.reports.virtual_gpus import on_virtual_gpus
 
 TOWERS = 3
 RNG = np.random.default_rng(3)

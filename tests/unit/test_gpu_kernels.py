@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_dp.reports.gpu_kernels import Kernel, gpu_kernel
+from keras_dp.gpu_model.kernels import Kernel, gpu_kernel
 
 
 def kernels_of(function, *specs):

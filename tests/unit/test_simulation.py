@@ -10,11 +10,11 @@ from keras import layers
 
 import keras_dp
 from keras_dp.arithmetic.work import work_of_operations
-from keras_dp.reports.gpu_placement import logical_cpus_for_gpus, place_step
-from keras_dp.reports.hardware import GPUS, Link, Machine, Processor, machine_of
-from keras_dp.reports.loops import rounds_of_operations
-from keras_dp.reports.schedule import Span, Task, schedule
-from keras_dp.reports.simulation import simulate
+from keras_dp.gpu_model.hardware import GPUS, Link, Machine, Processor, machine_of
+from keras_dp.gpu_model.loops import rounds_of_operations
+from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
+from keras_dp.gpu_model.schedule import Span, Task, schedule
+from keras_dp.gpu_model.simulation import simulate
 from keras_dp.reports.step_graph import graph_of_step
 
 

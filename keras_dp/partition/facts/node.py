@@ -82,7 +82,7 @@ class Node:
         inputs: the `Facts` of each input.
         statics: the `Static` of each input.
         results: the `Static` of each output, as far as TensorFlow knows it.
-        in_loop: whether the node is in the body of a loop or branch that each tower runs by itself.
+        in_body: whether the node is in the body of a loop or branch that each tower runs by itself.
         batch_rows: B, if it was known while the step was traced; else None.
         scope: the beginning of the names of sizes that the node makes, which no other graph has.
     """
@@ -93,7 +93,7 @@ class Node:
         inputs: list[Facts],
         statics: list[Static],
         results: list[Static],
-        in_loop: bool = False,
+        in_body: bool = False,
         batch_rows: int | None = None,
         scope: str = "",
     ):
@@ -103,7 +103,7 @@ class Node:
         self.inputs = inputs
         self.statics = statics
         self.results = results
-        self.in_loop = in_loop
+        self.in_body = in_body
         self.batch_rows = batch_rows
         self.scope = scope
 
@@ -114,7 +114,7 @@ class Node:
 
     def with_inputs(self, inputs: list[Facts]) -> "Node":
         """Returns the node with other facts of its inputs."""
-        return Node(self.definition, inputs, self.statics, self.results, self.in_loop, self.batch_rows, self.scope)
+        return Node(self.definition, inputs, self.statics, self.results, self.in_body, self.batch_rows, self.scope)
 
     def counts_all(self, number: Number, blocks: Sequence[Any]) -> bool:
         """Returns whether a number is known to count the entries of all rows, of which each has `blocks`."""

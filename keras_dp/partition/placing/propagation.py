@@ -69,7 +69,7 @@ class Propagation:
     Args:
         traced: the graph.
         arguments: the facts of its placeholders, by name.
-        in_loop: whether the graph is the body of a loop or branch, which each tower runs by itself.
+        in_body: whether the graph is the body of a loop or branch, which each tower runs by itself.
         batch_rows: B, if it was known while the step was traced; else None.
 
     Attributes:
@@ -88,11 +88,11 @@ class Propagation:
         self,
         traced: Traced,
         arguments: Mapping[str, Facts],
-        in_loop: bool = False,
+        in_body: bool = False,
         batch_rows: int | None = None,
     ):
         self.traced = traced
-        self.in_loop = in_loop
+        self.in_body = in_body
         self.batch_rows = batch_rows
         self.facts: dict[Output, Facts] = {}
         self.plans: dict[str, Plan] = {}
@@ -120,7 +120,7 @@ class Propagation:
             self.plans[node.name] = plan
             for k, facts in enumerate(plan.outputs):
                 self.facts[node.name, k] = facts
-            if self.in_loop:
+            if self.in_body:
                 if self.obstacle is None and node.name not in arguments:
                     self.obstacle = self._obstacle(node)
                 continue
@@ -168,7 +168,7 @@ class Propagation:
         inputs = [self.facts[source] for source in sources]
         statics = [self.static(source) for source in sources]
         results = self.traced.statics[definition.name]
-        return Node(definition, inputs, statics, results, self.in_loop, self.batch_rows, self.traced.scope)
+        return Node(definition, inputs, statics, results, self.in_body, self.batch_rows, self.traced.scope)
 
     def body(
         self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
@@ -197,7 +197,7 @@ class Propagation:
             self._functions[key] = traced_function(self.traced, name, shapes, handles)
         traced = self._functions[key]
         placed = dict(zip(traced.arguments, arguments, strict=True))
-        propagation = Propagation(traced, placed, in_loop=True, batch_rows=self.batch_rows)
+        propagation = Propagation(traced, placed, in_body=True, batch_rows=self.batch_rows)
         self.bodies.append(propagation)
         results = []
         for output in map(output_of, traced.outputs):
@@ -253,7 +253,7 @@ class Propagation:
             plan = self._by_rule(node, blocks or ())
         if plan is None or not self._is_sound(node, plan):
             return self._once(node, self._why_gathered(node, plan))
-        if node.type == "Mean" and plan.outputs[0].placement == Partial() and not self.in_loop:
+        if node.type == "Mean" and plan.outputs[0].placement == Partial() and not self.in_body:
             return self._as_variance(node, plan)
         if plan.gathers:
             self.gathered.append(Gathered(node.type, node.name, "rows meet rows: one operand is gathered"))
@@ -322,7 +322,7 @@ class Propagation:
 
     def _obstacle_to_meeting(self, node: Node, plan: Plan) -> str | None:
         """Returns why an input could not be cut, or the rows of a result could not be gathered; None if all can be."""
-        if self.in_loop:
+        if self.in_body:
             # No towers meet in a body; they may meet over its results, which are those of its loop, branch or call.
             return None
         needs = plan.needs or [REPLICATE] * len(node.inputs)

@@ -47,7 +47,7 @@ def draw(node: Node) -> Plan | None:
         return None
     blocks = shape[rows[0]].blocks
     facts = Facts(Shard(rows[0], blocks))
-    if node.type not in SKIPPING or rows != [0] or len(blocks) != 1 or node.in_loop:
+    if node.type not in SKIPPING or rows != [0] or len(blocks) != 1 or node.in_body:
         return Plan([facts])
     entries = [*blocks, *shape[1:]]
     in_row = math.prod(entries) if all(isinstance(number, int) for number in entries) else None

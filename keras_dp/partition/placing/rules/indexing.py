@@ -96,7 +96,7 @@ def segments(node: Node) -> Plan | None:
     labels = axes(rank)
     result: Labels = (None, *labels[ids:])
     plan = by_labels(node, [labels, labels[:ids], REPLICATE], [result], reduction=_SEGMENTS[node.type], broadcasts=False)
-    if plan and not node.in_loop and _has_more_segments_than_entries(node):
+    if plan and not node.in_body and _has_more_segments_than_entries(node):
         return Plan([Facts()])
     if plan and plan.outputs[0].shape and node.inputs[2].integers:
         return plan.with_shape([*node.inputs[2].integers, *plan.outputs[0].shape[1:]])

@@ -10,6 +10,9 @@ from keras_dp.partition.facts.rows import gathered
 
 Labels = tuple[str | None, ...]
 
+# More than all inputs of an operation can add by keeping their rows: most inputs win, and of as many, a result with rows.
+_VOTE = 10
+
 
 def by_labels(
     node: Node,
@@ -46,7 +49,7 @@ def by_labels(
         is_kept = all(label in output for output in outputs)
         if label is not None and (is_kept or reduction):
             # If the result keeps the rows, it needs no reduction.
-            votes[label] += 10 + is_kept
+            votes[label] += _VOTE + is_kept
             blocks_of.setdefault(label, placement.blocks)
     if not votes:
         return None

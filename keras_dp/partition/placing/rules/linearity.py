@@ -39,7 +39,7 @@ def linear(node: Node) -> Plan | None:
         return None
     if (
         node.type in _SUMS
-        and node.in_loop
+        and node.in_body
         and all(is_sum or facts.placement == REPLICATE for is_sum, facts in zip(sums, node.inputs, strict=True))
     ):
         # In a loop, a sum starts from zero: a replicated term becomes one tower's part.
@@ -68,7 +68,7 @@ def _is_expanded(node: Node, i: int) -> bool:
 
     In a loop, towers cannot meet for the sum.
     """
-    if node.in_loop:
+    if node.in_body:
         return False
     mine, other = node.shape(i), node.shape(1 - i)
     if mine is None or other is None or len(mine) < len(other):

@@ -9,6 +9,9 @@ from keras_dp.partition.placing.rules.labels import axes, by_labels
 from keras_dp.partition.placing.rules.linearity import linear
 from keras_dp.partition.placing.rules.registry import rule
 
+# Each segment is gathered by itself.
+_MOST_SEGMENTS = 64
+
 
 @rule("Reshape")
 def reshape(node: Node) -> Plan | None:
@@ -48,7 +51,7 @@ def _rows_in(sizes: list[Number], placement: Shard, target: list[Number]) -> Sha
     before_target, after_target = product(target[:axis]), product(target[axis + 1 :])
     if before == before_target:
         blocks = placement.blocks
-    elif isinstance(before, int) and isinstance(before_target, int) and 0 < before <= 64 and before_target > 0:
+    elif isinstance(before, int) and isinstance(before_target, int) and 0 < before <= _MOST_SEGMENTS and before_target > 0:
         sequence = placement.blocks * before
         blocks = sequence[: len(sequence) // before_target]
         if blocks * before_target != sequence:

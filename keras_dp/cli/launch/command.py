@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from keras_dp.cli.output import TAIL_LINES, Screen, WorkerOutput
+from keras_dp.cli.launch.output import TAIL_LINES, Screen, WorkerOutput
 from keras_dp.devices import nvidia
 
 GRACE_SECONDS = 5.0  # for the other workers to notice that one is lost

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from keras_dp.cli.bench.summary import Row
 from keras_dp.cli.runs import ENGINES
-from keras_dp.cli.summary import Row
 
 MARKERS = dict(zip(ENGINES, "o^sD", strict=True))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
+from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep, place_step
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.tracing.names import source_of
-from keras_dp.reports.gpu_placement import Copy, Operation, PlacedStep, place_step
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from keras_dp.arithmetic.work import Work, work_of_operations
 from keras_dp.devices.available import short_name, use_logical_cpus
+from keras_dp.gpu_model.kernels import Kernel, gpu_kernel, in_device_memory
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import control_inputs, data_inputs, output_of, source_of
-from keras_dp.reports.gpu_kernels import Kernel, gpu_kernel, in_device_memory
 from keras_dp.reports.step_graph import StepGraph
 
 

@@ -5,13 +5,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from keras_dp.arithmetic.work import Work
+from keras_dp.gpu_model.hardware import Machine
+from keras_dp.gpu_model.loops import forward_inputs, rounds_of_operations
+from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep
+from keras_dp.gpu_model.schedule import Span, Task, schedule
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import source_of
-from keras_dp.reports.gpu_placement import Copy, Operation, PlacedStep
-from keras_dp.reports.hardware import Machine
-from keras_dp.reports.loops import forward_inputs, rounds_of_operations
-from keras_dp.reports.schedule import Span, Task, schedule
 
 _MATRIX_PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 _SHARED = "all devices"

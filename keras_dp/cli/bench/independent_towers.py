@@ -35,7 +35,9 @@ def independent_towers(inner_model: keras.Model, **arguments: Any) -> DataParall
     """
     parallel = DataParallelModel(inner_model, **arguments)
     steps = parallel.tower_steps
-    parallel.tower_steps = _IndependentSteps(steps.model, steps.inputs, steps.batch_norm, steps.gradient_dtype)
+    parallel.tower_steps = _IndependentSteps(
+        steps.model, steps.inputs, steps.batch_norm, steps.gradient_dtype, optimizer=lambda: steps.optimizer
+    )
     return parallel
 
 

@@ -8,14 +8,14 @@ import keras
 
 import keras_dp
 from keras_dp.cli import models, synthetic
-from keras_dp.cli.plan import Plan, PlannedRun
-from keras_dp.reports.gpu_audit import GpuAudit, audit
-from keras_dp.reports.gpu_placement import PlacedStep, logical_cpus_for_gpus, place_step
-from keras_dp.reports.hardware import Machine
+from keras_dp.cli.plan.command import Plan, PlannedRun
+from keras_dp.gpu_model.audit import GpuAudit, audit
+from keras_dp.gpu_model.hardware import Machine
+from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
+from keras_dp.gpu_model.simulation import simulate
+from keras_dp.gpu_model.virtual_gpus import on_virtual_gpus
 from keras_dp.reports.kinds_of_copies import KINDS
-from keras_dp.reports.simulation import simulate
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
-from keras_dp.reports.virtual_gpus import on_virtual_gpus
 
 EXCHANGED = ("weights", "gradients", "moments")
 

@@ -6,10 +6,10 @@ The virtual cluster knows no latency of links and no cost of launches: its times
 from typing import NamedTuple
 
 from keras_dp.arithmetic.work import costed_nodes, ends
+from keras_dp.gpu_model.hardware import Processor
+from keras_dp.gpu_model.placement import PlacedStep
 from keras_dp.keras_internals.tensorflow_runtime import VirtualCluster
 from keras_dp.partition.tensorflow_internals import HOST
-from keras_dp.reports.gpu_placement import PlacedStep
-from keras_dp.reports.hardware import Processor
 
 _PREFIX = "/job:localhost/replica:0/task:0/device:"
 # How TensorFlow's cost model computes the FLOP/s of a GPU since Pascal: cores * MHz * 64 multiplications and additions.

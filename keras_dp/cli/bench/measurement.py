@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import keras_dp
 from keras_dp.cli import models, synthetic
-from keras_dp.cli.independent_towers import independent_towers
+from keras_dp.cli.bench.independent_towers import independent_towers
 from keras_dp.cli.runs import Measurement, Run
 from keras_dp.keras_internals import keras_models
 

@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from keras_dp import choices
-from keras_dp.cli import plot, runs, summary
+from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument, positive
+from keras_dp.cli.bench import plot, summary
+from keras_dp.cli.bench.summary import Cell
 from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
-from keras_dp.cli.summary import Cell
 
 ALWAYS = ("keras_dp", "ceiling")
 OTHERS = ("single", "mirrored")

@@ -12,7 +12,7 @@ from typing import Any
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument
 from keras_dp.cli.runs import RunFailedError
-from keras_dp.reports import hardware
+from keras_dp.gpu_model import hardware
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PlannedRun:
         batch_is_per_tower: whether each tower gets that many rows.
         parameter_device: None, "sharded", or a GPU such as "GPU:1".
         pack_copies: as in `keras_dp.DataParallelModel`.
-        gpu: a key of `keras_dp.reports.hardware.GPUS`.
+        gpu: a key of `keras_dp.gpu_model.hardware.GPUS`.
         link: "nvlink" or "pcie"; None for the fastest that the GPU has.
         launch_microseconds: in place of the GPU's own, if it is not None.
         latency_microseconds: in place of the link's own, if it is not None.

@@ -1,0 +1,1 @@
+"""Measure steps per second: `keras-dp bench`."""

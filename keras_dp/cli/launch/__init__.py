@@ -1,0 +1,1 @@
+"""Start workers: `keras-dp launch`."""

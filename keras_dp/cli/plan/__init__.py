@@ -1,0 +1,1 @@
+"""Plan training on GPUs, without one: `keras-dp plan`."""

@@ -1,0 +1,1 @@
+"""Model what a step would do on GPUs, without one."""
