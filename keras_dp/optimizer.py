@@ -1,4 +1,4 @@
-"""Define DataParallelOptimizer, which sums gradients on the parameter device and applies the user's optimizer."""
+"""Define DataParallelOptimizer, which applies the user's optimizer once, on the parameter device."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,11 @@ Gradient = Any
 
 
 class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
-    """Combines the gradients of N towers and applies them once, with any Keras optimizer.
+    """Applies the gradient of the global batch once, on the parameter device, with any Keras optimizer.
 
-    `DataParallelModel.compile` wraps its optimizer in one. In your own training loop, make one yourself:
+    `DataParallelModel.compile` wraps its optimizer in one. In the model's step, the towers' parts of each gradient are summed
+    where the variable lives, by the exchange that sums everything else, and `apply` gets the sum. Your own training loop has no
+    such step: `apply_tower_gradients` sums the gradients that you computed on each device, and applies them.
 
     >>> import keras, keras_dp
     >>> weight = keras.Variable([1.0, 2.0])

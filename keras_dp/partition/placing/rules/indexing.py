@@ -53,6 +53,12 @@ def gather_from_variable(node: Node) -> Plan | None:
     return by_labels(node, [REPLICATE, labels], [labels + (None,) * (result - indices)], instance=instance, broadcasts=False)
 
 
+@rule("LowerBound", "UpperBound")
+def places_in_order(node: Node) -> Plan | None:
+    """Plans the places of values among sorted ones, as `tf.searchsorted` finds them, separate for each row."""
+    return by_labels(node, [("rows", None), ("rows", "values")], [("rows", "values")], broadcasts=False)
+
+
 @rule("GatherNd")
 def gather_at(node: Node) -> Plan | None:
     """Plans the lookup of an entry of a table for each tuple of indices."""

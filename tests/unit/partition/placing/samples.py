@@ -210,6 +210,8 @@ def _products():
         ("IRFFT2D",), lambda x: R.IRFFT2D(input=tf.cast(x, tf.complex128), fft_length=[3, 4], Treal=tf.float64), ("Bac",)
     )
     yield Sample(("Cross",), _operation("Cross", 2), ("Ba", "Ba"))
+    for name in ("LowerBound", "UpperBound"):
+        yield Sample((name,), lambda x, y, name=name: getattr(R, name)(sorted_inputs=tf.sort(x), values=y), ("Bn", "BM"))
     yield Sample(("MatrixBandPart",), lambda x: R.MatrixBandPart(input=x, num_lower=1, num_upper=0), ("Bmm",), partial=(0,))
     for name in ("MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant", "Lu", "Qr"):
         yield Sample((name,), lambda x, name=name: getattr(R, name)(input=x + tf.eye(3, dtype=x.dtype) * 4.0), ("Bmm",))
