@@ -1,13 +1,13 @@
 """Propagate placements through loops, branches and calls."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.facts.node import Node, Plan, Static
+from keras_dp.partition.facts.node import Node, Plan
 from keras_dp.partition.facts.placements import REPLICATE, Facts, ListOf, Partial, Shard
 from keras_dp.partition.placing.inner_names import named_apart, varying_in_lists, with_shape
+from keras_dp.partition.placing.planned import Bodies
 from keras_dp.partition.placing.rules.joining import are_placed_alike, join, need_of
 from keras_dp.partition.tracing.graph import CALLS
 
@@ -21,15 +21,6 @@ _MOST_ROUNDS = 10
 def is_control_flow(node: Node) -> bool:
     """Returns whether a node runs functions."""
     return node.type in TYPES
-
-
-class Bodies(Protocol):
-    """Looks into the functions that nodes run; see `Propagation`."""
-
-    def body(
-        self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
-    ) -> tuple[Any, list[Facts]]:
-        """Returns the propagation through a function that each tower would run by itself, and the facts of its outputs."""
 
 
 def plan(node: Node, bodies: Bodies) -> Plan | str:

@@ -4,13 +4,12 @@ Rows can be gathered, but a TensorList on towers cannot. If an operation that is
 fill the list are computed once, too.
 """
 
-from typing import Any
-
 from keras_dp.partition.facts.placements import REPLICATE, ListOf
+from keras_dp.partition.placing.planned import Planned
 from keras_dp.partition.tracing.names import Output
 
 
-def lists_wanted_at_home(name: str, propagation: Any) -> set[str]:
+def lists_wanted_at_home(name: str, propagation: Planned) -> set[str]:
     """Returns the nodes on towers that make the lists that a node takes at home, directly or from other lists.
 
     Args:
@@ -31,5 +30,5 @@ def lists_wanted_at_home(name: str, propagation: Any) -> set[str]:
     return wanted
 
 
-def _is_list(output: Output, propagation: Any) -> bool:
+def _is_list(output: Output, propagation: Planned) -> bool:
     return isinstance(propagation.facts[output].placement, ListOf)

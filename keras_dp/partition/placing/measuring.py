@@ -6,12 +6,12 @@ axis, since that is how sizes are named, and the step measures that tensor.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_dp.partition.facts.placements import ListOf, Own, Placement, Shard
 from keras_dp.partition.facts.rows import ALL_ROWS, Number, Size
+from keras_dp.partition.placing.planned import Planned
 from keras_dp.partition.tracing.names import Output
 
 Measure = tuple[Output, int]  # a tensor, and one of its axes
@@ -24,7 +24,7 @@ class Measures:
         propagation: the `Propagation`, with the facts of the tensors so far.
     """
 
-    def __init__(self, propagation: Any):
+    def __init__(self, propagation: Planned):
         self._propagation = propagation
         self._found: dict[str, Measure] = {}
         self._searched = 0

@@ -4,6 +4,14 @@ On GPUs a copy from one device to another costs its launch, whatever its size, s
 small ones. Copies may share a message if none of them leads to another. So each copy gets a round, and only copies of the same
 round share messages.
 
+For two towers, with the weights w and v at home on GPU 0, of which v is needed after batch normalization:
+
+    round 0: GPU 0 [w v] -> GPU 1           weights: no copy leads to them, so that they leave first, together
+    round 1: GPU 1 [moments] -> GPU 0       of batch normalization; the weights lead to them
+    round 2: GPU 0 [sums of moments] -> GPU 1
+    ...                                     and back again, for the gradients of the moments
+    last:    GPU 1 [dw dv] -> GPU 0         gradients, which only the updates wait for, whenever they are ready
+
 No message waits for itself, whatever the rounds. Packing makes two kinds of nodes wait for a message: those that take its
 tensors, and those that begin after it. Either waits only if all copies that it leads to have later rounds. So a path from a
 message meets messages of later rounds alone, and never returns. The packed function is checked all the same.

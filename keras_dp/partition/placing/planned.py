@@ -1,0 +1,30 @@
+"""Define the view of a propagation under way that its parts have."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from keras_dp.partition.facts.node import Plan, Static
+from keras_dp.partition.facts.placements import Facts
+from keras_dp.partition.tracing.graph import Traced
+from keras_dp.partition.tracing.names import Output
+
+
+class Planned(Protocol):
+    """Holds the plans of the nodes so far; see `Propagation` for the attributes."""
+
+    traced: Traced
+    facts: dict[Output, Facts]
+    plans: dict[str, Plan]
+    sources: dict[str, list[Output]]
+
+    def static(self, output: Output) -> Static:
+        """Returns the dtype and the shape of an output, as far as TensorFlow or the rules know them."""
+
+
+class Bodies(Protocol):
+    """Looks into the functions that nodes run; see `Propagation`."""
+
+    def body(
+        self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
+    ) -> tuple[Any, list[Facts]]:
+        """Returns the propagation through a function that each tower would run by itself, and the facts of its outputs."""
