@@ -306,7 +306,7 @@ def check_table():
         for towers in CHECKED_TOWERS:
             simulated = json.loads(_answer("--check-one", [name, towers, processor]))
             run = runs.Run("keras_dp", towers, models.workload(name).batch_size, name, steps=20, warm_up=5)
-            answer = runs.answer_of("measurement", dataclasses.asdict(run), **ENVIRONMENT)
+            answer = runs.answer_of("bench.measurement", dataclasses.asdict(run), **ENVIRONMENT)
             measured = statistics.median(answer["step_milliseconds"])
             first = first or (simulated, measured)
             lines.append(

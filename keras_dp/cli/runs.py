@@ -91,7 +91,7 @@ def measure_in_new_process(run: Run) -> Measurement:
     Raises:
         RunFailedError: if the process fails.
     """
-    return Measurement(**answer_of("measurement", dataclasses.asdict(run)))
+    return Measurement(**answer_of("bench.measurement", dataclasses.asdict(run)))
 
 
 def survey_in_new_process(model: str) -> Survey:
@@ -100,14 +100,14 @@ def survey_in_new_process(model: str) -> Survey:
     Raises:
         RunFailedError: if the process fails.
     """
-    return Survey(**answer_of("survey", model))
+    return Survey(**answer_of("bench.survey", model))
 
 
 def answer_of(module: str, question: Any, **variables: str) -> dict[str, Any]:
     """Runs `main` of a module of this package in a process of its own.
 
     Args:
-        module: the module's name.
+        module: the module, such as "plan.planning".
         question: what it is asked, as JSON can hold it.
         **variables: environment variables of the process.
 
@@ -117,7 +117,7 @@ def answer_of(module: str, question: Any, **variables: str) -> dict[str, Any]:
     Raises:
         RunFailedError: if the process fails.
     """
-    command = [sys.executable, "-c", f"from keras_dp.cli import {module}; {module}.main()", json.dumps(question)]
+    command = [sys.executable, "-c", f"from keras_dp.cli.{module} import main; main()", json.dumps(question)]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **variables}
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     if process.returncode:

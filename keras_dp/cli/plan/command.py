@@ -164,7 +164,7 @@ def plan_in_new_process(planned: PlannedRun) -> Plan:
         RunFailedError: if the process fails.
     """
     # Keras and TensorFlow trace and optimize some layers otherwise where there is a GPU.
-    return Plan(**runs.answer_of("planning", dataclasses.asdict(planned), CUDA_VISIBLE_DEVICES="-1"))
+    return Plan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), CUDA_VISIBLE_DEVICES="-1"))
 
 
 def described(machine: hardware.Machine) -> str:
