@@ -16,7 +16,8 @@ from keras_dp.partition.building.instances import Feeds
 from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.facts.placements import Facts, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
-from keras_dp.partition.placing.propagation import Gathered, Propagation
+from keras_dp.partition.placing.planned import Gathered
+from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.running.packing import pack_copies as pack

@@ -12,6 +12,7 @@ from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.facts.placements import LOCAL_SHAPE, REPLICATE, Need, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.facts.rows import Rows
+from keras_dp.partition.placing.obstacles import can_cut
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import add_function, is_stateful, unused_function_name
 from keras_dp.partition.tracing.names import Output, name_of, output_of
@@ -56,7 +57,7 @@ class _Body:
         self._inside, self._rows, self._tower = inside, rows, tower
         self._own_rows = max(rows.own_rows[tower], 1)
         traced = inside.traced
-        self._writer = GraphWriter("")
+        self._writer = GraphWriter("", prefix="")
         # Arguments stay in their order.
         self._writer.given.update({name: f"argument_{i}" for i, name in enumerate(traced.arguments)})
         for definition in traced.nodes:
@@ -68,7 +69,7 @@ class _Body:
             inputs = [self._form(output, need, plan.readings.get(i)) for i, (output, need) in pairs]
             own = bodies.on_tower(definition, plan, tower) if plan.functions else definition
             controls = [f"^{name}" for name in inside.awaited[definition.name]]
-            self._writer.copy(own, definition.name, "", inputs, controls)
+            self._writer.copy(own, "", inputs, controls)
         self.function = self._writer.function
         self._sign()
 
@@ -81,7 +82,7 @@ class _Body:
                 return self._integers(output, entries)
         if isinstance(need, Shard) and self._inside.facts[output].placement == REPLICATE:
             static = self._inside.static(output)
-            if self._inside.can_cut_inside(static, need):
+            if can_cut(static, need, self._inside.batch_rows):
                 return self._own_rows_of(name, need, static)
         return name
 

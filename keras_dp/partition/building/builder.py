@@ -1,7 +1,6 @@
 """Build the partitioned graph, with each node at home or on towers."""
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,23 +15,14 @@ from keras_dp.partition.building.exchanges import Exchange, Exchanges
 from keras_dp.partition.building.forms import Forms
 from keras_dp.partition.building.homes import Homes
 from keras_dp.partition.building.instances import Feeds, Instances
+from keras_dp.partition.building.needed import Kind, NeededInstances, local_need
 from keras_dp.partition.building.writing import GraphWriter
-from keras_dp.partition.facts.operations import SHAPES
-from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Replicate, Shard
+from keras_dp.partition.facts.placements import Replicate, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.control_flow import LOOPS
 from keras_dp.partition.placing.propagation import Propagation
-from keras_dp.partition.tensorflow_internals import HOST, is_stateful
+from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import Output, output_of, source_of
-
-
-class _Kind(enum.Enum):
-    """The kinds of instance that a traced node may have."""
-
-    FED = "given, or written where it is needed"
-    HOME = "one at home"
-    TOWERS = "one on each tower"
-    SHAPES = "one on each tower, for its own number of rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +87,10 @@ class Builder:
         construction = Construction(
             self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, across
         )
-        self._constants = Constants(self.graph, propagation)
-        self.exchanges = Exchanges(construction, self._constants)
-        self.forms = Forms(construction, self.exchanges, self._constants)
+        constants = Constants(self.graph, propagation)
+        self._needed = NeededInstances(propagation, feeds.whole, constants)
+        self.exchanges = Exchanges(construction, constants)
+        self.forms = Forms(construction, self.exchanges, constants)
         self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
 
     def _with_constants(self, feeds: Feeds, known: RowCounts) -> Feeds:
@@ -125,13 +116,12 @@ class Builder:
             effects: the names of nodes.
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
-        taken = [instance for output in wanted for instance in self._makers(output, REPLICATE)]
-        needed = self._needed(taken + self._kinds_after(effects))
-        self.exchanges.early = self._early(needed)
-        makers: dict[_Kind, Callable[[Any], Any]] = {
-            _Kind.SHAPES: self._make_local_shapes,
-            _Kind.TOWERS: self._make_on_towers,
-            _Kind.HOME: self._make_at_home,
+        needed = self._needed.of(wanted, effects)
+        self.exchanges.early = self._needed.early(needed)
+        makers: dict[Kind, Callable[[Any], Any]] = {
+            Kind.SHAPES: self._make_local_shapes,
+            Kind.TOWERS: self._make_on_towers,
+            Kind.HOME: self._make_at_home,
         }
         for definition in self.propagation.traced.nodes:
             for kind, make in makers.items():
@@ -148,7 +138,7 @@ class Builder:
             self._instances,
             self.exchanges.made,
             self.exchanges.meetings,
-            [self.feeds.whole[name] for name in traced.handles if self._is_variable(name)],
+            [self.feeds.whole[name] for name in traced.handles if self.propagation.static((name, 0)).dtype == tf.resource],
             {self.feeds.whole[name]: place for name, place in traced.places.items()},
         )
 
@@ -162,121 +152,17 @@ class Builder:
         """For each tower, the number of rows that it computes with, int32; at least 1."""
         return self.feeds.rows
 
-    # Find the instances that are needed.
-
-    def _needed(self, wanted: list[tuple[_Kind, str]]) -> set[tuple[_Kind, str]]:
-        """Returns some instances and all instances that they depend on."""
-        needed: set[tuple[_Kind, str]] = set()
-        waiting = list(wanted)
-        while waiting:
-            instance = waiting.pop()
-            if instance not in needed and instance[0] is not _Kind.FED:
-                needed.add(instance)
-                waiting += self._sources(*instance)
-        return needed
-
-    def _early(self, needed: Iterable[tuple[_Kind, str]]) -> set[Output]:
-        """Returns the tensors of which an instance on a tower needs the whole, directly or indirectly."""
-        on_towers = [instance for instance in needed if instance[0] in (_Kind.TOWERS, _Kind.SHAPES)]
-        facts = self.propagation.facts
-        return {
-            output
-            for instance in self._needed(on_towers)
-            for output, need in self._inputs(*instance)
-            if instance[0] is _Kind.HOME or need != facts[output].placement
-        }
-
-    def _inputs(self, kind: _Kind, name: str) -> list[tuple[Output, Need]]:
-        """Returns the tensors that an instance takes, each with the form that the instance needs."""
-        definition, plan = self.propagation.nodes[name], self.propagation.plans[name]
-        outputs = self.propagation.sources[name]
-        needs: Sequence[Need]
-        if kind is _Kind.HOME and self._counts_all_rows(definition):
-            needs = [self.propagation.facts[output].placement for output in outputs]
-        elif kind is _Kind.HOME:
-            needs = [REPLICATE] * len(outputs)
-        elif kind is _Kind.TOWERS:
-            needs = plan.needs or [REPLICATE] * len(outputs)
-        else:
-            needs = [self._local_need(output) for output in outputs]
-        return list(zip(outputs, needs, strict=True))
-
-    def _sources(self, kind: _Kind, name: str) -> list[tuple[_Kind, str]]:
-        sources = [instance for output, need in self._inputs(kind, name) for instance in self._makers(output, need)]
-        return sources + self._kinds_after(self.propagation.awaited[name])
-
-    def _makers(self, output: Output, need: Need) -> list[tuple[_Kind, str]]:
-        """Returns the instances from which a form of a tensor is made, with those of tensors that are measured for it."""
-        facts, kinds = self.propagation.facts, [(self._kind(output, need), output[0])]
-        if need != facts[output].placement or self._is_at_home(output[0]):
-            for placement in (facts[output].placement, need):
-                measured = self.propagation.measures.of(placement)
-                kinds += [(self._kind(known, facts[known].placement), known[0]) for known in measured]
-        return kinds
-
-    def _kinds_after(self, names: Iterable[str]) -> list[tuple[_Kind, str]]:
-        """Returns the instances that a node waits for, if it waits for some traced nodes."""
-        kinds = []
-        for name in names:
-            if self._is_waited_for(name):
-                kinds.append((_Kind.HOME if self._is_at_home(name) else _Kind.TOWERS, name))
-        return kinds
-
-    def _is_waited_for(self, name: str) -> bool:
-        if name in self.feeds.whole:
-            return False
-        definition = self.propagation.nodes[name]
-        return definition.op != "Const" and (
-            is_stateful(definition.op) or definition.op == "NoOp" or bool(self.propagation.awaited[name])
-        )
-
-    def _is_variable(self, argument: str) -> bool:
-        return bool(self.propagation.static((argument, 0)).dtype == tf.resource)
-
-    def _is_at_home(self, name: str) -> bool:
-        return self.propagation.plans[name].is_at_home
-
-    def _is_there(self, output: Output) -> bool:
-        """Returns whether the whole tensor is already at home."""
-        return output[0] not in self.feeds.whole and self._is_at_home(output[0])
-
-    def _counts_all_rows(self, definition: Any) -> bool:
-        """Returns whether a node takes the shape of tensors that towers hold as slices or parts."""
-        return definition.op in SHAPES and any(
-            self.propagation.facts[output].placement != REPLICATE for output in self.propagation.sources[definition.name]
-        )
-
-    def _kind(self, output: Output, need: Need) -> _Kind:
-        """Returns the kind of instance from which a form of a tensor is made."""
-        name = output[0]
-        facts, plan = self.propagation.facts[output], self.propagation.plans[name]
-        if name in self.feeds.whole or self._constants.is_known(output):
-            return _Kind.FED
-        if need == LOCAL_SHAPE and facts.placement == REPLICATE and facts.counts_rows() and plan.is_at_home:
-            return _Kind.SHAPES
-        if plan.is_at_home:
-            return _Kind.HOME
-        is_cut = isinstance(need, Shard) and need != facts.placement
-        return _Kind.HOME if plan.also_at_home and (is_cut or need in (REPLICATE, ANY_SHAPE)) else _Kind.TOWERS
-
-    def _local_need(self, output: Output) -> Need:
-        placement = self.propagation.facts[output].placement
-        return LOCAL_SHAPE if placement == REPLICATE else placement
-
     # Make instances.
 
     def _make_at_home(self, definition: Any) -> None:
-        if self._counts_all_rows(definition):
+        if self._needed.counts_all_rows(definition):
             self._instances.home[definition.name] = self._shape_of_whole(definition)
         else:
             device = self._homes.of_node(definition)
             inputs = [self.forms.whole(output, device) for output in self.propagation.sources[definition.name]]
             if definition.op in LOOPS:
                 inputs = self._beside_loop(definition, inputs, device)
-            controls = self._awaited(definition.name)
-            self._instances.home[definition.name] = self.graph.copy(
-                definition, f"home/{definition.name}", device, inputs, controls
-            )
+            self._instances.home[definition.name] = self.graph.copy(definition, device, inputs, self._awaited(definition.name))
 
     def _make_on_towers(self, definition: Any) -> None:
         plan, outputs = self.propagation.plans[definition.name], self.propagation.sources[definition.name]
@@ -311,7 +197,9 @@ class Builder:
         made = []
         for tower in range(len(self.devices)):
             outputs = self.propagation.sources[definition.name]
-            inputs = [self.forms.form(output, self._local_need(output), tower) for output in outputs]
+            inputs = [
+                self.forms.form(output, local_need(self.propagation.facts[output].placement), tower) for output in outputs
+            ]
             made.append(self.copy(definition, tower, inputs))
         self._instances.shapes[definition.name] = made
 
@@ -331,8 +219,9 @@ class Builder:
 
     def _whole_shape(self, output: Output, dtype: tf.DType) -> str:
         static, placement = self.propagation.static(output), self.propagation.facts[output].placement
-        is_given = static.rank is None and output[0] in self.feeds.whole
-        if isinstance(placement, Replicate) or self._is_there(output) or is_given:
+        is_given = output[0] in self.feeds.whole
+        is_there = static.rank is None if is_given else self.propagation.plans[output[0]].is_at_home
+        if isinstance(placement, Replicate) or is_there:
             return self.graph.add("Shape", [self.forms.whole(output)], self.graph.home, "shape", T=static.dtype, out_type=dtype)
         last = len(self.devices) - 1
         part, device = self._instances.part(output, last), self.devices[last]
@@ -387,7 +276,7 @@ class Builder:
     def copy(self, definition: Any, tower: int, inputs: Sequence[str], operation: str | None = None) -> str:
         """Copies a traced node to a tower, with other inputs, after the nodes that it waits for."""
         device, controls = self.devices[tower], self._awaited(definition.name)
-        return self.graph.copy(definition, definition.name, device, inputs, controls, operation, tower)
+        return self.graph.copy(definition, device, inputs, controls, operation, tower)
 
     def own_mean(self, part: str, tower: int, dtype: tf.DType) -> str:
         """Returns the mean of a tower's rows, from its part of the mean of all rows."""
@@ -399,7 +288,7 @@ class Builder:
 
     def _controls(self, name: str) -> list[str]:
         """Returns the control inputs that replace a control input on a traced node."""
-        if not self._is_waited_for(name):
+        if not self._needed.is_waited_for(name):
             return []
-        made = [self._instances.home[name]] if self._is_at_home(name) else self._instances.towers[name]
+        made = [self._instances.home[name]] if self.propagation.plans[name].is_at_home else self._instances.towers[name]
         return [f"^{source_of(instance)}" for instance in made]

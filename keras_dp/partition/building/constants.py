@@ -51,7 +51,7 @@ class Constants:
         if definition.op != "Const" and entries is not None:
             return self.write_integers(entries, self._propagation.static(output).dtype, rows, device)
         inputs = [self.write(source, rows, device, tower) for source in self._propagation.sources[name]]
-        copy = partial(self._graph.copy, definition, name if tower is not None else f"home/{name}", device, inputs, tower=tower)
+        copy = partial(self._graph.copy, definition, device, inputs, tower=tower)
         return name_of(self._graph.once(("constant", name, device, tower), copy), port)
 
     def _is_computed(self, definition: Any) -> bool:

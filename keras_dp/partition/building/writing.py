@@ -51,6 +51,7 @@ class GraphWriter:
 
     Args:
         home: the default device of nodes.
+        prefix: the first part of the names of copies that belong to no tower.
 
     Attributes:
         function: the nodes so far, as the body of a function without arguments.
@@ -58,8 +59,9 @@ class GraphWriter:
         towers: by node, the number of its tower; nodes of no tower are left out.
     """
 
-    def __init__(self, home: str):
+    def __init__(self, home: str, prefix: str = "home/"):
         self.home = home
+        self._prefix = prefix
         self.function = function_pb2.FunctionDef()
         self.given: dict[str, str] = {}
         self.towers: dict[str, int] = {}
@@ -106,16 +108,15 @@ class GraphWriter:
     def copy(
         self,
         definition: Any,
-        name: str,
         device: str,
         inputs: Sequence[str],
         controls: Iterable[str] = (),
         operation: str | None = None,
         tower: int | None = None,
     ) -> str:
-        """Writes a copy of a node, with other inputs, on a device, and returns its name."""
+        """Writes a copy of a node, with other inputs, on a tower's device or a home, and returns its name."""
         inputs = [self._on(device, tensor) for tensor in inputs]
-        made = self._named(name, tower)
+        made = self._named(definition.name if tower is not None else f"{self._prefix}{definition.name}", tower)
         known = None if operation else self._results_of_copied.get(definition.name)
         node = self._write(definition, made, device, inputs, controls, operation)
         self._results[made] = results_of(node) if known is None else known

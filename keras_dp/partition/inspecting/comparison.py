@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.partition.building.builder import Built
 from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.facts.placements import Partial, Replicate, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
@@ -107,12 +106,9 @@ def compare(
     # Make the whole tensors eagerly: one function cannot use a tensor that is made inside the other one.
     arguments = [dataclasses.replace(argument, whole=partial(tf.identity, argument.whole())) for argument in arguments]
     traced = traced_step(trace.concrete)
-    compared: list[Output] = []
     propagation = propagate(traced, arguments, rows)
-    built = build(propagation, arguments, rows, devices, home)
-    if every_tensor:
-        compared = _comparable(built)
-        built = build(propagation, arguments, rows, devices, home, [name_of(*output) for output in compared])
+    compared = _comparable(propagation) if every_tensor else []
+    built = build(propagation, arguments, rows, devices, home, [name_of(*output) for output in compared])
     hold_back_writes(built)
 
     @tf.function(autograph=False)
@@ -179,9 +175,8 @@ def _assign(variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> N
         variable.assign(value)
 
 
-def _comparable(built: Built) -> list[Output]:
+def _comparable(propagation: Propagation) -> list[Output]:
     """Returns the numeric tensors that have a whole."""
-    propagation = built.propagation
     found = []
     for node in propagation.traced.nodes:
         for port, static in enumerate(propagation.traced.statics[node.name]):

@@ -1,5 +1,6 @@
 """Define the view of a propagation under way that its parts have."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,21 @@ from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import Output
 
 
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A node that is computed once, from gathered rows.
+
+    Attributes:
+        type: the type of its operation.
+        name: the node's name.
+        reason: why no tower computes it.
+    """
+
+    type: str
+    name: str
+    reason: str
+
+
 class Planned(Protocol):
     """Holds the plans of the nodes so far; see `Propagation` for the attributes."""
 
@@ -16,6 +32,8 @@ class Planned(Protocol):
     facts: dict[Output, Facts]
     plans: dict[str, Plan]
     sources: dict[str, list[Output]]
+    gathered: list[Gathered]
+    batch_rows: int | None
 
     def static(self, output: Output) -> Static:
         """Returns the dtype and the shape of an output, as far as TensorFlow or the rules know them."""

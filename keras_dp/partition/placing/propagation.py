@@ -8,15 +8,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.facts.node import Node, Plan, Static
-from keras_dp.partition.facts.operations import READS, SHAPES_AND_RANK
+from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.facts.placements import (
-    ANY_SHAPE,
     LOCAL_SHAPE,
     OWN,
     REPLICATE,
     Facts,
-    ListOf,
-    Need,
     Partial,
     Placement,
     Shard,
@@ -28,6 +25,8 @@ from keras_dp.partition.placing import control_flow
 from keras_dp.partition.placing.lists_at_home import lists_wanted_at_home
 from keras_dp.partition.placing.measuring import Measures
 from keras_dp.partition.placing.moments import mean_of_variance, plan_of_variance
+from keras_dp.partition.placing.obstacles import obstacle
+from keras_dp.partition.placing.planned import Gathered
 from keras_dp.partition.placing.readings import RowSources, readings
 from keras_dp.partition.placing.recomputation import Recomputation
 from keras_dp.partition.placing.rules import RULES
@@ -42,21 +41,6 @@ from keras_dp.partition.tracing.user_lines import user_line
 
 _LISTS = ("EmptyTensorList", "TensorListReserve")
 _INTEGERS = (tf.int32, tf.int64, tf.bool)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gathered:
-    """A node that is computed once, from gathered rows.
-
-    Attributes:
-        type: the type of its operation.
-        name: the node's name.
-        reason: why no tower computes it.
-    """
-
-    type: str
-    name: str
-    reason: str
 
 
 class Propagation:
@@ -122,7 +106,7 @@ class Propagation:
                 self.facts[node.name, k] = facts
             if self.in_body:
                 if self.obstacle is None and node.name not in arguments:
-                    self.obstacle = self._obstacle(node)
+                    self.obstacle = obstacle(node, self)
                 continue
             lists = lists_wanted_at_home(node.name, self)
             if lists:
@@ -205,13 +189,6 @@ class Propagation:
             shape = facts.shape if static.dtype in (tf.resource, tf.variant) else static.shape
             results.append(Facts(facts.placement, facts.entries, shape))
         return propagation, results
-
-    def can_cut_inside(self, static: Static, need: Shard) -> bool:
-        """Returns whether a tower can take its rows of a whole tensor in a body: each row is known to have one block."""
-        blocks, sizes = need.blocks, static.shape
-        if self.batch_rows is None or sizes is None or len(blocks) != 1 or not isinstance(blocks[0], int):
-            return False
-        return bool(sizes[need.axis] == self.batch_rows * blocks[0])
 
     def _plan(self, definition: Any) -> Plan:
         node = self.view(definition)
@@ -359,46 +336,6 @@ class Propagation:
             self.gathered.append(Gathered(node.type, node.name, reason))
         return Plan([Facts() for _ in node.results])
 
-    def _obstacle(self, definition: Any) -> str | None:
-        """Returns why a node of a body cannot run unchanged on each tower; None if it can."""
-        plan, where = self.plans[definition.name], f"{definition.op} {definition.name!r}"
-        if self.gathered:
-            return f"{where}: {self.gathered[-1].reason}"
-        stateless = (*READS, *CHECKS, *control_flow.TYPES, "Placeholder")
-        # A function that no rule has looked into may have effects, too.
-        is_unseen = definition.op in control_flow.TYPES and plan.is_at_home
-        if is_stateful(definition.op) and (is_unseen or definition.op not in stateless):
-            return f"{where} has effects"
-        sources = [self.facts[source] for source in self.sources[definition.name]]
-        if plan.is_at_home:
-            return self._obstacle_at_home(definition, plan, sources, where)
-        if plan.instance:
-            return f"{where} is not the same on a tower"
-        statics = [self.static(source) for source in self.sources[definition.name]]
-        for facts, need, static in zip(sources, plan.needs or (), statics, strict=True):
-            is_cut = isinstance(need, Shard) and facts.placement == REPLICATE and self.can_cut_inside(static, need)
-            if not is_cut and not _is_there(facts, need):
-                taken = "the number of all rows" if facts.placement == need else f"{facts.placement} as {need}"
-                return f"{where} takes {taken}"
-        return None
-
-    def _obstacle_at_home(self, definition: Any, plan: Plan, sources: list[Facts], where: str) -> str | None:
-        if definition.op in (*SHAPES_AND_RANK, "BroadcastGradientArgs"):
-            return None
-        if any(isinstance(facts.placement, Shard) for facts in plan.outputs):
-            return f"{where} is cut into slices"
-        for facts in sources:
-            if facts.placement != REPLICATE:
-                return f"{where} takes the whole of {facts.placement}"
-            if facts.counts_rows() and not _is_local(plan.outputs):
-                return f"{where} takes the number of all rows"
-        return None
-
-
-def _is_local(results: Sequence[Facts]) -> bool:
-    """Returns whether results may be computed from a tower's own number of rows: they count rows, or are known for any."""
-    return any(facts.counts_rows() for facts in results) or all(facts.is_local_shape() for facts in results)
-
 
 def _without_rows(static: Static, placement: Placement, name: str) -> Static:
     """Returns a static without the known size of the axis of rows."""
@@ -407,19 +344,6 @@ def _without_rows(static: Static, placement: Placement, name: str) -> Static:
     shape = list(static.shape)
     shape[placement.axis] = Size.named(f"{name}[{placement.axis}]")
     return Static(static.dtype, shape)
-
-
-def _is_there(facts: Facts, need: Need) -> bool:
-    """Returns whether a tower has a tensor in the form that it needs, in a body without exchanges."""
-    if isinstance(need, Shard):
-        return facts.placement == need
-    if isinstance(need, ListOf):
-        return isinstance(facts.placement, ListOf)
-    if need == REPLICATE:
-        return facts.placement == REPLICATE and not facts.counts_rows()
-    if need in (LOCAL_SHAPE, ANY_SHAPE):
-        return facts.placement == REPLICATE
-    return facts.placement == need
 
 
 def _is_small(node: Node) -> bool:

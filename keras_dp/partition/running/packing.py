@@ -10,7 +10,7 @@ For two towers, with the weights w and v at home on GPU 0, of which v is needed 
     round 1: GPU 1 [moments] -> GPU 0       of batch normalization; the weights lead to them
     round 2: GPU 0 [sums of moments] -> GPU 1
     ...                                     and back again, for the gradients of the moments
-    last:    GPU 1 [dw dv] -> GPU 0         gradients, which only the updates wait for, whenever they are ready
+    last:    GPU 1 [dw dv] -> GPU 0         gradients, which only the updates wait for
 
 No message waits for itself, whatever the rounds. Packing makes two kinds of nodes wait for a message: those that take its
 tensors, and those that begin after it. Either waits only if all copies that it leads to have later rounds. So a path from a
