@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_dp.arithmetic.work import work_of_operations
 from keras_dp.partition.placing.control_flow import BRANCHES, LOOPS
 from keras_dp.partition.tensorflow_internals import handle_data
+from keras_dp.partition.tracing.contents import functions_of
 from keras_dp.partition.tracing.graph import CALLS, Traced, traced_function
 
 Tensor = Any
@@ -33,10 +34,8 @@ def _of_functions(node: Any, traced: Traced) -> int:
     if node.op in LOOPS:
         one_round = sum(_of_function(node.attr[name].func.name, inputs, traced) for name in ("cond", "body"))
         return rounds_of(node, traced) * one_round
-    names = [value.func.name for value in node.attr.values() if value.HasField("func")]
-    names += [function.name for function in node.attr["branches"].list.func]
     arguments = inputs if node.op in CALLS else inputs[1:]
-    return max((_of_function(name, arguments, traced) for name in names), default=0)
+    return max((_of_function(name, arguments, traced) for name in functions_of(node)), default=0)
 
 
 def _of_function(name: str, arguments: Sequence[Tensor], caller: Traced) -> int:

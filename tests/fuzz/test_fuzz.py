@@ -23,8 +23,6 @@ TESTS = Path(__file__).parents[1]
 # Each has its story: what was wrong when the fuzzer found it.
 KEPT = sorted((TESTS / "fuzz" / "kept").glob("*.json"))
 TODAY = int(datetime.date.today().strftime("%y%m%d")) * 1000
-# These are known to fail, and are to be mended.
-OPEN = sorted((TESTS / "fuzz" / "open").glob("*.json"))
 # The same programs each time, and others each day.
 SEEDS = [(seed, 30) for seed in (0, 30)] + [(TODAY + 50 * part, 50) for part in range(6)]
 
@@ -64,12 +62,6 @@ def test_what_failed_once_is_right(path):
     failure = check(*of_kept(path), outcomes)
     assert failure is None, f"{kept['story']}: {failure}"
     assert outcomes["compared"] + outcomes["both fail"] == 1
-
-
-@pytest.mark.xfail(strict=True, reason="each has its story")
-@pytest.mark.parametrize("path", OPEN, ids=[path.stem for path in OPEN])
-def test_what_is_still_wrong(path):
-    assert check(*of_kept(path)) is None
 
 
 def of(*statements: Statement) -> Program:

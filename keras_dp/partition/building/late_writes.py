@@ -11,6 +11,7 @@ from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import CHECKS
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.tracing.contents import Contents
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 # Operations that are there to fail, or run code of the user.
@@ -81,21 +82,8 @@ def _nodes_of_batch(propagation: Propagation) -> set[str]:
 
 def _nodes_with(wanted: Set[str], propagation: Propagation) -> set[str]:
     """Returns the names of the traced nodes of some types, and of the loops, branches and calls that contain any."""
-    library = propagation.traced.library
-    found: dict[str, bool] = {}
-
-    def is_in(function: str) -> bool:
-        if function not in found:
-            found[function] = False
-            found[function] = function in library and any(map(matches, library[function].node_def))
-        return found[function]
-
-    def matches(node: Any) -> bool:
-        called = [value.func.name for value in node.attr.values() if value.HasField("func")]
-        branches = [function.name for value in node.attr.values() for function in value.list.func]
-        return node.op in wanted or any(map(is_in, [*called, *branches]))
-
-    return {node.name for node in propagation.traced.nodes if matches(node)}
+    contents = Contents(propagation.traced.library)
+    return {node.name for node in propagation.traced.nodes if not wanted.isdisjoint(contents.of(node))}
 
 
 def _writes(node: Any, handles: Set[str]) -> bool:

@@ -31,6 +31,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running.crossings import Copy, Crossings
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
+from keras_dp.partition.tracing.contents import functions_of
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 # A full message leaves before the tensors of the next one are there. DistributedDataParallel of PyTorch fills buckets of 25 MB
@@ -132,7 +133,7 @@ def _names(function: Any) -> dict[str, str]:
 
 def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
     """Returns the types of the tensors that can be packed: TensorFlow infers their sizes."""
-    calls = {node.name: node for node in function.node_def if _calls_functions(node)}
+    calls = {node.name: node for node in function.node_def if functions_of(node)}
     body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
     body.node.extend(node for node in function.node_def if node.name not in calls)
     used = set()
@@ -156,11 +157,6 @@ def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensor
         for name, tensor in found.items()
         if (tensor.dtype.is_floating or tensor.dtype in _SENT_AS) and tensor.shape.is_fully_defined()
     }
-
-
-def _calls_functions(node: Any) -> bool:
-    """Returns whether a node calls functions, whose results have sizes that are not inferred here."""
-    return any(attribute.HasField("func") or attribute.list.func for attribute in node.attr.values())
 
 
 def _stated_shapes(node: Any) -> list[tf.TensorShape]:

@@ -11,6 +11,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from keras_dp.partition.facts.node import Static
 from keras_dp.partition.facts.rows import Size
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
+from keras_dp.partition.tracing.contents import Contents
 from keras_dp.partition.tracing.hoisting import hoisted, hoisted_loops
 from keras_dp.partition.tracing.names import Output, control_inputs, data_inputs, name_of, output_of, source_of
 from keras_dp.partition.tracing.simplification import in_order, simplify, without_waiting_results
@@ -115,15 +116,16 @@ def traced_step(concrete: Any) -> Traced:
 
 def _simplified(traced: Traced) -> Traced:
     """Removes the nodes that are not needed, or that compute the same as another node."""
-    types = {node.name: node.op for node in traced.nodes}
+    by_name, contents = {node.name: node for node in traced.nodes}, Contents(traced.library)
     # Reading a variable is not an effect.
-    effects = [f"^{name}" for name in traced.effects if types[name] != "ReadVariableOp"]
+    effects = [f"^{name}" for name in traced.effects if contents.has_effects(by_name[name])]
     arguments = [f"^{name}" for name in traced.arguments]
     nodes, names = simplify(traced.nodes, [*traced.outputs, *effects, *arguments])
     count = len(traced.outputs)
     found = [name[1:] for name in dict.fromkeys(names[count:])]
     effects = [name for name in found if name not in traced.handles]
-    nodes = without_waiting_results(nodes, names[:count], effects, traced.arguments)
+    reads = [node.name for node in nodes if is_stateful(node.op) and not contents.has_effects(node)]
+    nodes = without_waiting_results(nodes, names[:count], effects, reads, traced.arguments)
     return dataclasses.replace(traced, nodes=nodes, outputs=names[:count], effects=effects)
 
 

@@ -67,7 +67,7 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
 
 
 def without_waiting_results(
-    nodes: Sequence[Any], outputs: Iterable[str], effects: Collection[str], arguments: Iterable[str]
+    nodes: Sequence[Any], outputs: Iterable[str], effects: Collection[str], reads: Collection[str], arguments: Iterable[str]
 ) -> list[Any]:
     """Returns the nodes, without waits of the results for the effects of the step.
 
@@ -77,13 +77,15 @@ def without_waiting_results(
         nodes: NodeDefs, which are changed in place.
         outputs: the names of the tensors that are returned.
         effects: the names of the nodes that run in any case.
+        reads: the names of the nodes that read variables, and have no effects.
         arguments: the names of the placeholders, which stay.
     """
     by_name = {node.name: node for node in nodes}
+    happening = {*effects, *reads}
     taken = {source_of(name) for node in nodes for name in node.input}
     for node in {source_of(name) for name in outputs} - taken - set(effects):
         if not is_stateful(by_name[node].op):
-            kept = [name for name in by_name[node].input if not (name[0] == "^" and _happens(name[1:], by_name, effects))]
+            kept = [name for name in by_name[node].input if not (name[0] == "^" and _happens(name[1:], by_name, happening))]
             del by_name[node].input[:]
             by_name[node].input.extend(kept)
     # An argument that is a constant may have been merged with another one.
@@ -91,12 +93,11 @@ def without_waiting_results(
     return [node for node in nodes if node.name in needed]
 
 
-def _happens(name: str, nodes: Mapping[str, Any], effects: Collection[str]) -> bool:
+def _happens(name: str, nodes: Mapping[str, Any], happening: Collection[str]) -> bool:
     """Returns whether a node is an effect, a read, or only waits for effects and reads."""
-    node = nodes[name]
-    if name in effects or node.op == "ReadVariableOp":
+    if name in happening:
         return True
-    return node.op == "NoOp" and all(_happens(source[1:], nodes, effects) for source in node.input)
+    return nodes[name].op == "NoOp" and all(_happens(source[1:], nodes, happening) for source in nodes[name].input)
 
 
 def in_order(nodes: Sequence[Any]) -> Iterable[Any]:
