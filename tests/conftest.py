@@ -51,9 +51,9 @@ ROTATING = {
     "test_training_flag",
     "test_unknown_sizes",
 }
-# With KERAS_DP_TEST_CASES=today, a third of the thorough cases in these folders run: all of them in so many days.
+# With KERAS_DP_TEST_CASES=today, a fifth of the thorough cases in these folders run: all of them in so many days.
 BY_DAY = ("parity", "workers", "cli", "examples", "unit")
-DAYS = 3
+DAYS = 5
 NEWEST_KERAS = (versions.KERAS[1][0], versions.KERAS[1][1] - 1)
 
 

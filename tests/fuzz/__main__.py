@@ -27,7 +27,7 @@ from fuzz.running import ON_TOWERS, Failure, Setting, check, check_packing, draw
 from fuzz.shrinking import shrink
 
 _MOST_SECONDS = 150
-_PACKING = 6  # one in so many programs is also compared packed and not, bit for bit
+_PACKING = 15  # one in so many programs is also compared packed and not, bit for bit
 
 
 def parsed() -> argparse.Namespace:

@@ -67,7 +67,7 @@ def draw_setting(seed: int) -> Setting:
     few = rng.choice([7, 8, 5, 6, 9, 3, 2, 1])
     rows = (few, few) if is_static else (rng.choice([7, 8, 5]), rng.choice([1, 2, 3, 4]), few)
     packed, sharded, compiled, fails, reads = (rng.random() < share for share in (0.5, 0.4, 0.06, 0.3, 0.5))
-    workers = rng.choice([1, 1, 1, 1, 1, 2, 2, 3])
+    workers = rng.choice([1, 1, 1, 1, 1, 1, 2, 3])
     towers = towers if workers == 1 else min(towers, 2)
     return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers)
 
