@@ -51,6 +51,8 @@ class Partition:
         traced: the graph of the step.
         propagation: the placement of each tensor, and the plan for each node.
         exchanges: the exchanges between towers.
+        origins: by node of the partitioned graph, the traced node that it stands for; see `GraphWriter`.
+        towers: by node of the partitioned graph, the number of its tower; nodes of no tower are left out.
         variables: the variables that the step uses.
         devices: the devices of the N towers.
     """
@@ -58,8 +60,22 @@ class Partition:
     traced: Traced
     propagation: Propagation
     exchanges: list[Exchange]
+    origins: Mapping[str, str]
+    towers: Mapping[str, int]
     variables: Sequence[tf.Variable]
     devices: Sequence[str]
+
+    @classmethod
+    def of(cls, built: Built, trace: Trace, devices: Sequence[str]) -> "Partition":
+        """Describes a built step.
+
+        Args:
+            built: the graph of the towers and of home.
+            trace: the trace of the step.
+            devices: the devices of the N towers.
+        """
+        propagation, graph = built.propagation, built.graph
+        return cls(propagation.traced, propagation, built.exchanges, graph.origins, graph.towers, trace.variables(), devices)
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -110,7 +126,7 @@ def run_partitioned(
     results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition(traced, propagation, built.exchanges, trace.variables(), devices)
+    partition = Partition.of(built, trace, devices)
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 
@@ -125,8 +141,7 @@ def _after_the_first_step(on_towers: Callable[[], list[Tensor]], trace: Trace, a
 def partition_of(trace: Trace, arguments: Sequence[Argument], rows: RowCounts, devices: Sequence[str], home: str) -> Partition:
     """Partitions a step without running it. The arguments are those of `run_partitioned`."""
     propagation = propagate(traced_step(trace.concrete), arguments, rows)
-    built = build(propagation, arguments, rows, devices, home)
-    return Partition(propagation.traced, propagation, built.exchanges, trace.variables(), devices)
+    return Partition.of(build(propagation, arguments, rows, devices, home), trace, devices)
 
 
 def propagate(traced: Traced, arguments: Sequence[Argument], rows: RowCounts) -> Propagation:

@@ -71,7 +71,7 @@ class _IndependentSteps(TowerSteps):
                 own = {name: handles[handle.ref()] for name, handle in captured if handle.ref() in handles}
                 tensors |= {f"in/{name}": partial(tf.convert_to_tensor, handle) for name, handle in own.items()}
             results = run(built if is_first else dataclasses.replace(built, outputs=[]), tensors)
-            return results, Partition(placed, built.propagation, built.exchanges, trace.variables(), [device])
+            return results, Partition.of(built, trace, [device])
 
         results, partition = run_on(*first)
         for other in others:

@@ -57,6 +57,7 @@ class GraphWriter:
         function: the nodes so far, as the body of a function without arguments.
         given: for each tensor that nodes take but no node makes, the name of the function's argument.
         towers: by node, the number of its tower; nodes of no tower are left out.
+        origins: by node of a tower and by copy, the traced node that it stands for, or a name below that of a traced node.
     """
 
     def __init__(self, home: str, prefix: str = "home/"):
@@ -65,6 +66,7 @@ class GraphWriter:
         self.function = function_pb2.FunctionDef()
         self.given: dict[str, str] = {}
         self.towers: dict[str, int] = {}
+        self.origins: dict[str, str] = {}
         self._made: dict[Any, Any] = {}
         self._names: dict[str, int] = {}
         self._results: dict[str, list[tuple[str, tf.DType]]] = {}
@@ -117,6 +119,7 @@ class GraphWriter:
         """Writes a copy of a node, with other inputs, on a tower's device or a home, and returns its name."""
         inputs = [self._on(device, tensor) for tensor in inputs]
         made = self._named(definition.name if tower is not None else f"{self._prefix}{definition.name}", tower)
+        self.origins[made] = definition.name
         known = None if operation else self._results_of_copied.get(definition.name)
         node = self._write(definition, made, device, inputs, controls, operation)
         self._results[made] = results_of(node) if known is None else known
@@ -125,11 +128,11 @@ class GraphWriter:
         return made
 
     def _named(self, name: str, tower: int | None) -> str:
-        """Returns the name of a new node, and notes its tower."""
+        """Returns the name of a new node, and notes its tower and origin."""
         if tower is None:
             return self.unique(name)
         made = self.unique(f"tower_{tower}/{name}")
-        self.towers[made] = tower
+        self.towers[made], self.origins[made] = tower, name
         return made
 
     def _write(

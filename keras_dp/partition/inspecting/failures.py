@@ -1,7 +1,7 @@
 """Name the operation of a partitioned step that failed, its tower, and the user's line."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -10,7 +10,6 @@ from keras_dp.partition.tracing.user_lines import user_line
 
 # TensorFlow's message names nodes in double braces.
 _NODE = re.compile(r"\{\{node (?P<name>[^}]+)\}\}")
-_PLACE = re.compile(r"tower_(?P<tower>\d+)|home")
 
 
 def failed_operation(error: tf.errors.OpError, partitions: Iterable[Partition]) -> str | None:
@@ -22,35 +21,34 @@ def failed_operation(error: tf.errors.OpError, partitions: Iterable[Partition]) 
     """
     partitions = list(partitions)
     for failed in _NODE.finditer(error.message):
-        for name, known, place in _readings(failed["name"]):
-            for partition in partitions:
-                graph = partition.traced.graph
-                if _has(graph, known):
-                    line = user_line(graph, known)
-                    return f"{name} failed{_said(place, partition.devices)}{f', at {line}' if line else ''}."
+        for partition in partitions:
+            name, place = _traced(failed["name"], partition)
+            if name is not None:
+                line = user_line(partition.traced.graph, name)
+                shown = name if place else failed["name"]
+                return f"{shown} failed{place}{f', at {line}' if line else ''}."
     return None
 
 
-def _readings(name: str) -> Iterator[tuple[str, str, re.Match[str] | None]]:
-    """Yields what a node's name may mean: the name to show, the traced node, and its place; None for no place.
+def _traced(name: str, partition: Partition) -> tuple[str | None, str]:
+    """Returns the traced node of a node that failed, and where it ran, in words.
 
-    The partition puts a node's place before its name. The user may have layers that are called like places. Nodes of branches
-    and loops have the name of the branch or the loop, without a place.
+    TensorFlow puts the names of calls before the name of a node. It names a node of a branch or a loop after the branch or the
+    loop, which is the traced node then, without its place.
     """
+    graph = partition.traced.graph
     parts = name.split("/")
-    for i, part in enumerate(parts[:-1]):
-        place = _PLACE.fullmatch(part)
-        if place:
-            traced = "/".join(parts[i + 1 :])
-            yield traced, traced, place
-    yield name, name.rpartition("/")[0], None
+    for i in range(len(parts)):
+        made = "/".join(parts[i:])
+        origin = partition.origins.get(made)
+        if origin is not None and _has(graph, origin):
+            return origin, _place(partition.towers.get(made), partition.devices)
+    caller = name.rpartition("/")[0]
+    return (caller if _has(graph, caller) else None), ""
 
 
-def _said(place: re.Match[str] | None, devices: Sequence[str]) -> str:
-    if place is None:
-        return ""
-    tower = place["tower"]
-    return f" on tower {tower} ({devices[int(tower)]})" if tower else " on all rows, for which it is computed once"
+def _place(tower: int | None, devices: Sequence[str]) -> str:
+    return " on all rows, for which it is computed once" if tower is None else f" on tower {tower} ({devices[tower]})"
 
 
 def _has(graph: tf.Graph, name: str) -> bool:
