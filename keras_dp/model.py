@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,9 +19,10 @@ from keras_dp.batches.shards import with_empty_batches
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.choices import refuse_unknown
+from keras_dp.compiled import CompiledWrapper
 from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
-from keras_dp.keras_internals import keras_models, keras_optimizers
+from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.inspecting.explanation import Explanation, explain
 from keras_dp.partition.inspecting.picture import bytes_in_words
@@ -34,8 +34,7 @@ from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
 from keras_dp.steps.verification import verification
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
-from keras_dp.wrapping.plain_training import PlainTraining
-from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, has_own_step, listed, refuse_strategy
+from keras_dp.wrapping.wrapper import has_own_step, listed, refuse_strategy
 
 Logs = dict[str, Any]
 
@@ -44,7 +43,7 @@ _STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 logger = logging.getLogger("keras_dp")
 
 
-class DataParallelModel(ModelWrapper):
+class DataParallelModel(CompiledWrapper):
     """Trains a Keras model on several devices at once, with the result of one device.
 
     >>> import keras, keras_dp
@@ -112,11 +111,6 @@ class DataParallelModel(ModelWrapper):
         self._announced = False
         self._told_gathered = False
         self._batch_rows: int | None = None
-        self._plain_training = PlainTraining(inner_model)
-        # A function, not the metric itself: Keras would track it as this model's own, and refuses that on a quantized model.
-        self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
-        self._combining_optimizer: DataParallelOptimizer | None = None
-        self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self._workers = current_workers()
         self._joint_calls = calls_of(self._workers)
         self._predicts_shard = False
@@ -142,28 +136,6 @@ class DataParallelModel(ModelWrapper):
 
     def __repr__(self) -> str:
         return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(self._devices)}>"
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the inner model, and the towers around it.
-
-        Args:
-            *args: the arguments of the inner model's `compile`. The optimizer may be any Keras optimizer, or a
-                `DataParallelOptimizer` around one.
-            **kwargs: its keyword arguments. `jit_compile=True` makes XLA compile each tower's operations for its own device,
-                between the sums over the towers. The default, "auto", compiles none.
-        """
-        refuse_strategy()
-        self._steps.jit_compile = kwargs.get("jit_compile") is True
-        if has_own_compile(self.inner_model):
-            self._compile_as_it_is(args, kwargs)
-        else:
-            self._compile(*args, **kwargs)
-
-    def compile_from_config(self, config: dict[str, Any]) -> None:
-        """Compiles the inner model, and the towers around it, from a configuration that `get_compile_config()` returned."""
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.inner_model.built and self.inner_model.optimizer is not None:
-            self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 
     def fit(
         self,
@@ -396,23 +368,6 @@ class DataParallelModel(ModelWrapper):
         return dataclasses.replace(explanation, share_of_arithmetic=share)
 
     @property
-    def optimizer(self) -> Any:
-        """A `DataParallelOptimizer` around the inner model's optimizer; None if it has none."""
-        inner_optimizer = self.inner_model.optimizer
-        if inner_optimizer is None:
-            return None
-        if self._combining_optimizer is None or self._combining_optimizer.inner_optimizer is not inner_optimizer:
-            self._combining_optimizer = DataParallelOptimizer(inner_optimizer)
-        return self._combining_optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
-        if isinstance(optimizer, DataParallelOptimizer):
-            self._combining_optimizer, optimizer = optimizer, optimizer.inner_optimizer
-        if getattr(self.inner_model, "optimizer", None) is not optimizer:
-            self.inner_model.optimizer = optimizer
-
-    @property
     def devices(self) -> list[str]:
         """The N devices that run towers."""
         return list(self._devices)
@@ -445,15 +400,6 @@ class DataParallelModel(ModelWrapper):
         """The input strategy that feeds the towers; Keras's trainer takes it for a `tf.distribute` strategy."""
         return self._feed
 
-    @property
-    def jit_compile(self) -> bool:
-        """Always False: XLA would compile the step of several devices for one of them."""
-        return False
-
-    @jit_compile.setter
-    def jit_compile(self, value: Any) -> None:
-        pass
-
     def train_step(self, data: Any) -> Logs:
         """Runs one training step on N slices."""
         return self._step("train", data)
@@ -469,19 +415,22 @@ class DataParallelModel(ModelWrapper):
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function that `fit` calls, unless it exists; see `keras.Model.make_train_function`."""
         if self._is_unmade("train", force):
-            super().make_train_function(force=True)
+            with self._read_by_keras():
+                super().make_train_function(force=True)
             self.train_function = self._on_towers(self.train_function, self.train_step, "train")
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes the function that `evaluate` calls, unless it exists; see `keras.Model.make_test_function`."""
         if self._is_unmade("test", force):
-            super().make_test_function(force=True)
+            with self._read_by_keras():
+                super().make_test_function(force=True)
             self.test_function = self._on_towers(self.test_function, self.test_step, "test")
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that `predict` calls, unless it exists; see `keras.Model.make_predict_function`."""
         if self._is_unmade("predict", force):
-            super().make_predict_function(force=True)
+            with self._read_by_keras():
+                super().make_predict_function(force=True)
             self._eager["predict"] = self._is_eager()
             if not self._eager["predict"]:
                 self.predict_function = PredictFunction(self.predict_function, self._steps, self._verification)
@@ -641,64 +590,6 @@ class DataParallelModel(ModelWrapper):
         if self._wanted_device is not None and keras_models.is_built(self.inner_model):
             variable_homes.place(self.inner_model, self._wanted_device, self.devices)
 
-    def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        if optimizer is not None and not isinstance(optimizer, DataParallelOptimizer):
-            optimizer = DataParallelOptimizer(optimizer)
-        elif optimizer is not None and optimizer.parameter_device not in (None, self.parameter_device):
-            raise ValueError(
-                "The model and the optimizer have different parameter devices. Give the device to the model alone. Received: "
-                f"{self.parameter_device!r} for the model and {optimizer.parameter_device!r} for the optimizer."
-            )
-        self.inner_model.compile(optimizer and optimizer.inner_optimizer, *args, **kwargs)
-        self._use_compiled(optimizer)
-
-    def _compile_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compiles an inner model that overrides `compile`."""
-
-        def inner(value: Any) -> Any:
-            return value.inner_optimizer if isinstance(value, DataParallelOptimizer) else value
-
-        self.inner_model.compile(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataParallelOptimizer)]
-        innermost = self.inner_model.optimizer and keras_optimizers.innermost(self.inner_model.optimizer)
-        taken = (optimizer for optimizer in given if keras_optimizers.innermost(optimizer) is innermost)
-        self._use_compiled(next(taken, self.optimizer))
-
-    def _use_compiled(self, optimizer: DataParallelOptimizer | None) -> None:
-        """Adopts the inner model's optimizer, and compiles the towers."""
-        self.inner_model.train_function = self._plain_training
-        if optimizer is not None:
-            # Mixed precision may have wrapped the optimizer in a LossScaleOptimizer.
-            optimizer.inner_optimizer = self.inner_model.optimizer
-            self._combining_optimizer = optimizer
-        self._compile_towers()
-
-    def _follow_inner_model(self) -> None:
-        """Recompiles the towers if the inner model was compiled directly; retraces them if its layers were converted."""
-        model = self.inner_model
-        if model.compiled and keras_models.loss_tracker(model) is not self._compiled_with():
-            self._compile_towers()
-        kinds = {layer: (type(layer), layer.quantization_mode) for layer in keras_models.flatten_layers(model)}
-        if any(kinds.get(layer, kind) != kind for layer, kind in self._traced_layers.items()):
-            self._forget_traces()
-        self._traced_layers = kinds
-
-    def _compile_towers(self) -> None:
-        model = self.inner_model
-        optimizer = self.optimizer
-        if optimizer is not None and self._wanted_device is not None:
-            variable_homes.place_state(model.optimizer)
-        super().compile(
-            optimizer,
-            run_eagerly=model.run_eagerly,
-            steps_per_execution=model.steps_per_execution,
-            jit_compile=False,
-            auto_scale_loss=False,
-        )
-        self._forget_traces()
-        self._compiled_with = weakref.ref(keras_models.loss_tracker(model))
-        self._joint_calls.forget()
-
     def _is_unmade(self, name: choices.Step, force: bool) -> bool:
         """Returns whether a step's function has to be made: by force, for the first time, or since eagerness has changed."""
         return force or getattr(self, f"{name}_function") is None or self._eager.get(name) != self._is_eager()
@@ -710,6 +601,11 @@ class DataParallelModel(ModelWrapper):
         if self._eager[name]:
             return function
         return StepFunction(function, step, self._steps, self.steps_per_execution, name, self._verification)
+
+    def _towers_compiled(self) -> None:
+        if self.optimizer is not None and self._wanted_device is not None:
+            variable_homes.place_state(self.inner_model.optimizer)
+        self._joint_calls.forget()
 
     def _forget_traces(self) -> None:
         """Makes all steps retrace, including those of a running `fit`, `evaluate` or `predict`."""

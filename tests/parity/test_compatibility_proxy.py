@@ -813,6 +813,49 @@ def test_settings_changed_after_compile():
     assert_same_script(build, script, 3)
 
 
+class CompilesForXLA(keras.Model):
+    """Compiles itself for XLA, without an argument that says so."""
+
+    def compile(self, optimizer, loss):
+        super().compile(optimizer, loss, jit_compile=True)
+
+
+def before_wrapping(inner):
+    inner.compile("sgd", "mse", jit_compile=True)
+    return keras_dp.DataParallelModel(inner, devices=2)
+
+
+def by_itself(inner):
+    parallel = keras_dp.DataParallelModel(inner, devices=2)
+    parallel.compile("sgd", "mse")
+    inner.compile("sgd", "mse", jit_compile=True)
+    return parallel
+
+
+def in_its_own_compile(inner):
+    parallel = keras_dp.DataParallelModel(CompilesForXLA(inner.inputs, inner.outputs), devices=2)
+    parallel.compile("sgd", "mse")
+    return parallel
+
+
+def by_an_attribute(inner):
+    parallel = keras_dp.DataParallelModel(inner, devices=2)
+    parallel.compile("sgd", "mse")
+    train(parallel)
+    parallel.jit_compile = True
+    return parallel
+
+
+@pytest.mark.parametrize("compile_", [before_wrapping, by_itself, in_its_own_compile, by_an_attribute])
+def test_xla_is_used_however_it_is_asked_for(compile_):
+    parallel = compile_(build())
+    train(parallel)
+    assert parallel.jit_compile
+    assert "compiled by XLA" in str(parallel.explain((X, Y)))
+    parallel.jit_compile = False
+    assert "compiled by XLA" not in str(parallel.explain((X, Y)))
+
+
 def test_steps_called_directly():
     """Covers `make_train_function`, `train_function`, `train_step` and the like with a whole batch, before any `fit`."""
 
