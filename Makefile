@@ -15,7 +15,7 @@ mnist: $(VENV)/examples.installed  ## Train on images of MNIST, on two towers an
 	$(BIN)/python examples/mnist_cnn.py --towers 2 --compare $(if $(DATA),--data $(DATA))
 
 check: lint  ## Check style, types and imports, and run the unit tests: before each commit.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough" tests/unit
+	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough and not processes" tests/unit
 
 test: $(VENV)/dev.installed  ## Run tests that show each promise once.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough"

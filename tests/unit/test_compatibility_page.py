@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 
@@ -29,6 +31,7 @@ def documented():
     return found
 
 
+@pytest.mark.processes
 def test_every_row_names_a_test_and_every_test_has_a_row():
     rows = documented()
     assert len(rows) == len(set(rows)) > 100

@@ -18,6 +18,7 @@ for verbose in {verbose}:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("setup", "verbose", "expected"),
     [

@@ -75,6 +75,7 @@ def test_logical_cpus_come_before_tensorflow_starts():
         keras_dp.use_logical_cpus(3)
 
 
+@pytest.mark.processes
 def test_logical_cpus_in_a_fresh_process():
     script = (
         "import keras_dp; keras_dp.use_logical_cpus(3); from keras_dp.devices.available import *; print(tower_devices(None))"

@@ -272,6 +272,7 @@ def test_fit_begins_with_the_epoch_that_a_callback_wants(tmp_path):
     assert epochs(resumed, 2, keras.callbacks.Callback()) == [0, 1]
 
 
+@pytest.mark.processes
 def test_tensorflows_server_and_collectives():
     """A separate process, as one worker, runs collectives, which then fail with a reason."""
     script = """

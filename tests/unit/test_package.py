@@ -34,6 +34,7 @@ def test_public_names_have_docstrings():
     assert all(getattr(keras_dp, name).__doc__ for name in keras_dp.__all__)
 
 
+@pytest.mark.processes
 def test_another_backend_is_refused():
     script = "import keras; keras.config.backend = lambda: 'jax'; import keras_dp"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -42,6 +43,7 @@ def test_another_backend_is_refused():
     assert "Received: backend 'jax'" in result.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
     """Keras alone fails with Python's import error."""
@@ -83,6 +85,7 @@ import keras, numpy as np
 import keras_dp
 keras_dp.use_logical_cpus(2)
 
+@pytest.mark.processes
 def trained(keras_dp):
     keras.utils.set_random_seed(0)
     layers = keras.layers

@@ -87,8 +87,9 @@ def messages_of(seeds):
     return messages
 
 
-def test_packed_graphs_have_no_cycle_and_compute_the_same():
-    assert messages_of(range(150)) > 300
+@pytest.mark.parametrize("first", range(0, 150, 25))
+def test_packed_graphs_have_no_cycle_and_compute_the_same(first):
+    assert messages_of(range(first, first + 25)) > 40
 
 
 def drawn_rounds(monkeypatch):
