@@ -77,6 +77,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.thorough
+@pytest.mark.processes
 def test_imported_once_more():
     """After a purge of sys.modules, as in a notebook, gradients use the sums of the module that is imported again."""
     script = """
@@ -85,7 +86,6 @@ import keras, numpy as np
 import keras_dp
 keras_dp.use_logical_cpus(2)
 
-@pytest.mark.processes
 def trained(keras_dp):
     keras.utils.set_random_seed(0)
     layers = keras.layers
