@@ -377,6 +377,17 @@ def scattered(x, i):
     return tf.tanh(tf.scatter_nd(tf.math.floormod(i, 4)[..., None], x, tf.concat([[4], tf.shape(x)[1:]], 0)))
 
 
+@kind("scattered in columns", of(FLOAT, rank=2, static=(True, False)))
+def scattered_in_columns(x, static):
+    places = tf.math.floormod(tf.range(x.shape[1]), 4)[:, None]
+    return tf.transpose(tf.scatter_nd(places, tf.transpose(x), tf.stack([4, size_of(x, 0, static)])))
+
+
+@kind("product of unsigned integers", of(FLOAT, least=1))
+def product_of_unsigned_integers(x):
+    return tf.tanh(tf.cast(tf.reduce_prod(tf.cast(tf.abs(x) * 2.0, tf.uint32), 0), x.dtype) * 0.1)
+
+
 @kind("counts", of("integer", rank=1))
 def counts(i):
     return tf.cast(tf.math.bincount(tf.cast(tf.abs(i), tf.int32), minlength=5, maxlength=5), tf.float64) * 0.1
@@ -429,14 +440,40 @@ def zeros_for_each(x, static, value):
     return tf.fill([size_of(x, 0, static), WIDTH], tf.constant(value, x.dtype))
 
 
+@kind("ones of unknown width", of(FLOAT, rank=2, static=(True, False)))
+def ones_of_unknown_width(x, static):
+    width = tf.size(tf.where(tf.ones([x.shape[1]]) > 0.5))
+    hidden = tf.slice(x, [0, 0], [-1, width])
+    ones = tf.ones(tf.stack([size_of(x, 0, static), tf.shape(hidden)[1]]), x.dtype)
+    return tf.ensure_shape(tf.tanh(hidden + ones), x.shape)
+
+
+@kind("times a quotient of its size", of(FLOAT, least=1, divisor=(-2, -1, 2, 3), least_value=(-1, 0, 1)))
+def times_a_quotient_of_its_size(x, divisor, least_value):
+    return x * tf.cast(tf.maximum(tf.shape(x)[0] // divisor, least_value), x.dtype) * 0.1
+
+
+# Nodes that are called as the partition calls its own ones.
+@kind("named", of(FLOAT, name=("constant", "own_rows", "argument_0", "given_0", "read", "result_0", "home", "tower_0")))
+def named(x, name):
+    return tf.tanh(x, name=name)
+
+
 # Matrices.
+def squares_of(x):
+    """Returns a positive definite matrix for each matrix."""
+    return tf.matmul(x, x, transpose_a=True) / 10 + tf.eye(tf.shape(x)[-1], dtype=x.dtype)
+
+
 MATRICES = {
+    "bands": lambda x: tf.linalg.diag(tf.stack([x, 0.5 * x, x], -2), k=(-1, 1)),
+    "solution": lambda x: tf.linalg.triangular_solve(tf.stack([squares_of(x), 2.0 * squares_of(x)]), squares_of(tf.sin(x))),
     "triangle": lambda x: tf.linalg.band_part(x, -1, 0),
     "diagonal": tf.linalg.diag_part,
     "of the diagonal": tf.linalg.diag,
-    "factor": lambda x: tf.linalg.cholesky(tf.matmul(x, x, transpose_a=True) / 10 + tf.eye(tf.shape(x)[-1], dtype=x.dtype)),
-    "inverse": lambda x: tf.linalg.inv(tf.matmul(x, x, transpose_a=True) / 10 + tf.eye(tf.shape(x)[-1], dtype=x.dtype)),
-    "determinant": lambda x: tf.linalg.det(tf.matmul(x, x, transpose_a=True) / 10 + tf.eye(tf.shape(x)[-1], dtype=x.dtype)),
+    "factor": lambda x: tf.linalg.cholesky(squares_of(x)),
+    "inverse": lambda x: tf.linalg.inv(squares_of(x)),
+    "determinant": lambda x: tf.linalg.det(squares_of(x)),
     "orthogonal": lambda x: tf.abs(tf.linalg.qr(x).r),
     "trace": tf.linalg.trace,
 }

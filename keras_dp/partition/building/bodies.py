@@ -58,8 +58,11 @@ class _Body:
         self._own_rows = max(rows.own_rows[tower], 1)
         traced = inside.traced
         self._writer = GraphWriter("", prefix="")
+        # The nodes that are written, by traced node: a traced node may be called as an argument, or as what is written for it.
+        self._made = {name: name for name in traced.arguments}
         # Arguments stay in their order.
-        self._writer.given.update({name: f"argument_{i}" for i, name in enumerate(traced.arguments)})
+        self._arguments = [self._writer.unique(f"argument_{i}") for i in range(len(traced.arguments))]
+        self._writer.given.update(zip(traced.arguments, self._arguments, strict=True))
         for definition in traced.nodes:
             if definition.name in traced.handles:
                 continue
@@ -68,18 +71,20 @@ class _Body:
             pairs = enumerate(zip(inside.sources[definition.name], needs, strict=True))
             inputs = [self._form(output, need, plan.readings.get(i)) for i, (output, need) in pairs]
             own = bodies.on_tower(definition, plan, tower) if plan.functions else definition
-            controls = [f"^{name}" for name in inside.awaited[definition.name]]
-            self._writer.copy(own, "", inputs, controls)
+            controls = [f"^{self._made[name]}" for name in inside.awaited[definition.name]]
+            self._made[definition.name] = self._writer.copy(own, "", inputs, controls)
         self.function = self._writer.function
         self._sign()
 
     def _form(self, output: Output, need: Need, reading: np.ndarray | None) -> str:
         """Returns a tensor in the form that a node of the function needs."""
-        name = name_of(*output)
+        name = name_of(self._made[output[0]], output[1])
         if need == LOCAL_SHAPE:
             entries = self._inside.facts[output].entries if reading is None else reading
             if entries is not None and are_known(entries) and self._inside.static(output).dtype.is_integer:
                 return self._integers(output, entries)
+            if reading is not None:
+                return self._as_read(output, name, reading)
         if isinstance(need, Shard) and self._inside.facts[output].placement == REPLICATE:
             static = self._inside.static(output)
             if can_cut(static, need, self._inside.batch_rows):
@@ -90,6 +95,15 @@ class _Body:
         """Writes integers that count the tower's own rows."""
         numbers = [number.total * self._own_rows if isinstance(number, Rows) else number for number in entries.flat]
         return self._writer.constant(np.reshape(numbers, entries.shape), self._inside.static(output).dtype, "")
+
+    def _as_read(self, output: Output, name: str, reading: np.ndarray) -> str:
+        """Writes a shape in which some integers are read as row counts, and others are not known."""
+        entries = self._inside.facts[output].entries
+        assert entries is not None
+        is_read = np.reshape([read != number for read, number in zip(reading.flat, entries.flat, strict=True)], reading.shape)
+        read = self._integers(output, np.where(is_read, reading, 0))
+        inputs = [self._writer.constant(is_read, tf.bool, ""), read, name]
+        return self._writer.add("SelectV2", inputs, "", "read", T=self._inside.static(output).dtype)
 
     def _own_rows_of(self, name: str, need: Shard, static: Any) -> str:
         """Cuts the tower's rows from a tensor that has one block for each row."""
@@ -110,15 +124,16 @@ class _Body:
         signature = function.signature
         signature.name = unused_function_name("on_tower")
         for i, name in enumerate(traced.arguments):
-            argument = signature.input_arg.add(name=f"argument_{i}")
+            argument = signature.input_arg.add(name=self._arguments[i])
             argument.type = self._inside.static((name, 0)).dtype.as_datatype_enum
             handle = traced.handles[name]
             for part in handle.shape_and_type if handle is not None else ():
                 argument.handle_data.add(dtype=part.dtype, shape=part.shape)
         for i, name in enumerate(traced.outputs):
             signature.output_arg.add(name=f"result_{i}").type = self._inside.static(output_of(name)).dtype.as_datatype_enum
-            function.ret[f"result_{i}"] = self._writer.inside(name)[0]
+            node, port = output_of(name)
+            function.ret[f"result_{i}"] = self._writer.inside(name_of(self._made[node], port))[0]
         for name in traced.effects:
-            function.control_ret[name] = name
+            function.control_ret[name] = self._made[name]
             signature.control_output.append(name)
         signature.is_stateful = any(is_stateful(definition.op) for definition in traced.nodes)

@@ -33,8 +33,10 @@ class EmptySlices:
         def neutral(dead: str, tower: int) -> str:
             if reduction == "sum" and shape is not None and all(isinstance(size, int) for size in shape):
                 return str(self._graph.once(("nothing", dtype, *shape, tower), lambda: self._zeros(shape, tower, dtype)))
-            operation = "ZerosLike" if reduction == "sum" else "OnesLike"
-            return self._graph.add(operation, [dead], self._device(tower), "nothing", tower, T=dtype)
+            if reduction == "prod":
+                # TensorFlow's graph optimizer takes OnesLike of unsigned integers for zeros.
+                return self._filled(dead, 1, tower, dtype)
+            return self._graph.add("ZerosLike", [dead], self._device(tower), "nothing", tower, T=dtype)
 
         return list(self._graph.once(("parts", output, reduction), lambda: self._of_towers(output, dtype, neutral)))
 
@@ -43,10 +45,7 @@ class EmptySlices:
             if self._construction.across is None:
                 # It is another tower's part, and a second copy of a part does not change the result.
                 return dead
-            device, shape_type = self._device(tower), {"out_type": tf.int32}
-            shape = self._graph.add("Shape", [dead], device, "shape", tower, T=dtype, **shape_type)
-            value = self._graph.constant(_neutral_element(reduction, dtype), dtype, device)
-            return self._graph.add("Fill", [shape, value], device, "nothing", tower, T=dtype, index_type=tf.int32)
+            return self._filled(dead, _neutral_element(reduction, dtype), tower, dtype)
 
         last = len(self._construction.devices) - 1
         is_alone = self._construction.across is None
@@ -75,6 +74,13 @@ class EmptySlices:
         dead = self._switch(self._graph.constant(0, dtype, device), tower, dtype)
         sizes = self._graph.constant(shape, tf.int32, device)
         return self._graph.add("Fill", [sizes, dead], device, "nothing", tower, T=dtype, index_type=tf.int32)
+
+    def _filled(self, tensor: str, value: Any, tower: int, dtype: tf.DType) -> str:
+        """Writes a tensor of the shape of another one, each of whose entries has the same value."""
+        device = self._device(tower)
+        shape = self._graph.add("Shape", [tensor], device, "shape", tower, T=dtype, out_type=tf.int32)
+        inputs = [shape, self._graph.constant(value, dtype, device)]
+        return self._graph.add("Fill", inputs, device, "nothing", tower, T=dtype, index_type=tf.int32)
 
     def _of_towers(self, output: Output, dtype: tf.DType, otherwise: Otherwise, other: str | None = None) -> list[str]:
         """Returns each tower's tensor; for a tower without rows, `otherwise` makes it from `other` or the tower's tensor.

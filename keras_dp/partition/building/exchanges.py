@@ -312,7 +312,8 @@ class Exchanges:
         """
         static = self._propagation.static(output)
         assert static.shape is not None
-        has_rows = isinstance(self._propagation.facts[output].placement, Shard) or counts_all(
+        placement = self._propagation.facts[output].placement
+        has_rows = (isinstance(placement, Shard) and placement.axis == need.axis) or counts_all(
             static.shape[need.axis], need.blocks, self._propagation.batch_rows
         )
         slices = []

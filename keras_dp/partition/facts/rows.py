@@ -121,10 +121,10 @@ def divide(a: Number, b: Number) -> Number:
     if isinstance(a, Rows) and isinstance(b, Rows):
         quotient = exactly(a.total, b.total)
         return GLOBAL if quotient is None else quotient
-    if isinstance(a, Rows) and isinstance(b, int | Size):
+    if isinstance(a, Rows) and isinstance(b, int | Size) and _positive(b):
         quotients = tuple(exactly(block, b) for block in a.blocks)
         return GLOBAL if None in quotients else Rows(quotients)
-    if isinstance(b, Rows) or GLOBAL in (a, b) or b == 0:
+    if depends_on_rows([a, b]) or b == 0:
         return GLOBAL
     if isinstance(a, int) and isinstance(b, int):
         return a // b

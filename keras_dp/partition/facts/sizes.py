@@ -10,12 +10,12 @@ import tensorflow as tf
 from keras_dp.partition.facts import rows
 from keras_dp.partition.facts.node import Node
 from keras_dp.partition.facts.placements import array_of
-from keras_dp.partition.facts.rows import GLOBAL, Number, Rows, Size, depends_on_rows
+from keras_dp.partition.facts.rows import GLOBAL, Number, Rows, Size
 
 Entries = np.ndarray
 
 LARGEST = 64  # the most entries of a tensor that is evaluated
-_LARGEST_COEFFICIENT = 2**24  # of a number that is not known; a kernel's product may wrap around with a larger one
+_LARGEST_COEFFICIENT = 2**20  # of a number that is not known; a kernel's product may wrap around with a larger one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +356,8 @@ def _broadcast_shape(node: Node, a: Entries, b: Entries) -> Entries:
 def _axes_of_gradients(node: Node, a: Entries, b: Entries) -> list[Entries]:
     """Returns the axes over which each operand's gradient is summed: those that it lacks or has one entry along.
 
-    The batch is assumed to have more than one row. With one row, a sum over the rows changes nothing.
+    With one row, a tensor of rows is broadcast, too, where it meets more entries. Entries of unknown number are checked in the
+    step: they are one, or as many as the rows.
     """
     full = max(len(a), len(b))
     shapes = [[1] * (full - len(shape)) + list(shape) for shape in (a, b)]
@@ -366,12 +367,18 @@ def _axes_of_gradients(node: Node, a: Entries, b: Entries) -> list[Entries]:
         for axis, (size, opposite) in enumerate(zip(mine, other, strict=True)):
             if axis < full - length or size == 1:
                 surely.add(axis)
-            elif (
-                not isinstance(size, int) and not depends_on_rows([size]) and size != opposite and opposite != 1
-            ) or size is GLOBAL:
+            elif _may_be_broadcast(size, opposite):
                 perhaps.add(axis)
         results.append(array_of([BroadcastAxes(frozenset(surely), frozenset(surely | perhaps))]))
     return results
+
+
+def _may_be_broadcast(size: Number, opposite: Number) -> bool:
+    """Returns whether a size that is not known to be 1 may be, where the opposite one is not."""
+    if isinstance(size, Rows):
+        total = opposite.total if isinstance(opposite, Rows) else None
+        return isinstance(opposite, int) and opposite > 1 if total is None else total != size.total
+    return size is GLOBAL or (isinstance(size, Size) and size != opposite and opposite != 1)
 
 
 def _array(value: Any) -> Entries:

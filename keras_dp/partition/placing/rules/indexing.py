@@ -1,12 +1,14 @@
 """Place lookups and sums by index."""
 
+import dataclasses
 import math
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dp.partition.facts.node import Node, Plan
-from keras_dp.partition.facts.placements import REPLICATE, Facts, Shard
+from keras_dp.partition.facts.placements import LOCAL_SHAPE, REPLICATE, Facts, Shard
+from keras_dp.partition.facts.rows import Rows, depends_on_rows
 from keras_dp.partition.facts.tower_builder import TowerBuilder
 from keras_dp.partition.placing.rules.labels import Labels, axes, by_labels
 from keras_dp.partition.placing.rules.registry import rule
@@ -76,14 +78,27 @@ def scatter_at(node: Node) -> Plan | None:
     """Plans the sums of the entries that have the same tuple of indices."""
     indices, updates = node.rank(0), node.rank(1)
     depth = (node.shape(0) or [None])[-1]
-    if indices is None or updates is None or not isinstance(depth, int) or node.inputs[2].counts_rows():
+    if indices is None or updates is None or not isinstance(depth, int):
         return None
     if node.dtype(1) == tf.bool or node.dtype(1) == tf.string:
         return None
     first: Labels = (*axes(indices - 1), None)
     second: Labels = (*axes(indices - 1), *(f"update{i}" for i in range(updates - indices + 1)))
     result = (None,) * depth + second[indices - 1 :]
-    return by_labels(node, [first, second, REPLICATE], [result], reduction="sum", broadcasts=False)
+    plan = by_labels(node, [first, second, REPLICATE], [result], reduction="sum", broadcasts=False)
+    return plan and _with_own_shape(node, plan)
+
+
+def _with_own_shape(node: Node, plan: Plan) -> Plan | None:
+    """Returns the plan of a ScatterNd in which each tower makes a tensor for its own rows; None if its shape says otherwise."""
+    placement, sizes = plan.outputs[0].placement, node.inputs[2].numbers
+    if not isinstance(placement, Shard):
+        return None if node.inputs[2].counts_rows() else plan
+    if sizes is None or sizes[placement.axis] != Rows(placement.blocks):
+        return None
+    if depends_on_rows(size for axis, size in enumerate(sizes) if axis != placement.axis):
+        return None
+    return dataclasses.replace(plan, needs=[*(plan.needs or ())[:2], LOCAL_SHAPE])
 
 
 _ROWS_OF_A_TOWER = 32  # a guess: the number is not known before there is a batch

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_dp.partition.facts.node import Node, Plan
 from keras_dp.partition.facts.placements import REPLICATE, Facts, Need, Partial, Shard
-from keras_dp.partition.facts.rows import gathered
+from keras_dp.partition.facts.rows import Rows, gathered
 
 Labels = tuple[str | None, ...]
 
@@ -86,6 +86,9 @@ def _need(node: Node, i: int, labels: Labels | Need, rows: str, blocks: tuple[An
     shape, axis, placement = node.shape(i), labels.index(rows), node.inputs[i].placement
     size = shape[axis] if shape is not None and axis < len(shape) else None
     is_row_axis = isinstance(placement, Shard) and placement.axis == axis
+    if isinstance(placement, Shard) and is_row_axis and Rows(placement.blocks).total != Rows(blocks).total:
+        # Only a batch of one row is broadcast to several entries.
+        return None
     if isinstance(size, int) and not is_row_axis and not node.counts_all(size, blocks):
         # One entry is broadcast to any number of rows.
         return REPLICATE if size == 1 and broadcasts else None

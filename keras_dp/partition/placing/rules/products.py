@@ -48,7 +48,7 @@ _LAST_AXES |= dict.fromkeys(
     types(
         """
     MatrixBandPart MatrixInverse MatrixDeterminant LogMatrixDeterminant Cholesky CholeskyGrad Svd Qr FFT2D IFFT2D RFFT2D
-    IRFFT2D SelfAdjointEigV2 Lu Eig MatrixSolve MatrixTriangularSolve
+    IRFFT2D SelfAdjointEigV2 Lu Eig MatrixSolve
     """
     ),
     2,
@@ -89,13 +89,25 @@ def last_axes(node: Node) -> Plan | None:
     return plan
 
 
+@rule("MatrixTriangularSolve")
+def triangular_solve(node: Node) -> Plan | None:
+    """Plans the solution of systems of equations. Matrices and right sides are broadcast."""
+    matrices, sides = node.rank(0), node.rank(1)
+    if matrices is None or sides is None:
+        return None
+    full = max(matrices, sides) - 2
+    inputs = [(*from_the_right(rank - 2, full), None, None) for rank in (matrices, sides)]
+    return by_labels(node, inputs, [(*axes(full), None, None)])
+
+
 @rule("MatrixDiagPartV3", "MatrixDiagV3")
 def diagonal(node: Node) -> Plan | None:
     """Plans the diagonals of matrices, or matrices from diagonals, separate for each index of the other axes."""
     rank, result = node.rank(0), node.result_rank()
     if rank is None or result is None:
         return None
-    before = rank - (2 if "Part" in node.type else 1)
+    # A band of diagonals has an axis for the diagonals, a single one has none: the matrices tell what comes before.
+    before = (rank if "Part" in node.type else result) - 2
     labels = axes(before)
     others = [REPLICATE] * (len(node.inputs) - 1)
     return by_labels(node, [labels + (None,) * (rank - before), *others], [labels + (None,) * (result - before)])

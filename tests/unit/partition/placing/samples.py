@@ -28,8 +28,6 @@ _LINEAR = {
     "AddV2",
     "Sub",
     "Mul",
-    "RealDiv",
-    "Div",
     "DivNoNan",
 }
 _LINEAR |= {
@@ -221,7 +219,8 @@ def _products():
     yield Sample(("CholeskyGrad",), lambda x, y: R.CholeskyGrad(l=R.Cholesky(input=_symmetric(x)), grad=y), ("Bmm", "Bmm"))
     yield Sample(("SelfAdjointEigV2",), lambda x: R.SelfAdjointEigV2(input=_symmetric(x), compute_v=False)[0], ("Bmm",))
     yield Sample(("MatrixSolve",), lambda x, y: R.MatrixSolve(matrix=_symmetric(x), rhs=y), ("Bmm", "Bmn"))
-    yield Sample(("MatrixTriangularSolve",), lambda x, y: R.MatrixTriangularSolve(matrix=_symmetric(x), rhs=y), ("Bmm", "Bmn"))
+    for axes in (("Bmm", "Bmn"), ("Bmm", "ABmn"), ("ABmm", "Bmn")):
+        yield Sample(("MatrixTriangularSolve",), lambda x, y: R.MatrixTriangularSolve(matrix=_symmetric(x), rhs=y), axes)
     image = (("h", 4), ("w", 4), ("c", 3))
     yield Sample(
         ("AdjustContrastv2",), lambda x: R.AdjustContrastv2(images=x, contrast_factor=2.0), ("Bhwc",), ("float32",), image
@@ -231,6 +230,7 @@ def _products():
     for name in ("RGBToHSV", "HSVToRGB"):
         yield Sample((name,), lambda x, name=name: getattr(R, name)(images=x), ("Bac",))
     yield Sample(("MatrixDiagV3",), lambda x: tf.linalg.diag(x), ("Bak",))
+    yield Sample(("MatrixDiagV3",), lambda x: tf.linalg.diag(x, k=(-1, 1)), ("Bck",))
     yield Sample(("MatrixDiagPartV3",), lambda x: tf.linalg.diag_part(x), ("Bkk",))
     yield Sample(("Bitcast",), lambda x: R.Bitcast(input=x, type=tf.int32), ("Ba",))
     yield Sample(("Bitcast",), lambda x: R.Bitcast(input=R.Bitcast(input=x, type=tf.int32), type=tf.float64), ("Ba",))
@@ -491,6 +491,11 @@ def _indexing():
     table = tf.Variable(tf.random.stateless_uniform([3, 4], [1, 2], dtype=tf.float64), trainable=False)
     yield Sample(("ResourceGather",), lambda i: table.sparse_read(i), ("Bd",), ("int32",), **few)
     yield Sample(("ScatterNd",), lambda i, x: tf.scatter_nd(i, x, [4, 3]), ("Bi", "Ba"), ("int32", "float64"), **few)
+
+    def in_columns(i, x):
+        return tf.scatter_nd(i, x, tf.stack([4, tf.shape(x)[1]]))
+
+    yield Sample(("ScatterNd",), in_columns, ("ai", "aB"), ("int32", "float64"), **few)
     for name in ("Sum", "Max", "Min", "Prod"):
 
         def by_segment(x, i, name=name):

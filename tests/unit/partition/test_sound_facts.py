@@ -1,0 +1,151 @@
+"""Steps that the partitioner once took for others: each has shapes, names or numbers of which a fact was wrong."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from partitioned_steps import partitioned_step
+
+rng = np.random.default_rng(0)
+
+
+def of_known_rows(step, rows, width=3):
+    """Returns a step on a batch of known rows and unknown width."""
+    return step, (rows, None), (rows, width)
+
+
+def of_unknown_rows(step, rows, *sizes):
+    return step, (None, *sizes), (rows, *sizes)
+
+
+def own_shape(x, h):
+    """Returns the shape of a tensor of rows: its rows as an integer, if they are known, and an unknown width."""
+    return tf.stack([x.shape[0], tf.shape(h)[1]])
+
+
+def ones_in_a_loop(x):
+    def body(i, h):
+        return i + 1, tf.tanh(h + tf.ones(own_shape(x, h), h.dtype))
+
+    return tf.reduce_sum(tf.while_loop(lambda i, h: i < 3, body, [0, x])[1])
+
+
+def ones_in_a_branch(x):
+    return tf.reduce_sum(tf.cond(tf.reduce_sum(x) > -1e9, lambda: x + tf.ones(own_shape(x, x), x.dtype), lambda: x))
+
+
+def ones_in_a_compiled_function(x):
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(x):
+        return tf.tanh(x + tf.ones(own_shape(x, x), x.dtype))
+
+    return tf.reduce_sum(compiled(x))
+
+
+def node_called(name, value):
+    """Returns a step with a compiled function, one of whose nodes is called like a node that the partition writes."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(x):
+        return tf.tanh(tf.multiply(x + value(x), 3.0, name=name) + x)
+
+    return lambda x: tf.reduce_sum(compiled(x))
+
+
+def bands(x):
+    return tf.reduce_mean(tf.linalg.diag(tf.stack([x, 2.0 * x, x], 1), k=(-1, 1)))
+
+
+def bands_of_rows(x):
+    return tf.reduce_sum(tf.linalg.diag(x, k=(-1, 1)) ** 2)
+
+
+def scattered_features(x):
+    return tf.reduce_sum(tf.scatter_nd([[1], [3], [1]], tf.transpose(x[:, :3]), [5, x.shape[0] or tf.shape(x)[0]]) ** 2)
+
+
+def picked_features(x):
+    picked = tf.gather_nd(tf.transpose(tf.reshape(x, [-1, 2, 3]), [1, 2, 0]), [[0, 1], [1, 2]])
+    return tf.reduce_sum(tf.gradients(tf.reduce_sum(picked**2), x)[0] ** 3)
+
+
+def broadcast_systems(x):
+    matrices = tf.eye(3, dtype=x.dtype) * (2.0 + tf.abs(x[None, :, :, None]))
+    return tf.reduce_sum(tf.linalg.triangular_solve(tf.concat([matrices, 2.0 * matrices], 0), x[:, :, None]))
+
+
+def product_of_unsigned(x):
+    return tf.reduce_prod(tf.cast(tf.abs(x) + 2.0, tf.uint32), 0)
+
+
+def sum_divided_by_zero(x):
+    of_one_tower = tf.reduce_sum(0.0 * x + tf.constant([[1.0], [0.0], [0.0]], x.dtype))
+    return of_one_tower / tf.reduce_sum(tf.zeros_like(x)) + tf.reduce_sum(x)
+
+
+def parts_too_large_for_half_precision(x):
+    large = tf.cast(x * 0.0 + tf.constant([[80000.0], [2.0], [-80000.0]], x.dtype), tf.bfloat16)
+    return tf.math.is_nan(tf.cast(tf.reduce_sum(large), tf.float16) + tf.reduce_sum(tf.cast(x, tf.float16)))
+
+
+def negative_multiple_of_rows(x):
+    return tf.maximum(tf.shape(x)[0] // -1, 0), tf.maximum(tf.shape(x)[0] // -1 + tf.shape(x)[0], 1)
+
+
+def wrapping_multiple_of_rows(x):
+    return (tf.shape(x)[0] * 2**24) // 2**24, tf.cast(tf.shape(x)[0] * 16000000, tf.int64)
+
+
+def gradient_of_one_broadcast_row(x):
+    table = tf.constant(np.arange(15.0).reshape(5, 3))
+    return tf.reduce_sum(tf.gradients(tf.reduce_sum((x + table) ** 2), x)[0] ** 2)
+
+
+def one_row_beside_its_entries(x):
+    return tf.reduce_sum(x[:, 0] + tf.reshape(x, [-1]))
+
+
+def rows_beside_one_entry_of_all(x):
+    return tf.reduce_sum((tf.reduce_sum(x, 1, keepdims=True) + tf.transpose(x)) ** 2)
+
+
+CASES = {
+    "ones in a loop": of_known_rows(ones_in_a_loop, 8),
+    "ones in a loop, a row for each tower": of_known_rows(ones_in_a_loop, 3),
+    "ones in a branch, a row for each tower": of_known_rows(ones_in_a_branch, 3),
+    "ones in a compiled function": of_known_rows(ones_in_a_compiled_function, 8),
+    "a node own_rows": (node_called("own_rows", lambda x: tf.constant(np.ones((8, 3)))), (8, 3), (8, 3)),
+    "a node constant": (node_called("constant", lambda x: tf.ones([8, 3], x.dtype)), (8, 3), (8, 3)),
+    "a node argument_0": (node_called("argument_0", lambda x: tf.ones([8, 3], x.dtype)), (8, 3), (8, 3)),
+    "bands": of_known_rows(bands, 8, 5),
+    "bands of rows": (bands_of_rows, (3, 5), (3, 5)),
+    "scattered features, known rows": (scattered_features, (8, 3), (8, 3)),
+    "scattered features": of_unknown_rows(scattered_features, 8, 3),
+    "picked features, known rows": (picked_features, (8, 6), (8, 6)),
+    "picked features": of_unknown_rows(picked_features, 8, 6),
+    "broadcast systems": (broadcast_systems, (8, 3), (8, 3)),
+    "broadcast systems, a row for each tower": of_unknown_rows(broadcast_systems, 3, 3),
+    "product of unsigned integers, an empty tower": of_unknown_rows(product_of_unsigned, 2, 3),
+    "sum divided by zero": (sum_divided_by_zero, (3, 1), (3, 1)),
+    "parts too large for half precision": (parts_too_large_for_half_precision, (3, 1), (3, 1)),
+    "negative multiple of rows": of_unknown_rows(negative_multiple_of_rows, 8, 3),
+    "wrapping multiple of rows": of_unknown_rows(wrapping_multiple_of_rows, 200, 1),
+    "gradient of one broadcast row": of_unknown_rows(gradient_of_one_broadcast_row, 1, 3),
+    "one row beside its entries": of_unknown_rows(one_row_beside_its_entries, 1, 3),
+    "rows beside one entry of all": (rows_beside_one_entry_of_all, (None, None), (8, 1)),
+}
+
+
+@pytest.mark.parametrize(("step", "spec", "shape"), CASES.values(), ids=CASES)
+def test_the_step_is_one_devices(step, spec, shape):
+    x, specs = tf.constant(rng.normal(size=shape)), [tf.TensorSpec(spec, tf.float64)]
+    plain = tf.function(step, autograph=False).get_concrete_function(*specs)(x)
+    partitioned, _ = partitioned_step(step, specs, [True], spec[0])
+    for expected, result in zip(tf.nest.flatten(plain), tf.nest.flatten(partitioned(x)), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("step", [scattered_features, picked_features])
+@pytest.mark.parametrize("rows", [None, 8])
+def test_features_are_scattered_on_the_towers(step, rows):
+    _, partition = partitioned_step(step, [tf.TensorSpec([rows, 6], tf.float64)], [True], rows)
+    assert "ScatterNd" not in {gathered.type for gathered in partition.gathered}
