@@ -281,7 +281,7 @@ class Propagation:
             as_one = node.with_inputs(inputs)
             has_rows = any(facts.placement != REPLICATE or facts.counts_rows() for facts in inputs)
             found = self._by_rule(as_one, blocks or ()) if has_rows or blocks is not None else None
-            plan = None if has_rows and found is None else with_own(node, found)
+            plan = with_own(node, found, has_rows)
         if plan is None or not self._is_sound(node, plan):
             line = user_line(self.traced.graph, node.name)
             raise ValueError(

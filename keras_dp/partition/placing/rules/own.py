@@ -26,19 +26,22 @@ def own(node: Node) -> Plan | None:
     return elementwise(node)
 
 
-def with_own(node: Node, plan: Plan | None) -> Plan | None:
+def with_own(node: Node, plan: Plan | None, has_rows: bool) -> Plan | None:
     """Plans a node of which some inputs are the towers' own values.
 
     Each tower computes with its own values. An output that would be replicated becomes the tower's own value, too.
 
     Args:
         node: the node.
-        plan: the plan if these inputs were replicated; None if no input has rows.
+        plan: the plan if these inputs were replicated; None if there is none, or no input has rows.
+        has_rows: whether another input has rows, or parts of a sum.
     """
-    if plan is None:
-        # No input has rows.
+    if node.type in ("RealDiv", "Div") and [facts.placement for facts in node.inputs] == [Partial(), OWN]:
+        # Towers divide by different values, so that the sum cannot be taken before.
+        return Plan([Facts(Partial())], [Partial(), OWN])
+    if plan is None and not has_rows:
         return Plan([Facts(OWN) for _ in node.results], [facts.placement for facts in node.inputs])
-    if plan.needs is None:
+    if plan is None or plan.needs is None:
         return None
     needs: list[Need] = []
     for facts, need in zip(node.inputs, plan.needs, strict=True):
