@@ -8,6 +8,7 @@ from keras_dp.choices import refuse_unknown
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.inspecting.comparison import Comparison
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
+from keras_dp.wrapping.wrapper import has_own_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +71,24 @@ def check_step(
         tolerance: the largest difference that counts as none; None for 1e-9 in float64, 1e-4 in float32.
 
     Raises:
-        ValueError: if there is no such step.
+        ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or the batch has no targets for
+            its loss.
     """
     refuse_unknown("step", step, choices.Step)
+    if not isinstance(parallel, DataParallelModel):
+        raise ValueError(
+            "check_step() compares the towers of a keras_dp.DataParallelModel with one device: wrap the model, compile it, and "
+            f"pass the wrapper. Received: {parallel!r} of type {type(parallel)}"
+        )
+    model = parallel.inner_model
+    if step != "predict" and not has_own_step(model):
+        if not model.compiled:
+            raise ValueError(f"Compile the model before check_step(). Received: {parallel!r}, which is not compiled")
+        if model.loss is not None and not (isinstance(batch, tuple) and len(batch) > 1):
+            raise ValueError(
+                "The loss of the model needs targets: pass a batch as fit() feeds it, (x, y) or (x, y, sample_weight). "
+                f"Received: a batch of type {type(batch)} without targets"
+            )
     within = tolerance or tolerance_of_floats()
     steps = parallel.tower_steps
     return StepCheck(step, steps.compare(step, steps.slices_of(batch), within), within)

@@ -160,3 +160,16 @@ def test_a_step_that_takes_the_whole_batch():
 def test_unknown_step():
     with pytest.raises(ValueError, match="Received: step='fit'"):
         keras_dp.check_step(wrapped(), (X, Y), "fit")
+
+
+def test_refuses_what_it_cannot_compare():
+    parallel = wrapped()
+    with pytest.raises(ValueError, match="compares the towers of a keras_dp.DataParallelModel.*Received: <Functional"):
+        keras_dp.check_step(parallel.inner_model, (X, Y))
+    for batch in (X, (X,)):
+        with pytest.raises(ValueError, match="needs targets: pass a batch as fit.. feeds it, .x, y."):
+            keras_dp.check_step(parallel, batch)
+    uncompiled = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), devices=3)
+    with pytest.raises(ValueError, match="Compile the model before check_step"):
+        keras_dp.check_step(uncompiled, (X, Y))
+    assert keras_dp.check_step(parallel, X, "predict").is_exact
