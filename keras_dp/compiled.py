@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ logger = logging.getLogger("keras_dp")
 
 
 class CompiledWrapper(ModelWrapper):
-    """Wraps a model whose towers are compiled as it is: by the wrapper's `compile`, its own, or before it was wrapped.
+    """Keeps the towers compiled like the inner model, whether the wrapper, the model itself or code before it compiled it.
 
     Args:
         inner_model: see `ModelWrapper`.
@@ -61,18 +62,23 @@ class CompiledWrapper(ModelWrapper):
         refuse_strategy()
         if has_own_compile(self.inner_model):
             optimizer = self._compile_as_it_is(args, kwargs)
+            jit_compile = kwargs.get("jit_compile")
         else:
             optimizer = self._compile(*args, **kwargs)
+            given = inspect.signature(keras.Model.compile).bind_partial(self, *args, **kwargs).arguments
+            jit_compile = given.get("jit_compile", "auto")
         self.inner_model.train_function = self._plain_training
         if optimizer is not None:
             # Mixed precision may have wrapped the optimizer in a LossScaleOptimizer.
             optimizer.inner_optimizer = self.inner_model.optimizer
             self._combining_optimizer = optimizer
-        self._compile_towers(kwargs.get("jit_compile"))
+        self._compile_towers(jit_compile)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the inner model, and the towers around it, from a configuration that `get_compile_config()` returned."""
         self.compile(**keras.saving.deserialize_keras_object(config))
+        # A configuration has Keras's choice in the place of "auto".
+        self.jit_compile = keras_models.was_told_to_use_xla(self.inner_model)
         if self.inner_model.built and self.inner_model.optimizer is not None:
             self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 
@@ -142,11 +148,6 @@ class CompiledWrapper(ModelWrapper):
         model = self.inner_model
         if model.compiled and keras_models.loss_tracker(model) is not self._compiled_with():
             self._compile_towers()
-            if model.jit_compile and not self._steps.jit_compile:
-                logger.info(
-                    "The towers run without XLA: on GPUs, Keras turns it on by itself. To use it, compile the "
-                    "DataParallelModel, or set its attribute, with jit_compile=True."
-                )
         kinds = {layer: (type(layer), layer.quantization_mode) for layer in keras_models.flatten_layers(model)}
         if any(kinds.get(layer, kind) != kind for layer, kind in self._traced_layers.items()):
             self._forget_traces()
@@ -159,7 +160,13 @@ class CompiledWrapper(ModelWrapper):
             jit_compile: the argument of `compile`; None to ask the inner model.
         """
         model = self.inner_model
-        self._steps.jit_compile = keras_models.was_told_to_use_xla(model) if jit_compile is None else jit_compile is True
+        is_told = keras_models.was_told_to_use_xla(model) if jit_compile is None else jit_compile is True
+        self._steps.jit_compile = is_told and bool(model.jit_compile)
+        if jit_compile is None and model.jit_compile and not is_told:
+            logger.info(
+                "The towers run without XLA: on GPUs, Keras turns it on by itself. To use it, compile the DataParallelModel "
+                "with jit_compile=True, or set this attribute."
+            )
         with self._read_by_keras():
             super().compile(
                 self.optimizer,

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import keras
+
 from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.model import DataParallelModel
@@ -84,7 +86,8 @@ def check_step(
     if step != "predict" and not has_own_step(model):
         if not model.compiled:
             raise ValueError(f"Compile the model before check_step(). Received: {parallel!r}, which is not compiled")
-        if model.loss is not None and not (isinstance(batch, tuple) and len(batch) > 1):
+        has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
+        if model.loss is not None and not has_own_loss and not (isinstance(batch, tuple | list) and len(batch) > 1):
             raise ValueError(
                 "The loss of the model needs targets: pass a batch as fit() feeds it, (x, y) or (x, y, sample_weight). "
                 f"Received: a batch of type {type(batch)} without targets"

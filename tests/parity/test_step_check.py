@@ -173,3 +173,4 @@ def test_refuses_what_it_cannot_compare():
     with pytest.raises(ValueError, match="Compile the model before check_step"):
         keras_dp.check_step(uncompiled, (X, Y))
     assert keras_dp.check_step(parallel, X, "predict").is_exact
+    assert keras_dp.check_step(parallel, [X, Y]).is_exact

@@ -58,11 +58,11 @@ class _Body:
         self._own_rows = max(rows.own_rows[tower], 1)
         traced = inside.traced
         self._writer = GraphWriter("", prefix="")
-        # The nodes that are written, by traced node: a traced node may be called as an argument, or as what is written for it.
-        self._made = {name: name for name in traced.arguments}
+        # The names here, by traced name: traced nodes and arguments may be called as what is written for them.
+        self._made = {name: self._writer.unique(name) for name in traced.arguments}
         # Arguments stay in their order.
         self._arguments = [self._writer.unique(f"argument_{i}") for i in range(len(traced.arguments))]
-        self._writer.given.update(zip(traced.arguments, self._arguments, strict=True))
+        self._writer.given.update(zip(self._made.values(), self._arguments, strict=True))
         for definition in traced.nodes:
             if definition.name in traced.handles:
                 continue

@@ -14,7 +14,7 @@ from keras_dp.partition.building.empty_slices import EmptySlices
 from keras_dp.partition.building.lengths import Lengths
 from keras_dp.partition.building.worker_exchanges import WorkerExchanges
 from keras_dp.partition.building.writing import Given
-from keras_dp.partition.facts.placements import Own, Partial, Replicate, Shard
+from keras_dp.partition.facts.placements import Own, Partial, Placement, Replicate, Shard
 from keras_dp.partition.facts.rows import Rows, counts_all
 from keras_dp.partition.placing.measuring import measured_blocks
 from keras_dp.partition.placing.moments import Variance, variance_of_parts
@@ -312,8 +312,7 @@ class Exchanges:
         """
         static = self._propagation.static(output)
         assert static.shape is not None
-        placement = self._propagation.facts[output].placement
-        has_rows = (isinstance(placement, Shard) and placement.axis == need.axis) or counts_all(
+        has_rows = self._has_as_many(self._propagation.facts[output].placement, need) or counts_all(
             static.shape[need.axis], need.blocks, self._propagation.batch_rows
         )
         slices = []
@@ -327,6 +326,13 @@ class Exchanges:
                 pieces = [self._graph.add("ConcatV2", inputs, device, "cut", N=len(inputs) - 1, T=dtype, Tidx=tf.int32)]
             slices += pieces
         return slices
+
+    def _has_as_many(self, placement: Placement, need: Shard) -> bool:
+        """Returns whether a tensor is known to have as many entries along the needed rows: it has rows there, too."""
+        if not isinstance(placement, Shard) or placement.axis != need.axis:
+            return False
+        # Where the needed length is not known, it is taken from the tensor itself.
+        return Rows(placement.blocks).total == Rows(need.blocks).total or not all(isinstance(one, int) for one in need.blocks)
 
     def _segments_of(self, output: Output, whole: str, need: Shard, tower: int, has_rows: bool) -> tuple[list[str], list[str]]:
         """Returns where a tower's rows begin in each segment of a whole tensor, and how many entries they have there."""

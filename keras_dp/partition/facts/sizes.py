@@ -356,8 +356,8 @@ def _broadcast_shape(node: Node, a: Entries, b: Entries) -> Entries:
 def _axes_of_gradients(node: Node, a: Entries, b: Entries) -> list[Entries]:
     """Returns the axes over which each operand's gradient is summed: those that it lacks or has one entry along.
 
-    With one row, a tensor of rows is broadcast, too, where it meets more entries. Entries of unknown number are checked in the
-    step: they are one, or as many as the rows.
+    With one row, a tensor of rows is broadcast, too, where it meets more entries. Where an operation meets entries of unknown
+    number, it checks in the step that they are one, or as many as the rows.
     """
     full = max(len(a), len(b))
     shapes = [[1] * (full - len(shape)) + list(shape) for shape in (a, b)]
@@ -367,17 +367,25 @@ def _axes_of_gradients(node: Node, a: Entries, b: Entries) -> list[Entries]:
         for axis, (size, opposite) in enumerate(zip(mine, other, strict=True)):
             if axis < full - length or size == 1:
                 surely.add(axis)
-            elif _may_be_broadcast(size, opposite):
+            elif _may_be_broadcast(size, opposite, node.batch_rows is not None):
                 perhaps.add(axis)
         results.append(array_of([BroadcastAxes(frozenset(surely), frozenset(surely | perhaps))]))
     return results
 
 
-def _may_be_broadcast(size: Number, opposite: Number) -> bool:
-    """Returns whether a size that is not known to be 1 may be, where the opposite one is not."""
+def _may_be_broadcast(size: Number, opposite: Number, has_many_rows: bool) -> bool:
+    """Returns whether a size that is not known to be 1 may be, where the opposite one is not.
+
+    Args:
+        size: the size.
+        opposite: the size that it meets.
+        has_many_rows: whether the batch is known to have more than one row.
+    """
     if isinstance(size, Rows):
-        total = opposite.total if isinstance(opposite, Rows) else None
-        return isinstance(opposite, int) and opposite > 1 if total is None else total != size.total
+        if isinstance(opposite, Rows):
+            # Other lengths that are not known are checked in the step: they are the same.
+            return isinstance(size.total, int) and isinstance(opposite.total, int) and size.total != opposite.total
+        return not has_many_rows and (opposite is GLOBAL or (isinstance(opposite, int) and opposite > 1))
     return size is GLOBAL or (isinstance(size, Size) and size != opposite and opposite != 1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from keras_dp.partition.facts.node import Plan, Static
 from keras_dp.partition.facts.operations import READS, SHAPES_AND_RANK
 from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Facts, ListOf, Need, Shard
+from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.placing import control_flow
 from keras_dp.partition.placing.planned import Planned
 from keras_dp.partition.placing.rules.elementwise import CHECKS
@@ -53,6 +54,8 @@ def can_cut(static: Static, need: Shard, batch_rows: int | None) -> bool:
 
 
 def _obstacle_at_home(definition: Any, plan: Plan, taken: Sequence[Facts], where: str) -> str | None:
+    if definition.op == "BroadcastGradientArgs" and _meets_all_rows(*taken):
+        return f"{where} takes the number of all rows"
     if definition.op in (*SHAPES_AND_RANK, "BroadcastGradientArgs"):
         return None
     if any(isinstance(facts.placement, Shard) for facts in plan.outputs):
@@ -63,6 +66,12 @@ def _obstacle_at_home(definition: Any, plan: Plan, taken: Sequence[Facts], where
         if facts.counts_rows() and not _is_local(plan.outputs):
             return f"{where} takes the number of all rows"
     return None
+
+
+def _meets_all_rows(one: Facts, other: Facts) -> bool:
+    """Returns whether one of two shapes counts rows where the other one has an integer, which may be the number of all rows."""
+    pairs = list(zip(reversed(one.numbers or []), reversed(other.numbers or []), strict=False))
+    return any(isinstance(a, Rows) and isinstance(b, int) and b > 1 for a, b in pairs + [(b, a) for a, b in pairs])
 
 
 def _is_local(results: Sequence[Facts]) -> bool:

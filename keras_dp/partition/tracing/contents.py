@@ -14,6 +14,12 @@ def functions_of(node: Any) -> list[str]:
     return [*called, *(function.name for value in attributes for function in value.list.func)]
 
 
+# Operations that do only what their functions do.
+_CALLING = frozenset(
+    ("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile", "While")
+)
+
+
 class Contents:
     """Finds the types of the operations that nodes run.
 
@@ -26,9 +32,9 @@ class Contents:
         self._of_functions: dict[str, frozenset[str]] = {}
 
     def of(self, node: Any) -> frozenset[str]:
-        """Returns the type of a node or, if it calls functions, the types of all operations in these."""
-        functions = functions_of(node)
-        return frozenset().union(*map(self._of_function, functions)) if functions else frozenset([node.op])
+        """Returns the type of a node, and the types of all operations in the functions that it calls."""
+        own: frozenset[str] = frozenset() if node.op in _CALLING else frozenset([node.op])
+        return own.union(*map(self._of_function, functions_of(node)))
 
     def has_effects(self, node: Any) -> bool:
         """Returns whether a node does more than compute its results and read variables."""

@@ -14,7 +14,7 @@ from keras_dp.partition.tensorflow_internals import add_function, body_of, handl
 from keras_dp.partition.tracing.contents import Contents
 from keras_dp.partition.tracing.hoisting import hoisted, hoisted_loops
 from keras_dp.partition.tracing.names import Output, control_inputs, data_inputs, name_of, output_of, source_of
-from keras_dp.partition.tracing.simplification import in_order, simplify, without_waiting_results
+from keras_dp.partition.tracing.simplification import in_order, needed_nodes, simplify, without_waiting_results
 
 Tensor = Any
 
@@ -116,9 +116,10 @@ def traced_step(concrete: Any) -> Traced:
 
 def _simplified(traced: Traced) -> Traced:
     """Removes the nodes that are not needed, or that compute the same as another node."""
-    by_name, contents = {node.name: node for node in traced.nodes}, Contents(traced.library)
-    # Reading a variable is not an effect.
-    effects = [f"^{name}" for name in traced.effects if contents.has_effects(by_name[name])]
+    contents = Contents(traced.library)
+    # Reading a variable is not an effect. A node without effects may be there to wait for nodes that have some.
+    running = needed_nodes(traced.nodes, traced.effects)
+    effects = [f"^{node.name}" for node in traced.nodes if node.name in running and contents.has_effects(node)]
     arguments = [f"^{name}" for name in traced.arguments]
     nodes, names = simplify(traced.nodes, [*traced.outputs, *effects, *arguments])
     count = len(traced.outputs)

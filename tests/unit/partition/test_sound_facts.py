@@ -51,6 +51,31 @@ def node_called(name, value):
     return lambda x: tf.reduce_sum(compiled(x))
 
 
+def argument_called_constant(x):
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(x, constant):
+        return tf.tanh(x + tf.ones([x.shape[0], 3], x.dtype)) * constant
+
+    return tf.reduce_sum(compiled(x, tf.constant(2.0, x.dtype)))
+
+
+def gradient_of_a_whole_table_in_a_loop(x):
+    table = tf.constant(np.arange(24.0).reshape(8, 3) / 24)
+
+    def body(i, h):
+        part = table[:, : tf.shape(h)[1]]
+        with tf.GradientTape() as tape:
+            tape.watch(part)
+            loss = tf.reduce_sum((h + part) ** 2)
+        return i + 1, tf.tanh(h + tape.gradient(loss, part))
+
+    return tf.reduce_sum(tf.while_loop(lambda i, h: i < 2, body, [0, x])[1])
+
+
+def two_flat_lengths(x):
+    return tf.reduce_sum((tf.reshape(x[:, 1:], [-1]) - tf.reshape(x[:, :-1], [-1])) ** 2)
+
+
 def bands(x):
     return tf.reduce_mean(tf.linalg.diag(tf.stack([x, 2.0 * x, x], 1), k=(-1, 1)))
 
@@ -116,6 +141,9 @@ CASES = {
     "a node own_rows": (node_called("own_rows", lambda x: tf.constant(np.ones((8, 3)))), (8, 3), (8, 3)),
     "a node constant": (node_called("constant", lambda x: tf.ones([8, 3], x.dtype)), (8, 3), (8, 3)),
     "a node argument_0": (node_called("argument_0", lambda x: tf.ones([8, 3], x.dtype)), (8, 3), (8, 3)),
+    "an argument constant": (argument_called_constant, (8, 3), (8, 3)),
+    "gradient of a whole table in a loop": of_known_rows(gradient_of_a_whole_table_in_a_loop, 8),
+    "two flat lengths": (two_flat_lengths, (None, None), (8, 4)),
     "bands": of_known_rows(bands, 8, 5),
     "bands of rows": (bands_of_rows, (3, 5), (3, 5)),
     "scattered features, known rows": (scattered_features, (8, 3), (8, 3)),
@@ -142,6 +170,54 @@ def test_the_step_is_one_devices(step, spec, shape):
     partitioned, _ = partitioned_step(step, specs, [True], spec[0])
     for expected, result in zip(tf.nest.flatten(plain), tf.nest.flatten(partitioned(x)), strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-12)
+
+
+def test_tokens_of_unknown_number_stay_on_the_towers():
+    """The lengths of two flat tensors have two names, and are the same."""
+
+    def loss(tokens, labels):
+        table = tf.constant(np.arange(15.0).reshape(5, 3))
+        logits = tf.gather(table, tokens)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+
+    specs = [tf.TensorSpec([None, None], tf.int64)] * 2
+    batch = [tf.constant(rng.integers(0, 3, (7, 4))) for _ in specs]
+    plain = tf.function(loss, autograph=False).get_concrete_function(*specs)(*batch)
+    partitioned, partition = partitioned_step(loss, specs, [True, True])
+    np.testing.assert_allclose(partitioned(*batch), plain, rtol=1e-12)
+    (name,) = [node.name for node in partition.traced.nodes if node.op == "SparseSoftmaxCrossEntropyWithLogits"]
+    assert not partition.propagation.plans[name].is_at_home
+
+
+def test_a_row_that_meets_entries_of_unknown_number_is_refused():
+    """On one device, the one row of this batch would be broadcast. Which rows there are is decided before."""
+
+    def step(x):
+        return tf.reduce_sum(tf.tanh(x[:, 0] + tf.reshape(x, [-1])))
+
+    partitioned, _ = partitioned_step(step, [tf.TensorSpec([None, None], tf.float64)], [True])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must have one entry, or as many as the rows"):
+        partitioned(tf.constant(rng.normal(size=(1, 4))))
+    np.testing.assert_allclose(partitioned(tf.ones([5, 1], tf.float64)), 5 * np.tanh(2.0))
+
+
+def test_an_effect_before_a_result_that_is_not_used_happens():
+    """A function without automatic control dependencies has its effects before its results alone."""
+    counter = tf.Variable(0.0, dtype=tf.float64)
+
+    def counting(x):
+        with tf.control_dependencies([counter.assign_add(1.0)]):
+            return tf.identity(x)
+
+    counted = tf.compat.v1.wrap_function(counting, [tf.TensorSpec([None, 3], tf.float64)])
+
+    def step(x):
+        counted(x)
+        return tf.reduce_sum(x)
+
+    partitioned, _ = partitioned_step(step, [tf.TensorSpec([None, 3], tf.float64)], [True])
+    partitioned(tf.ones([7, 3], tf.float64))
+    assert float(counter) == 1.0
 
 
 @pytest.mark.parametrize("step", [scattered_features, picked_features])

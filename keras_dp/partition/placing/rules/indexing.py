@@ -94,9 +94,10 @@ def _with_own_shape(node: Node, plan: Plan) -> Plan | None:
     placement, sizes = plan.outputs[0].placement, node.inputs[2].numbers
     if not isinstance(placement, Shard):
         return None if node.inputs[2].counts_rows() else plan
-    if sizes is None or sizes[placement.axis] != Rows(placement.blocks):
+    own = sizes[placement.axis] if sizes is not None else None
+    if not isinstance(own, Rows) or own.total != Rows(placement.blocks).total:
         return None
-    if depends_on_rows(size for axis, size in enumerate(sizes) if axis != placement.axis):
+    if depends_on_rows(size for axis, size in enumerate(sizes or ()) if axis != placement.axis):
         return None
     return dataclasses.replace(plan, needs=[*(plan.needs or ())[:2], LOCAL_SHAPE])
 

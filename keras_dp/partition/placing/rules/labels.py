@@ -86,9 +86,11 @@ def _need(node: Node, i: int, labels: Labels | Need, rows: str, blocks: tuple[An
     shape, axis, placement = node.shape(i), labels.index(rows), node.inputs[i].placement
     size = shape[axis] if shape is not None and axis < len(shape) else None
     is_row_axis = isinstance(placement, Shard) and placement.axis == axis
-    if isinstance(placement, Shard) and is_row_axis and Rows(placement.blocks).total != Rows(blocks).total:
-        # Only a batch of one row is broadcast to several entries.
-        return None
+    if isinstance(placement, Shard) and is_row_axis:
+        totals = {Rows(placement.blocks).total, Rows(blocks).total}
+        if len(totals) > 1 and all(isinstance(total, int) for total in totals):
+            # Only a batch of one row is broadcast to several entries.
+            return None
     if isinstance(size, int) and not is_row_axis and not node.counts_all(size, blocks):
         # One entry is broadcast to any number of rows.
         return REPLICATE if size == 1 and broadcasts else None

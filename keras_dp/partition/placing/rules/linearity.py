@@ -59,7 +59,8 @@ def _is_linear(node: Node, sums: list[bool]) -> bool:
         # A narrower dtype of the same size, as float16 for bfloat16, has no room for some parts.
         return source.is_floating and result.is_floating and (result == source or result.size > source.size)
     if node.type in ("RealDiv", "Div") and not node.in_body:
-        # Divided by zero, a sum is infinite, and a part of it that is zero is not a number.
+        # Divided by zero, a sum is infinite, and a part of it that is zero is not a number. In a loop, towers cannot meet to
+        # take the sum before. A product with an infinite number is not told apart: few sums could wait otherwise.
         return False
     if node.type in _QUOTIENTS and not (node.dtype(0).is_floating or node.dtype(0).is_complex):
         # The quotient of integers is truncated.

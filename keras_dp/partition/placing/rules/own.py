@@ -36,7 +36,7 @@ def with_own(node: Node, plan: Plan | None, has_rows: bool) -> Plan | None:
         plan: the plan if these inputs were replicated; None if there is none, or no input has rows.
         has_rows: whether another input has rows, or parts of a sum.
     """
-    if node.type in ("RealDiv", "Div") and [facts.placement for facts in node.inputs] == [Partial(), OWN]:
+    if node.type == "RealDiv" and [facts.placement for facts in node.inputs] == [Partial(), OWN]:
         # Towers divide by different values, so that the sum cannot be taken before.
         return Plan([Facts(Partial())], [Partial(), OWN])
     if plan is None and not has_rows:
