@@ -164,8 +164,8 @@ class CompiledWrapper(ModelWrapper):
         self._steps.jit_compile = is_told and bool(model.jit_compile)
         if jit_compile is None and model.jit_compile and not is_told:
             logger.info(
-                "The towers run without XLA: on GPUs, Keras turns it on by itself. To use it, compile the DataParallelModel "
-                "with jit_compile=True, or set this attribute."
+                "The towers run without XLA: on GPUs, Keras turns it on by itself. To use it, set jit_compile = True on the "
+                "DataParallelModel, or compile it with jit_compile=True."
             )
         with self._read_by_keras():
             super().compile(

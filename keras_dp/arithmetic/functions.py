@@ -6,14 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.arithmetic.work import work_of_operations
-from keras_dp.partition.placing.control_flow import BRANCHES, LOOPS
+from keras_dp.partition.facts.operations import BRANCHES, CALLS, CASES, LOOPS
 from keras_dp.partition.tensorflow_internals import handle_data
 from keras_dp.partition.tracing.contents import functions_of
-from keras_dp.partition.tracing.graph import CALLS, Traced, traced_function
+from keras_dp.partition.tracing.graph import Traced, traced_function
 
 Tensor = Any
-
-_CASES = ("Case", "StatelessCase")
 
 
 def arithmetic_of(traced: Traced) -> dict[str, int]:
@@ -24,7 +22,7 @@ def arithmetic_of(traced: Traced) -> dict[str, int]:
     """
     counted = {name: work.flops for name, work in work_of_operations(traced.inlined).items()}
     for node in traced.nodes:
-        if node.op in (*LOOPS, *BRANCHES, *_CASES, *CALLS):
+        if node.op in (*LOOPS, *BRANCHES, *CASES, *CALLS):
             counted[node.name] = _of_functions(node, traced)
     return {node.name: counted.get(node.name, 0) for node in traced.nodes}
 

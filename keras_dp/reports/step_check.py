@@ -77,6 +77,14 @@ def check_step(
             its loss.
     """
     refuse_unknown("step", step, choices.Step)
+    _refuse_incomparable(parallel, batch, step)
+    within = tolerance or tolerance_of_floats()
+    steps = parallel.tower_steps
+    return StepCheck(step, steps.compare(step, steps.slices_of(batch), within), within)
+
+
+def _refuse_incomparable(parallel: Any, batch: Any, step: choices.Step) -> None:
+    """Raises a ValueError unless there is a compiled DataParallelModel, and a batch with what its step takes."""
     if not isinstance(parallel, DataParallelModel):
         raise ValueError(
             "check_step() compares the towers of a keras_dp.DataParallelModel with one device: wrap the model, compile it, and "
@@ -92,6 +100,3 @@ def check_step(
                 "The loss of the model needs targets: pass a batch as fit() feeds it, (x, y) or (x, y, sample_weight). "
                 f"Received: a batch of type {type(batch)} without targets"
             )
-    within = tolerance or tolerance_of_floats()
-    steps = parallel.tower_steps
-    return StepCheck(step, steps.compare(step, steps.slices_of(batch), within), within)

@@ -198,10 +198,11 @@ def test_an_infinite_gradient_in_one_tower(row):
 def test_no_loss_scaling_when_it_is_refused():
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("mixed_float16")
-    parallel = keras_dp.DataParallelModel(build(), devices=3)
+    plain, parallel = build(), keras_dp.DataParallelModel(build(), devices=3)
     for scales in (True, False):
-        parallel.compile(optimizers.SGD(0.05), "mse", auto_scale_loss=scales)
-        assert hasattr(parallel.optimizer, "initial_scale") is scales
+        for model in (plain, parallel):
+            model.compile(optimizers.SGD(0.05), "mse", auto_scale_loss=scales)
+            assert hasattr(model.optimizer, "initial_scale") is scales
         assert np.isfinite(parallel.fit(X, Y, batch_size=9, verbose=0).history["loss"]).all()
 
 

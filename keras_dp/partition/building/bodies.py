@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
-from keras_dp.partition.building.constants import are_known
+from keras_dp.partition.building.constants import are_known, as_read
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.facts.placements import LOCAL_SHAPE, REPLICATE, Need, Shard
@@ -100,9 +100,8 @@ class _Body:
         """Writes a shape in which some integers are read as row counts, and others are not known."""
         entries = self._inside.facts[output].entries
         assert entries is not None
-        is_read = np.reshape([read != number for read, number in zip(reading.flat, entries.flat, strict=True)], reading.shape)
-        read = self._integers(output, np.where(is_read, reading, 0))
-        inputs = [self._writer.constant(is_read, tf.bool, ""), read, name]
+        is_read, read = as_read(entries, reading)
+        inputs = [self._writer.constant(is_read, tf.bool, ""), self._integers(output, read), name]
         return self._writer.add("SelectV2", inputs, "", "read", T=self._inside.static(output).dtype)
 
     def _own_rows_of(self, name: str, need: Shard, static: Any) -> str:

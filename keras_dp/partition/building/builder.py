@@ -17,9 +17,9 @@ from keras_dp.partition.building.homes import Homes
 from keras_dp.partition.building.instances import Feeds, Instances
 from keras_dp.partition.building.needed import Kind, NeededInstances, local_need
 from keras_dp.partition.building.writing import GraphWriter
+from keras_dp.partition.facts.operations import LOOPS
 from keras_dp.partition.facts.placements import Replicate, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
-from keras_dp.partition.placing.control_flow import LOOPS
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import Output, output_of, source_of

@@ -124,6 +124,18 @@ def known_integers(facts: Facts) -> np.ndarray | None:
     return facts.entries if are_known(facts.entries) else None
 
 
+def as_read(entries: np.ndarray, reading: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where a reading of integers differs from the integers, and the reading there, with zeros elsewhere.
+
+    Args:
+        entries: the entries of a tensor.
+        reading: these, with row counts in the place of some integers; see `readings`.
+    """
+    is_read = [read != number for read, number in zip(reading.flat, entries.flat, strict=True)]
+    read = array_of([number if differs else 0 for number, differs in zip(reading.flat, is_read, strict=True)])
+    return np.reshape(is_read, entries.shape), read.reshape(entries.shape)
+
+
 def are_known(entries: np.ndarray) -> bool:
     """Returns whether each entry is an `int`, or a `Rows` with so many entries for each row."""
     return all(isinstance(number, int) or isinstance(_per_row(number), int) for number in entries.flat)

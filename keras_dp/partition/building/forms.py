@@ -3,10 +3,10 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.partition.building.constants import Constants, are_known
+from keras_dp.partition.building.constants import Constants, are_known, as_read
 from keras_dp.partition.building.construction import Construction
 from keras_dp.partition.building.exchanges import Exchange, Exchanges
-from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Shard, array_of
+from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Shard
 from keras_dp.partition.tracing.names import Output, name_of
 
 
@@ -62,8 +62,7 @@ class Forms:
             return self._constants.write_integers(reading, dtype, rows, device)
         entries = self._propagation.facts[output].entries
         assert entries is not None
-        is_read = np.array([read != number for read, number in zip(reading.flat, entries.flat, strict=True)])
-        read = array_of([number if known else 0 for number, known in zip(reading.flat, is_read, strict=True)])
+        is_read, read = as_read(entries, reading)
         return self._graph.add(
             "SelectV2",
             [

@@ -61,11 +61,15 @@ class WorkerExchanges:
 
     def gathered(self, own: Given, axis: int, entries: Any, name: str) -> str:
         """Gathers the rows of all workers along an axis, where each row has `entries` entries, and returns their name."""
-        sizes = [size for i, size in enumerate(own.spec.shape) if i != axis]
-        if not isinstance(entries, int) or None in sizes:
-            return self._exchanged(lambda rows: self._across.gathered(rows, axis), [own], name)
-        given = [own, self._counts()]
-        return self._exchanged(lambda rows, counts: self._across.gathered(rows, axis, counts * entries), given, name)
+        sizes = [None if i == axis else size for i, size in enumerate(own.spec.shape)]
+        knows_counts = isinstance(entries, int) and sizes.count(None) == 1
+
+        def gathered(rows: Any, counts: Any = None) -> Any:
+            everywhere = self._across.gathered(rows, axis, counts * entries if knows_counts else None)
+            # The graph is written as nodes, which keep no shape that Python code sets.
+            return tf.ensure_shape(everywhere, sizes)
+
+        return self._exchanged(gathered, [own, self._counts()] if knows_counts else [own], name)
 
     def variance(self, mean: Given, variance: Given, sum_of_means: str, name: str) -> str:
         """Writes the variance of all workers' rows. Their mean is sent in the same message if its sum is not written yet.

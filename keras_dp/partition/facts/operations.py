@@ -2,4 +2,8 @@
 
 SHAPES = ("Shape", "ShapeN", "Size")
 SHAPES_AND_RANK = (*SHAPES, "Rank")
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+LOOPS = ("While", "StatelessWhile")
+BRANCHES = ("If", "StatelessIf")
+CASES = ("Case", "StatelessCase")
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")

@@ -5,14 +5,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.partition.facts.node import Node, Plan
+from keras_dp.partition.facts.operations import BRANCHES, CALLS, LOOPS
 from keras_dp.partition.facts.placements import REPLICATE, Facts, ListOf, Partial, Shard
 from keras_dp.partition.placing.inner_names import named_apart, varying_in_lists, with_shape
 from keras_dp.partition.placing.planned import Bodies
 from keras_dp.partition.placing.rules.joining import are_placed_alike, join, need_of
-from keras_dp.partition.tracing.graph import CALLS
 
-LOOPS = ("While", "StatelessWhile")
-BRANCHES = ("If", "StatelessIf")
 TYPES = (*LOOPS, *BRANCHES, *CALLS)
 
 _MOST_ROUNDS = 10

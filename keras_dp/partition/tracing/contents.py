@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keras_dp.partition.facts.operations import READS
+from keras_dp.partition.facts.operations import BRANCHES, CALLS, CASES, LOOPS, READS
 from keras_dp.partition.tensorflow_internals import is_stateful
 
 
@@ -15,9 +15,7 @@ def functions_of(node: Any) -> list[str]:
 
 
 # Operations that do only what their functions do.
-_CALLING = frozenset(
-    ("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile", "While")
-)
+_CALLING = frozenset((*CALLS, *LOOPS, *BRANCHES, *CASES))
 
 
 class Contents:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.partition.facts.node import Static
+from keras_dp.partition.facts.operations import CALLS
 from keras_dp.partition.facts.rows import Size
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 from keras_dp.partition.tracing.contents import Contents
@@ -17,8 +18,6 @@ from keras_dp.partition.tracing.names import Output, control_inputs, data_inputs
 from keras_dp.partition.tracing.simplification import in_order, needed_nodes, simplify, without_waiting_results
 
 Tensor = Any
-
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def awaited_effects(nodes: Mapping[str, Any]) -> dict[str, list[str]]:
