@@ -49,7 +49,7 @@ gpu-audit: $(VENV)/examples.installed  ## Audit and simulate steps on GPUs, with
 # The libraries of CUDA are large: only machines with a driver for GPUs need them.
 CUDA := $(if $(wildcard /proc/driver/nvidia/gpus /usr/lib/wsl/lib/libcuda.so.1),$(VENV)/cuda.installed)
 
-gpu-test: $(VENV)/dev.installed $(CUDA)  ## Run on this machine's GPUs what they can teach, in 25 minutes; OPTIONS="--minutes 10" for less.
+gpu-test: $(VENV)/dev.installed $(CUDA)  ## Run on this machine's GPUs what they can teach, in 35 minutes; OPTIONS="--minutes 10" for less.
 	PYTHONPATH=tests $(BIN)/python -m gpu $(OPTIONS)
 
 COMPARE := $(BIN)/python examples/cifar10_resnet.py --compare

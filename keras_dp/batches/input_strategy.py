@@ -193,11 +193,14 @@ class InputStrategy:
             return sliced
         return _prefetch_to(self.devices, sliced) if has_devices else sliced.prefetch(ahead)
 
+    def received(self, batch: Any) -> Any:
+        """Returns the N slices of a batch that was sent to the devices ahead of its step; any other batch as it is."""
+        return _strategy(self.devices).experimental_local_results(batch) if isinstance(batch, Slice) else batch
+
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
-        if isinstance(batch, Slice):
-            batch = _strategy(self.devices).experimental_local_results(batch)
+        batch = self.received(batch)
         if self.seconds_waited is not None:
             begin = tf.timestamp()
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):

@@ -111,8 +111,9 @@ def cut(
     for i in range(num_slices) if wanted is None else wanted:
         begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
         last = tf.maximum(end, begin + 1) if known is None else max(end, begin + 1)
-
-        own = [leaf if stays else slice_rows(leaf, begin, last) for leaf, stays in zip(leaves, is_whole, strict=True)]
+        # The name tells these operations, which the host runs, from the step's own.
+        with tf.name_scope("slices"):
+            own = [leaf if stays else slice_rows(leaf, begin, last) for leaf, stays in zip(leaves, is_whole, strict=True)]
         numbers = tf.convert_to_tensor(begin), tf.convert_to_tensor(end - begin)
         slices.append(Slice(pack(batch, own), *numbers, whole_rows, whole_paths=whole_paths))
     return tuple(slices)

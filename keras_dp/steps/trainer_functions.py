@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Shard, Slice
 from keras_dp.steps.towers import TowerSteps
-from keras_dp.steps.verification import Verification, iterator_of, types_of
+from keras_dp.steps.verification import Verification, common_types, iterator_of, types_of
 
 
 class PredictFunction:
@@ -39,6 +39,7 @@ class PredictFunction:
             return self._function(batches)
 
     def _verified(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        batch = self._steps.inputs.received(batch)
         if self._verification is None or not self._verification.is_new("predict", types_of(batch)):
             return contextlib.nullcontext()
         return self._verification.of_step("predict", batch)
@@ -92,9 +93,11 @@ class StepFunction:
         verification, types = self._verification, iterator.element_spec
         if verification is None or not verification.is_new(self._name, types):
             return self._function(iterator)
-        batches = list(itertools.islice(iterator, len(self._executions)))
+        batches = [self._steps.inputs.received(batch) for batch in itertools.islice(iterator, len(self._executions))]
         if not batches:
             return self._function(iterator)
+        if isinstance(iterator, tf.distribute.DistributedIterator):
+            types = common_types(batches)
         with verification.of_step(self._name, batches[-1]):
             return self._function(iterator_of(batches, types))
 

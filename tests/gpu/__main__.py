@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make gpu-test", description=__doc__, formatter_class=_Formatter)
     listed = "\n".join(f"  {part.name:<14} {part.teaches}" for part in PARTS)
     parser.epilog = f"parts:\n{listed}"
-    parser.add_argument("--minutes", type=_positive, default=25.0, help="time for all parts together (default: %(default)g)")
+    parser.add_argument("--minutes", type=_positive, default=35.0, help="time for all parts together (default: %(default)g)")
     parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help="parts to run (default: all)")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="directory of the report (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")

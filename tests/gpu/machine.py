@@ -49,8 +49,9 @@ def run(record: Record) -> None:
 
 def _compiled_for(major: int, minor: int, capabilities: list[str]) -> str:
     """Says whether TensorFlow has code for a GPU, or its driver has to compile it when TensorFlow starts."""
-    # Code runs on all GPUs of its major version that are not older.
-    exact = [name.removeprefix("sm_") for name in capabilities if name.startswith("sm_")]
+    # Code runs on all GPUs of its major version that are not older. TensorFlow's "compute_90" is code for 9.0, too, beside a
+    # program that the driver can compile for later GPUs.
+    exact = [name.removeprefix("sm_").removeprefix("compute_") for name in capabilities]
     if any(int(name[:-1]) == major and int(name[-1]) <= minor for name in exact if name.isdecimal()):
         return "yes"
     return "no: the driver compiles at the first start, which may take minutes"

@@ -27,11 +27,11 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("machine", "devices and versions", 60, HOLDS, "gpu.machine"),
-    Part("parity", "whether towers give the result of one device", 360, SAME_GRAPH, "gpu.parity"),
+    Part("parity", "whether towers give the result of one device", 600, SAME_GRAPH, "gpu.parity"),
     Part("normalization", "whether batch norm and dropout are those of one device", 120, SAME_GRAPH, "gpu.normalization"),
     Part("placement", "where each operation of a step runs", 120, SAME_GRAPH, "gpu.placement"),
     Part("prefetching", "whether the next slices are sent during the step", 90, MEANS_NOTHING, "gpu.prefetching"),
-    Part("xla", "whether towers compiled by XLA are exact, and faster", 180, SAME_GRAPH, "gpu.xla"),
+    Part("xla", "whether towers compiled by XLA are exact, and faster", 300, SAME_GRAPH, "gpu.xla"),
     Part("memory", "the memory of each device", 120, MEANS_NOTHING, "gpu.memory"),
     Part("overhead", "the time that a step takes besides computing", 120, SAME_GRAPH, "gpu.overhead"),
     Part("copies", "the cost of a copy and of a control edge between devices", 90, MEANS_NOTHING, "gpu.copies"),

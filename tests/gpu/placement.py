@@ -23,6 +23,7 @@ from keras_dp.devices.available import short_name
 BATCH_SIZE = 16
 HOST = "CPU:0"
 TOWER = re.compile(r"(?:^|/)tower_(\d+)/")
+SLICE = re.compile(r"(?:^|/)slices(?:_\d+)?/")
 TRANSPORT = {"_Send", "_Recv", "_HostSend", "_HostRecv", "_Arg", "_Retval", "_DeviceArg", "_DeviceRetval"}
 # Why an operation runs on the host, by its type.
 BY_TYPE = {
@@ -35,6 +36,7 @@ BY_TYPE = {
 CONSTANTS = "constants: TensorFlow makes them where they are needed"
 INTEGERS = "integers: TensorFlow computes shapes, indices and counters on the host"
 STRINGS = "strings are on the host"
+SLICES = "the host cuts a batch into slices"
 UNEXPLAINED = "unexplained"
 
 
@@ -51,7 +53,7 @@ def run(record: Record) -> None:
     """Lists operations of towers on other devices, and operations at home on the host, for a step of some models."""
     devices = prepare(record, 2 if record.quick else 4)
     total = unexplained = 0
-    for name in ("convolutions",) if record.quick else ("convolutions", "attention", "lstm", "gru"):
+    for name in ("convolutions",) if record.quick else ("convolutions", "attention", "padded lstm", "padded gru"):
         home, ran = _run_step(name, devices)
         total += len(ran)
         for row in elsewhere(ran, devices, home):
@@ -72,11 +74,11 @@ def elsewhere(ran: Sequence[Ran], devices: Sequence[str], home: str) -> list[dic
         who, place = (f"tower {found[-1]}", devices[int(found[-1])]) if found else ("home", home)
         is_elsewhere = operation.device != place and (bool(found) or operation.device == HOST)
         if is_elsewhere and operation.type not in TRANSPORT:
-            moved[who, place, operation.device, operation.type, operation.dtype].append(operation.name)
+            of = "slices" if SLICE.search(operation.name) else who
+            moved[of, place, operation.device, operation.type, operation.dtype].append(operation.name)
     names = ("of", "belongs_on", "ran_on", "operation", "dtype")
     return [
-        dict(zip(names, key, strict=True))
-        | {"number": len(found), "why": _explanation(*key[2:]), "for_instance": found[0][-50:]}
+        dict(zip(names, key, strict=True)) | {"number": len(found), "why": _explanation(*key), "for_instance": found[0][-50:]}
         for key, found in sorted(moved.items())
     ]
 
@@ -85,7 +87,9 @@ def _counts(ran: list[Ran], devices: list[str]) -> dict[str, int]:
     return {device: sum(one.device == device for one in ran) for device in dict.fromkeys([*devices, HOST])}
 
 
-def _explanation(device: str, kind: str, dtype: str) -> str:
+def _explanation(who: str, place: str, device: str, kind: str, dtype: str) -> str:
+    if who == "slices":
+        return SLICES
     if kind == "Const":
         return CONSTANTS
     if device != HOST:

@@ -211,6 +211,7 @@ def test_operations_elsewhere_are_explained_or_found():
         Ran("AddN", "float32", "step/home/sum", "CPU:0"),
         Ran("AddN", "float32", "step/home/sum_1", "GPU:0"),
         Ran("Reshape", "float32", "step/packed/reshape", "GPU:1"),
+        Ran("StridedSlice", "float32", "slices_1/strided_slice", "CPU:0"),
     ]
     found = {(row["of"], row["operation"], row["ran_on"]): row["why"] for row in placement.elsewhere(ran, towers, "GPU:0")}
     assert found == {
@@ -219,6 +220,7 @@ def test_operations_elsewhere_are_explained_or_found():
         ("tower 0", "Conv2D", "GPU:1"): placement.UNEXPLAINED,
         ("tower 0", "Const", "GPU:1"): placement.CONSTANTS,
         ("home", "AddN", "CPU:0"): placement.UNEXPLAINED,
+        ("slices", "StridedSlice", "CPU:0"): placement.SLICES,
     }
 
 
@@ -253,7 +255,7 @@ def test_the_fit_finds_latency_and_bandwidth():
     assert bandwidth == pytest.approx(2e10)
 
 
-@pytest.mark.parametrize(("kind", "has_code"), [((8, 6), True), ((9, 0), False), ((7, 5), True), ((12, 0), False)])
+@pytest.mark.parametrize(("kind", "has_code"), [((8, 6), True), ((9, 0), True), ((7, 5), True), ((12, 0), False)])
 def test_whether_tensorflow_has_code_for_a_gpu(kind, has_code):
     assert (machine._compiled_for(*kind, ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]) == "yes") == has_code
 
@@ -266,7 +268,7 @@ def test_a_profile_of_gpus_tells_what_runs_beside_computation(tmp_path, monkeypa
     record = Record(tmp_path / "record.json", quick=True)
     prefetching.run(record)
     (row,) = record.results["tables"]["Copies of slices to GPUs"]
-    assert (row["copies"], row["beside_computation"]) == (1, "50 %")
+    assert (row["copies"], row["share_of_the_shorter"]) == (1, "50 %")
     del planes["/device:GPU:0"]
     with pytest.raises(RuntimeError, match="the profile has no GPU"):
         prefetching.run(record)
