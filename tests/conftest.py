@@ -24,13 +24,14 @@ gc.freeze()
 # Mutation testing needs an extra of its own.
 collect_ignore = ["mutation", "worker_scripts"]
 
-# The defaults of GPUs, and variables on several devices. Tests of what is computed run with one of these each day, in turn;
-# KERAS_DP_TEST_WAY=packed and the like choose one for all.
+# The defaults of GPUs, variables on several devices, and towers that XLA compiles. Tests of what is computed run with one of
+# these, in turn; KERAS_DP_TEST_WAY=packed and the like choose one for all.
 WAYS = {
     "plain": {},
     "packed": {"pack_copies": True},
     "sharded": {"parameter_device": "sharded"},
     "packed-sharded": {"pack_copies": True, "parameter_device": "sharded"},
+    "xla": {},
 }
 ROTATING = {
     "test_accumulation",
@@ -102,15 +103,22 @@ def way(request, monkeypatch):
     module = getattr(request.node, "module", None)
     if module is None or module.__name__.rpartition(".")[2] not in ROTATING:
         return "plain"
-    turn = zlib.crc32(request.node.name.encode()) + datetime.date.today().toordinal()
+    # A case that runs each fifth day meets all ways.
+    turn = (zlib.crc32(request.node.nodeid.encode()) + datetime.date.today().toordinal()) // DAYS
     name = os.environ.get("KERAS_DP_TEST_WAY") or list(WAYS)[turn % len(WAYS)]
-    wrap = keras_dp.DataParallelModel.__init__
+    wrap, compile_towers = keras_dp.DataParallelModel.__init__, keras_dp.DataParallelModel._compile_towers
 
     def with_defaults(self, *arguments, **named):
         # The third argument is the device of the variables.
         wrap(self, *arguments, **(WAYS[name] | named if len(arguments) < 3 else named))
 
-    if name != "plain":
+    def with_xla(self, *arguments, **named):
+        compile_towers(self, *arguments, **named)
+        self._steps.jit_compile = True
+
+    if name == "xla":
+        monkeypatch.setattr(keras_dp.DataParallelModel, "_compile_towers", with_xla)
+    elif name != "plain":
         monkeypatch.setattr(keras_dp.DataParallelModel, "__init__", with_defaults)
     return name
 

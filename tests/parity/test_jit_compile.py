@@ -3,7 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from comparison import assert_towers_match_one_device
+import tensorflow as tf
+from comparison import assert_same, assert_towers_match_one_device, twins
 from keras import layers
 
 import keras_dp
@@ -57,3 +58,27 @@ def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
     else:
         assert set(compiled.values()) == {0}
         assert convolutions == 4  # The forward one and the kernel's gradient, on each of two towers.
+
+
+def draw_in_a_loop(x):
+    """Adds a number to each row, three times."""
+    seed = tf.constant([3, 4])
+    return tf.while_loop(
+        lambda i, x: i < 3, lambda i, x: (i + 1, x + tf.random.stateless_normal(tf.shape(x), seed + i, dtype=x.dtype)), (0, x)
+    )[1]
+
+
+def test_random_numbers_are_those_of_one_device_without_xla():
+    """XLA draws other numbers: towers that it compiled once drew numbers that no single device draws."""
+    x = rng.normal(size=(22, 4))
+    one, inner = twins(
+        lambda: keras.Sequential(
+            [keras.Input((4,)), layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.Lambda(draw_in_a_loop), layers.Dense(1)]
+        )
+    )
+    parallel = keras_dp.DataParallelModel(inner, devices=3)
+    for model, jit_compile in ((one, False), (parallel, True)):
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+    histories = [model.fit(x, x[:, :1], batch_size=9, epochs=2, shuffle=False, verbose=0).history for model in (one, parallel)]
+    assert_same(*histories, 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)

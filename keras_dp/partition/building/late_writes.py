@@ -11,7 +11,7 @@ from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import CHECKS
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.tensorflow_internals import is_stateful
-from keras_dp.partition.tracing.contents import Contents
+from keras_dp.partition.tracing.graph import nodes_with
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 # Operations that are there to fail, or run code of the user.
@@ -40,7 +40,7 @@ def hold_back_writes(built: Built) -> None:
     graph, propagation, instances = built.graph, built.propagation, built.instances
     nodes = list(graph.function.node_def)
     handles = {graph.given[name] for name in built.variables if name in graph.given}
-    awaited = {source_of(name) for name in built.meetings} | instances.of(_nodes_with(_CHECKING, propagation))
+    awaited = {source_of(name) for name in built.meetings} | instances.of(nodes_with(_CHECKING, propagation.traced))
     # On one device, a write that does not depend on the batch, such as the step count, happens even when the data have ended.
     # There, the number of rows may depend on the batch. In the partitioned graph, it may be a constant.
     of_batch = awaited.union(graph.given.values(), instances.of(_nodes_of_batch(propagation))) - handles
@@ -52,7 +52,7 @@ def hold_back_writes(built: Built) -> None:
         if _writes(node, handles) or not written.isdisjoint(sources[node.name]):
             written.add(node.name)
     # A write that an operation depends on cannot wait for it. Only checks are worth an early write.
-    failing = (instances.of(_nodes_with(_FAILING, propagation)) & of_batch) - written
+    failing = (instances.of(nodes_with(_FAILING, propagation.traced)) & of_batch) - written
     leading: set[str] = set()
     late = []
     for node in reversed(nodes):
@@ -78,12 +78,6 @@ def _nodes_of_batch(propagation: Propagation) -> set[str]:
         if not found.isdisjoint(source for source, _ in propagation.sources[name]):
             found.add(name)
     return found
-
-
-def _nodes_with(wanted: Set[str], propagation: Propagation) -> set[str]:
-    """Returns the names of the traced nodes of some types, and of the loops, branches and calls that contain any."""
-    contents = Contents(propagation.traced.library)
-    return {node.name for node in propagation.traced.nodes if not wanted.isdisjoint(contents.of(node))}
 
 
 def _writes(node: Any, handles: Set[str]) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -111,6 +111,12 @@ def traced_step(concrete: Any) -> Traced:
     captured = concrete.captured_inputs
     given = dict(zip(arguments[len(arguments) - len(captured) :], captured, strict=True))
     return dataclasses.replace(_simplified(traced), places=_places(given))
+
+
+def nodes_with(wanted: Set[str], traced: Traced) -> set[str]:
+    """Returns the names of the nodes of some types, and of the loops, branches and calls that contain any."""
+    contents = Contents(traced.library)
+    return {node.name for node in traced.nodes if not wanted.isdisjoint(contents.of(node))}
 
 
 def _simplified(traced: Traced) -> Traced:
