@@ -8,7 +8,7 @@ import keras
 from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.model import DataParallelModel
-from keras_dp.partition.inspecting.comparison import Comparison
+from keras_dp.partition.inspecting.comparison import Agreement, Comparison
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
 from keras_dp.wrapping.wrapper import has_own_step
 
@@ -35,21 +35,27 @@ class StepCheck:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no result, no variable and no tensor differs by more than rounding explains."""
+        """Whether no result, no variable and no tensor that was compared differs by more than rounding explains."""
         return self.comparison.is_same
 
     def __str__(self) -> str:
         comparison = self.comparison
         verdict = "the same" if self.is_exact else "different"
-        within = f"to {self.largest_difference:.1e} (tolerance {self.tolerance:.0e})"
-        lines = [f"{self.step} step on one device and on towers: {verdict}, {within}"]
-        different = {
-            name: apart for name, apart in comparison.variables.items() if apart > self.tolerance and not self.is_exact
-        }
-        lines += [f"  variable {name!r} differs by {apart:.1e}" for name, apart in different.items()]
-        first = comparison.first or "none"
-        lines.append(f"  first operation that differs, of {comparison.compared} tensors compared: {first}")
+        of_all = f"{len(comparison.tensors.differences):,} of {comparison.comparable:,} tensors inside"
+        kinds = {"results": comparison.results, "variables": comparison.variables, of_all: comparison.tensors}
+        lines = [f"{self.step} step on one device and on towers: {verdict} (tolerance {self.tolerance:.0e})"]
+        lines += [f"  {name}: {self._in_words(agreement)}" for name, agreement in kinds.items() if agreement.differences]
+        lines += [f"  variable {name!r} differs by {apart:.1e}" for name, apart in comparison.variables.different.items()]
+        if comparison.first is not None:
+            lines.append(f"  first operation that differs although its inputs do not: {comparison.first}")
         return "\n".join(lines)
+
+    def _in_words(self, agreement: Agreement) -> str:
+        words = f"{'the same' if agreement.is_same else 'different'}, to {agreement.largest_difference:.1e}"
+        is_rounding = agreement.is_same and agreement.largest_difference > self.tolerance
+        if not is_rounding:
+            return words
+        return f"{words}: on one device, rounding the batch and the variables otherwise changes up to {agreement.rounding:.1e}"
 
 
 def check_step(
@@ -57,8 +63,9 @@ def check_step(
 ) -> StepCheck:
     """Runs one step on one device and partitioned on towers, from the same state, and compares the two.
 
-    Compares results, variables, and every tensor of the step that has a whole. Names the first operation that differs although
-    its inputs do not, with the user's line. The model and its optimizers stay unchanged.
+    Compares results, variables, and tensors that are spread over the step. If anything differs, looks further until it can name
+    the first operation that differs although its inputs do not, with the user's line. The model and its optimizers stay
+    unchanged.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)

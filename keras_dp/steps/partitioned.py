@@ -77,9 +77,9 @@ class StepOnSlices:
             self.trace.of(specs)
         return share_of_towers(partition, with_more_rows)
 
-    def compare(self, home: str, tolerance: float, pack_copies: bool = False, every_tensor: bool = True) -> Comparison:
+    def compare(self, home: str, tolerance: float, pack_copies: bool = False, looks_inside: bool = True) -> Comparison:
         """Runs the step on one device and on towers, and compares the two; see `compare`. The slices are eager tensors."""
-        return compare(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, every_tensor)
+        return compare(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, looks_inside)
 
 
 def on_slices(

@@ -116,10 +116,10 @@ class TowerSteps:
                 add_note(error, f"keras_dp: {failed} {debug}")
             raise
 
-    def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float, every_tensor: bool = True) -> Comparison:
+    def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float, looks_inside: bool = True) -> Comparison:
         """Runs a step on one device and on towers, for N slices of an eager batch, and compares the two; see `compare`."""
         traced = self.trace(name, slices)
-        return traced.compare(self.home, tolerance, self.pack_copies, every_tensor)
+        return traced.compare(self.home, tolerance, self.pack_copies, looks_inside)
 
     def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
         """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.

@@ -59,7 +59,7 @@ class Verification:
         is_cut = isinstance(batch, tuple) and batch and isinstance(batch[0], Slice)
         slices: Sequence[Slice] = batch if is_cut else self._steps.slices_of(batch)
         with same_random_states():
-            comparison = self._steps.compare(name, slices, tolerance(), every_tensor=False)
+            comparison = self._steps.compare(name, slices, tolerance(), looks_inside=False)
             if not comparison.is_same:
                 # Name the operation.
                 comparison = self._steps.compare(name, slices, tolerance())

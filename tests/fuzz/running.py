@@ -26,7 +26,6 @@ ON_TOWERS = "on towers"
 _TOLERANCE = 1e-9
 # Programs with these functions compute in a lower precision somewhere.
 _TOLERANCES = {"unary: half precision": 0.1, "unary: single precision": 1e-3}
-_DRAWING = {"noise", "drawn", "dropped out", "shuffled", "layer: dropout"}
 _PACKING_RUNS = 4
 _LARGE = 2000  # nodes of the plain program on each worker, beyond which a share is run on towers: ten small ones take as long
 _LARGE_SHARE = 5
@@ -102,9 +101,6 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
         outcomes: counts why a program is not compared, and how many are.
     """
     outcomes = Counter() if outcomes is None else outcomes
-    if setting.is_compiled and not _DRAWING.isdisjoint(kinds_of(program)):
-        # XLA draws other numbers than TensorFlow's kernels.
-        setting = dataclasses.replace(setting, is_compiled=False)
     if setting.is_sharded and any(map(_is_compiled, program.statements)):
         # XLA compiles a function for one device, that of its variables.
         setting = dataclasses.replace(setting, is_sharded=False)

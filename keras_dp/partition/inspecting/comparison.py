@@ -1,18 +1,22 @@
 """Compare a partitioned step with the plain one, tensor by tensor."""
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.facts.node import Static
 from keras_dp.partition.facts.placements import Partial, Replicate, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.step import Argument, build, given, propagate, run
+from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.tracing.graph import Traced, traced_step
 from keras_dp.partition.tracing.names import Output, data_inputs, name_of, output_of, source_of
 from keras_dp.partition.tracing.trace import Trace
@@ -22,8 +26,12 @@ Tensor = Any
 _NOT_COMPARED = (tf.resource, tf.variant, tf.string)
 # The axes to sum a broadcast gradient over: TensorFlow's kernel and its graph optimizer disagree about axes of size 1.
 _NOT_UNIQUE = ("BroadcastGradientArgs",)
-_NUDGE = 16  # the other rounding of the batch and the variables, in units of the last place
-_OWN_DIFFERENCES = 100  # how often as much as by this rounding a tensor may differ
+# The relative size of the last place of a number.
+_LAST_PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+# The kernels of CPUs round each of their additions.
+_ADDING_IN_SEQUENCE = ("BiasAddGrad", "SegmentSum", "UnsortedSegmentSum")
+_AT_ONCE = 128  # tensors that are compared in one run
+_logger = logging.getLogger("keras_dp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +58,62 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Tells how far tensors of one kind differ between one device and towers.
+
+    Attributes:
+        differences: by name, the largest difference of a tensor, relative for numbers above 1 and absolute for others.
+        excesses: by name, the difference as a multiple of the one that is allowed; see `compare`.
+        rounding: the largest difference of any of them on one device, if the batch and the variables are rounded otherwise.
+    """
+
+    differences: dict[str, float]
+    excesses: dict[str, float]
+    rounding: float
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest difference."""
+        return max([0.0, *self.differences.values()])
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no tensor differs by more than is allowed."""
+        return all(excess <= 1.0 for excess in self.excesses.values())
+
+    @property
+    def different(self) -> dict[str, float]:
+        """By name, the differences of the tensors that differ by more than is allowed."""
+        return {name: apart for name, apart in self.differences.items() if self.excesses[name] > 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """Compares a step on one device with the same step on towers, from the same state.
 
     Attributes:
-        results: the differences of the tensors that the step returned.
-        variables: the differences of the variables' values after the step, by name.
-        first: the first operation that differs; None if there is none.
-        compared: the number of tensors that were compared.
-        excess: the largest difference, as a multiple of the difference that is allowed; see `compare`.
+        results: the tensors that the step returned, by their places among these.
+        variables: the values of the variables after the step, by their names.
+        tensors: the tensors within the step that were compared, by their names.
+        first: the first operation that differs; None if there is none, or none was looked for.
+        comparable: the number of tensors within the step that can be compared.
     """
 
-    results: list[float]
-    variables: dict[str, float]
+    results: Agreement
+    variables: Agreement
+    tensors: Agreement
     first: Difference | None
-    compared: int
-    excess: float
+    comparable: int
 
     @property
     def largest_difference(self) -> float:
         """The largest difference of results and variables."""
-        return max([0.0, *self.results, *self.variables.values()])
+        return max(self.results.largest_difference, self.variables.largest_difference)
 
     @property
     def is_same(self) -> bool:
-        """Whether no result and no variable differs by more than is allowed, and no operation does."""
-        return self.excess <= 1.0 and self.first is None
+        """Whether no result, no variable and no tensor that was compared differs by more than is allowed."""
+        return self.results.is_same and self.variables.is_same and self.tensors.is_same
 
 
 def compare(
@@ -86,12 +124,16 @@ def compare(
     home: str,
     tolerance: float,
     pack_copies: bool = False,
-    every_tensor: bool = True,
+    looks_inside: bool = True,
 ) -> Comparison:
     """Runs a step on one device and on towers, from the same state, and compares results, variables and tensors.
 
     A tensor may differ by the tolerance. It may also differ by as much as it differs from itself on one device, up to a factor,
     if the batch and the variables are rounded otherwise: some programs amplify rounding. Restores the state.
+
+    Large steps have thousands of tensors, and each one that is compared makes the towers gather it. So this compares some that
+    are spread over the step. If anything differs, it compares others before the first one that differs, in several rounds,
+    until it has found an operation that differs although its inputs do not.
 
     Args:
         trace: the trace of the step.
@@ -101,73 +143,218 @@ def compare(
         home: the device of operations that are computed once.
         tolerance: the largest difference that is ignored.
         pack_copies: as in `run_partitioned`.
-        every_tensor: whether to compare every tensor, beside results and variables. That takes long for large batches.
+        looks_inside: whether to compare tensors within the step, beside results and variables.
     """
-    # Make the whole tensors eagerly: one function cannot use a tensor that is made inside the other one.
-    arguments = [dataclasses.replace(argument, whole=partial(tf.identity, argument.whole())) for argument in arguments]
-    traced = traced_step(trace.concrete)
-    propagation = propagate(traced, arguments, rows)
-    compared = _comparable(propagation) if every_tensor else []
-    built = build(propagation, arguments, rows, devices, home, [name_of(*output) for output in compared])
-    hold_back_writes(built)
+    both = _BothWays(trace, arguments, rows, devices, home, tolerance, pack_copies)
+    traced, propagation = both.traced, both.propagation
+    comparable = _comparable(propagation) if looks_inside else []
+    results, variables, found = both.measured(_spread(comparable))
+    is_same = results.is_same and variables.is_same
+    while True:
+        first = next((output for output in comparable if output in found and found[output].excess > 1.0), None)
+        unknown = [output for output in comparable if output not in found]
+        if first is not None:
+            behind = _ancestors(first[0], traced)
+            inputs = set(map(output_of, data_inputs(propagation.nodes[first[0]])))
+            unknown = [output for output in unknown if output[0] in behind]
+            if inputs.isdisjoint(unknown):
+                break
+            unknown = [*filter(inputs.__contains__, unknown), *_spread([one for one in unknown if one not in inputs])]
+        elif is_same or not unknown:
+            break
+        else:
+            unknown = _spread(unknown)
+        _logger.info(
+            "comparing %d tensors more, of %d, to find the first operation that differs", len(unknown), len(comparable)
+        )
+        found |= both.measured(unknown)[2]
+    named = {name_of(*output): measured for output, measured in found.items()}
+    difference = None
+    if first is not None:
+        name, placement = name_of(*first), str(propagation.facts[first].placement)
+        line = user_line(trace.concrete.graph, first[0])
+        difference = Difference(propagation.nodes[first[0]].op, name, placement, found[first].apart, line)
+    return Comparison(results, variables, _agreement(named), difference, len(comparable))
 
-    @tf.function(autograph=False)
-    def on_towers() -> list[Tensor]:
-        return run(built, given(trace.concrete, traced, arguments, rows), pack_copies)
 
-    @tf.function(autograph=False)
-    def on_one_device() -> list[Tensor]:
-        return _import_plain(trace.concrete, traced, arguments, compared)
+class _Measured(NamedTuple):
+    """Holds the difference of a tensor, as a multiple of the one that is allowed, and on one device."""
 
-    wholes = [tf.constant(_nudged(argument.whole().numpy()), argument.spec.dtype) for argument in arguments]
-    nudged = [
-        dataclasses.replace(argument, whole=partial(tf.identity, whole))
-        for argument, whole in zip(arguments, wholes, strict=True)
-    ]
+    apart: float
+    excess: float
+    own: float
 
-    @tf.function(autograph=False)
-    def rounded_otherwise() -> list[Tensor]:
-        return _import_plain(trace.concrete, traced, nudged, compared)
 
-    variables = list(trace.concrete.variables)
-    before = [variable.numpy() for variable in variables]
-    after = []
-    received = []
-    try:
-        for way in (on_one_device, on_towers, rounded_otherwise):
-            if way is rounded_otherwise:
-                _assign(variables, [_nudged(value) for value in before])
-            received.append([tensor.numpy() for tensor in way()])
-            after.append([variable.numpy() for variable in variables])
-            _assign(variables, before)
-    finally:
-        _assign(variables, before)
-    apart, own = ([difference(*pair) for pair in zip(received[0], received[k], strict=True)] for k in (1, 2))
-    of_variables, own_of_variables = ([difference(*pair) for pair in zip(after[0], after[k], strict=True)] for k in (1, 2))
-    excesses = [_excess(*pair, tolerance) for pair in zip(apart, own, strict=True)]
-    excesses_of_variables = [_excess(*pair, tolerance) for pair in zip(of_variables, own_of_variables, strict=True)]
-    count = len(traced.outputs)
-    found = {output: pair for output, *pair in zip(compared, excesses[count:], apart[count:], strict=True)}
-    return Comparison(
-        apart[:count],
-        {variable.name: one for variable, one in zip(variables, of_variables, strict=True)},
-        _first(trace.concrete.graph, traced, propagation, found),
-        len(compared),
-        max([0.0, *excesses[:count], *excesses_of_variables]),
+def _agreement(measured: Mapping[str, _Measured]) -> Agreement:
+    return Agreement(
+        {name: one.apart for name, one in measured.items()},
+        {name: one.excess for name, one in measured.items()},
+        max([0.0, *(one.own for one in measured.values())]),
     )
 
 
-def _excess(apart: float, own: float, tolerance: float) -> float:
-    """Returns a difference as a multiple of the one that is allowed."""
-    return apart / max(tolerance, _OWN_DIFFERENCES * own if np.isfinite(own) else 0.0)
+class _BothWays:
+    """Runs a step on one device, on towers, and on one device with numbers that are rounded otherwise.
+
+    Args are those of `compare`.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        arguments: Sequence[Argument],
+        rows: RowCounts,
+        devices: Sequence[str],
+        home: str,
+        tolerance: float,
+        pack_copies: bool,
+    ):
+        self.traced = traced_step(trace.concrete)
+        self._rounding = _Rounding(self.traced, int(rows.batch_rows))
+        # Make the whole tensors eagerly: one function cannot use a tensor that is made inside the other one.
+        self._arguments = [dataclasses.replace(one, whole=partial(tf.identity, one.whole())) for one in arguments]
+        wholes = [tf.constant(self._rounding.of(one.whole().numpy()), one.spec.dtype) for one in self._arguments]
+        pairs = zip(self._arguments, wholes, strict=True)
+        self._nudged = [dataclasses.replace(one, whole=partial(tf.identity, whole)) for one, whole in pairs]
+        self._trace, self._rows, self._devices, self._home = trace, rows, devices, home
+        self._tolerance, self._pack_copies = tolerance, pack_copies
+        names = list(self.traced.arguments)
+        self._captured = names[len(names) - len(trace.concrete.captured_inputs) :]
+        self.propagation = propagate(self.traced, self._arguments, rows)
+
+    def measured(self, wanted: Sequence[Output]) -> tuple[Agreement, Agreement, dict[Output, _Measured]]:
+        """Compares results, variables, and tensors within the step."""
+        concrete, traced = self._trace.concrete, self.traced
+        built = build(
+            *(self.propagation, self._arguments, self._rows, self._devices, self._home),
+            [name_of(*output) for output in wanted],
+        )
+        hold_back_writes(built)
+
+        @tf.function(autograph=False)
+        def on_towers() -> list[Tensor]:
+            return run(built, given(concrete, traced, self._arguments, self._rows), self._pack_copies)
+
+        @tf.function(autograph=False)
+        def on_one_device() -> list[Tensor]:
+            return _import_plain(concrete, traced, self._arguments, wanted)
+
+        @tf.function(autograph=False)
+        def rounded_otherwise() -> list[Tensor]:
+            return _import_plain(concrete, traced, self._nudged, wanted)
+
+        variables = list(concrete.variables)
+        before = [variable.numpy() for variable in variables]
+        received = []
+        try:
+            for way in (on_one_device, on_towers, rounded_otherwise):
+                if way is rounded_otherwise:
+                    _assign(variables, [self._rounding.of(value) for value in before])
+                tensors = [tensor.numpy() for tensor in way()]
+                received.append([*tensors, *(variable.numpy() for variable in variables)])
+                _assign(variables, before)
+        finally:
+            _assign(variables, before)
+        handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
+        outputs = [output_of(name)[0] for name in traced.outputs]
+        names = [*outputs, *(name for name, _ in wanted), *(handles.get(id(one.handle), "") for one in variables)]
+        measured = [self._measure(*four) for four in zip(names, *received, strict=True)]
+        count = len(outputs)
+        results = {str(place): one for place, one in enumerate(measured[:count])}
+        of_variables = {variable.name: one for variable, one in zip(variables, measured[count + len(wanted) :], strict=True)}
+        inside = dict(zip(wanted, measured[count : count + len(wanted)], strict=True))
+        return _agreement(results), _agreement(of_variables), inside
+
+    def _measure(self, name: str, plain: np.ndarray, on_towers: np.ndarray, rounded_otherwise: np.ndarray) -> _Measured:
+        apart, own = difference(plain, on_towers), difference(plain, rounded_otherwise)
+        explained = self._rounding.times * own if np.isfinite(own) else 0.0
+        return _Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain)), own)
 
 
-def _nudged(value: np.ndarray) -> np.ndarray:
-    """Rounds floating-point numbers otherwise."""
-    if value.dtype.kind != "f":
-        return value
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=value.shape)
-    return np.asarray(value * (1.0 + _NUDGE * np.finfo(value.dtype).eps * signs), value.dtype)
+def _spread(outputs: Sequence[Output]) -> list[Output]:
+    """Returns some tensors that are evenly spread over all, with the last one."""
+    step = -(-len(outputs) // _AT_ONCE) or 1
+    return list(outputs[::-1][::step][::-1])
+
+
+def _ancestors(name: str, traced: Traced) -> set[str]:
+    """Returns the nodes that a node depends on by its data."""
+    nodes = {node.name: node for node in traced.nodes}
+    found: set[str] = set()
+    open_ = [name]
+    while open_:
+        node = nodes.get(open_.pop())
+        sources = {source_of(source) for source in data_inputs(node)} - found if node is not None else set()
+        found |= sources
+        open_ += sources
+    return found
+
+
+class _Rounding:
+    """Tells how far rounding may move the tensors of a step, and rounds numbers otherwise than they are.
+
+    In full precision, by some units of the last place. In half precision, a step rounds numbers on their way: there, by so much
+    that every few numbers are rounded to a neighbour.
+
+    Args:
+        traced: the step.
+        batch_rows: B.
+
+    Attributes:
+        times: how many times as much as by this rounding a tensor may differ.
+    """
+
+    def __init__(self, traced: Traced, batch_rows: int):
+        dtypes = {static.dtype.name for node in traced.nodes for static in traced.statics[node.name]}
+        half = [_LAST_PLACES[name] for name in ("bfloat16", "float16") if name in dtypes]
+        self._half = half[0] if half else 0.0
+        self._sums = _longest_sums(traced, batch_rows) if half else {}
+        self.times = 10 if half else 100
+
+    def of(self, value: np.ndarray) -> np.ndarray:
+        """Returns floating-point numbers that are rounded otherwise, and others as they are."""
+        if value.dtype.name not in _LAST_PLACES:
+            return value
+        own = 16 * _LAST_PLACES[value.dtype.name] if value.dtype.itemsize > 2 else 0.0
+        relative = max(own, self._half / 8)
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=value.shape)
+        return np.asarray(value.astype(np.float64) * (1.0 + relative * signs)).astype(value.dtype)
+
+    def of_sums(self, name: str, value: np.ndarray) -> float:
+        """Returns how far sums in half precision may move the tensor of a node: they round after each addition.
+
+        That is up to n units of the last place for n numbers that are added one after the other (Higham, Accuracy and Stability
+        of Numerical Algorithms, section 4.2).
+        """
+        if not self._half or value.dtype.name not in _LAST_PLACES:
+            return 0.0
+        magnitudes = np.abs(value.astype(np.float64))
+        largest = float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))
+        return max(16, self._sums.get(name, 0)) * self._half * largest
+
+
+def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
+    """Returns, by node, how many numbers of half precision were added one after the other, to make it or what it depends on.
+
+    A node that writes a variable counts under the name of the variable's argument, too.
+    """
+
+    def size(static: Static) -> int:
+        return math.prod(size if isinstance(size, int) else batch_rows for size in static.shape or ())
+
+    found: dict[str, int] = {}
+    for node in traced.nodes:
+        sources = list(map(output_of, data_inputs(node)))
+        longest = max((found.get(name, 0) for name, _ in sources), default=0)
+        if node.op in _ADDING_IN_SEQUENCE:
+            statics = [static for name, port in sources for static in [traced.statics[name][port]]]
+            half = [size(static) for static in statics if static.dtype.is_floating and static.dtype.size == 2]
+            longest = max([longest, *(taken // max(1, size(traced.statics[node.name][0])) for taken in half)])
+        found[node.name] = longest
+        if is_stateful(node.op) and sources:
+            handle = sources[0][0]
+            found[handle] = max(found.get(handle, 0), longest)
+    return found
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> None:
@@ -212,7 +399,7 @@ def difference(one: Any, other: Any) -> float:
     one, other = np.asarray(one), np.asarray(other)
     if one.shape != other.shape:
         return float("inf")
-    if one.dtype.kind not in "fciub" or not one.size:
+    if (one.dtype.kind not in "fciub" and one.dtype.name not in _LAST_PLACES) or not one.size:
         return float(not np.array_equal(one, other))
     kind = complex if one.dtype.kind == "c" else float
     a, b = one.astype(kind), other.astype(kind)
@@ -221,25 +408,3 @@ def difference(one: Any, other: Any) -> float:
         apart = np.abs(a - b) / np.maximum(1.0, np.abs(a))
     apart = np.where(np.isnan(apart), np.inf, apart)
     return float(np.where(same, 0.0, apart).max())
-
-
-def _first(
-    graph: tf.Graph, traced: Traced, propagation: Propagation, differences: dict[Output, list[float]]
-) -> Difference | None:
-    """Finds the first operation that differs although its inputs do not.
-
-    Args:
-        graph: the graph that was traced.
-        traced: the step.
-        propagation: the placements of its tensors.
-        differences: by tensor, the difference as a multiple of the one that is allowed, and the difference.
-    """
-    same = [0.0, 0.0]
-    for node in traced.nodes:
-        own = {port: differences.get((node.name, port), same) for port in range(len(traced.statics[node.name]))}
-        inputs = [differences.get(output_of(source), same) for source in data_inputs(node)]
-        port = max(own, key=lambda port: own[port], default=None)
-        if port is not None and own[port][0] > 1.0 and all(excess <= 1.0 for excess, _ in inputs):
-            placement = str(propagation.facts[node.name, port].placement)
-            return Difference(node.op, name_of(node.name, port), placement, own[port][1], user_line(graph, node.name))
-    return None
