@@ -70,10 +70,10 @@ def draw_in_a_loop(x):
 
 def test_random_numbers_are_those_of_one_device_without_xla():
     """XLA draws other numbers: towers that it compiled once drew numbers that no single device draws."""
-    x = rng.normal(size=(22, 4))
+    x = rng.normal(size=(22, 3))
     one, inner = twins(
         lambda: keras.Sequential(
-            [keras.Input((4,)), layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.Lambda(draw_in_a_loop), layers.Dense(1)]
+            [keras.Input((3,)), layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.Lambda(draw_in_a_loop), layers.Dense(1)]
         )
     )
     parallel = keras_dp.DataParallelModel(inner, devices=3)

@@ -28,7 +28,7 @@ def compile_towers(built: Built) -> None:
     drawing = built.instances.of(nodes_with(_RANDOM, built.propagation.traced))
     for node in built.graph.function.node_def:
         tower = built.graph.towers.get(node.name)
-        if tower is not None and node.name not in drawing:
+        if tower is not None and node.op not in _RANDOM and node.name not in drawing:
             node.attr["_XlaCompile"].b = True
             node.attr["_XlaSeparateCompiledGradients"].b = False
             node.attr["_XlaScope"].s = f"tower_{tower}".encode()
