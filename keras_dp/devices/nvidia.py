@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
+from keras_dp import installation
+
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DRIVER_OF_WINDOWS = Path("/usr/lib/wsl/lib/libcuda.so.1")  # in the Windows Subsystem for Linux
-
-INSTALL_CUDA = 'pip install "keras_dp[cuda]"'
 
 
 def count_gpus() -> int:
@@ -21,4 +21,4 @@ def why_hidden() -> str | None:
         return None
     if visible is not None and not visible.strip():
         return "CUDA_VISIBLE_DEVICES is empty, which hides them: unset it, or set it to -1 to hide them on purpose."
-    return f"TensorFlow lacks the libraries of CUDA, or they do not fit the driver: {INSTALL_CUDA}"
+    return f"TensorFlow lacks the libraries of CUDA, or they do not fit the driver: {installation.command('cuda')}"

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -64,6 +64,39 @@ def find_cluster() -> Cluster | None:
         return _from_tf_config(os.environ["TF_CONFIG"])
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _from_slurm()
+    return None
+
+
+class Launcher(NamedTuple):
+    """Describes a launcher that has started several processes.
+
+    Attributes:
+        name: its name.
+        variable: the environment variable that holds the number of processes.
+        processes: the number of processes.
+    """
+
+    name: str
+    variable: str
+    processes: int
+
+
+# The variables with the number of processes. Horovod may start its processes with Open MPI, so it comes first.
+_LAUNCHERS = {
+    "HOROVOD_SIZE": "horovodrun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
+    "PMI_SIZE": "mpiexec (PMI)",
+    "WORLD_SIZE": "torchrun",
+}
+
+
+def other_launcher() -> Launcher | None:
+    """Returns the launcher that has started several processes and does not describe them in TF_CONFIG; None if there is none."""
+    for variable, name in _LAUNCHERS.items():
+        said = os.environ.get(variable, "")
+        # Containers may set WORLD_SIZE for other reasons: PyTorch's processes have their rank beside it.
+        if said.isdecimal() and int(said) > 1 and (variable != "WORLD_SIZE" or "RANK" in os.environ):
+            return Launcher(name, variable, int(said))
     return None
 
 

@@ -21,7 +21,7 @@ from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.devices.available import use_logical_cpus
 from keras_dp.keras_internals import tensorflow_runtime
-from keras_dp.workers.cluster import Cluster, find_cluster
+from keras_dp.workers.cluster import Cluster, find_cluster, other_launcher
 from keras_dp.workers.collectives import Collectives, OneWorker
 from keras_dp.workers.health_check import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, HealthCheck
 
@@ -166,6 +166,7 @@ def _notice_others() -> None:
         described = f"This process seems to be one of several workers, whose description is malformed ({error})"
     else:
         if cluster is None:
+            _notice_other_launchers()
             return
         described = f"This process is worker {cluster.index} of {len(cluster.addresses)} according to {cluster.source}"
     message = (
@@ -177,13 +178,25 @@ def _notice_others() -> None:
     _warn_once(f"{message} Ignore this warning if each worker is meant to train alone.")
 
 
+def _notice_other_launchers() -> None:
+    """Logs a warning if a launcher whose variables keras_dp does not read has started several processes."""
+    launched = other_launcher()
+    if launched is not None:
+        _warn_once(
+            f"{launched.name} has started {launched.processes} processes, but no TF_CONFIG says who they are: each trains its "
+            "own model on all of the data, and overwrites the others' files. Start them with keras-dp launch, with srun, or with "
+            "a TF_CONFIG for each, and call connect_workers() at the top of the script (docs/multi_worker.md). Ignore this "
+            f"warning if each process is meant to train alone. Received: {launched.variable}={launched.processes}"
+        )
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
 def connect_workers(
-    timeout: float = TIMEOUT, start_timeout: float = START_TIMEOUT, communication: choices.Communication = "ring"
+    *, timeout: float = TIMEOUT, start_timeout: float = START_TIMEOUT, communication: choices.Communication = "ring"
 ) -> WorkerGroup:
     """Connects this process to the other workers, so that every `DataParallelModel` trains on all of them together.
 
@@ -226,7 +239,9 @@ def connect_workers(
     cluster = find_cluster()
     if TOWERS_VARIABLE in os.environ and not tf.config.list_physical_devices("GPU"):
         use_logical_cpus(int(os.environ[TOWERS_VARIABLE]))
-    if cluster is not None:
+    if cluster is None:
+        _notice_other_launchers()
+    else:
         _current = _connect(cluster, timeout, start_timeout, communication)
     return _current
 

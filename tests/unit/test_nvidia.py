@@ -6,6 +6,7 @@ import keras
 import pytest
 
 import keras_dp
+from keras_dp import installation
 from keras_dp.devices import nvidia
 from keras_dp.devices.available import _warn_once
 
@@ -35,7 +36,7 @@ def warnings(caplog, **arguments):
 
 @pytest.mark.parametrize("arguments", [{}, {"devices": 2}])
 @pytest.mark.parametrize(
-    ("variable", "said"), [(None, 'pip install "keras_dp[cuda]"'), ("0,1", 'pip install "keras_dp[cuda]"'), ("", "is empty")]
+    ("variable", "said"), [(None, installation.command("cuda")), ("0,1", installation.command("cuda")), ("", "is empty")]
 )
 def test_gpus_that_are_there_and_not_seen(variable, said, arguments, driver, monkeypatch, caplog):
     with_gpus(driver, 2)

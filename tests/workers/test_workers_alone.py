@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import time
 from unittest import mock
 
@@ -23,7 +24,8 @@ from keras_dp.workers.group import WorkerGroup, current_workers, share_random_st
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
     for name in os.environ:
-        if name in ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART") or name.startswith("SLURM"):
+        others = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "RANK")
+        if name in ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART", *others) or name.startswith("SLURM"):
             monkeypatch.delenv(name)
     module._warn_once.cache_clear()
 
@@ -43,6 +45,36 @@ def test_nothing_happens_to_a_process_alone(config, monkeypatch, caplog):
     assert repr(workers) == "WorkerGroup(index=0, count=1)"
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert not [record for record in caplog.records if record.name == "keras_dp"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}, "horovodrun has started 2 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, r"mpirun .Open MPI. has started 4 processes"),
+        ({"PMI_SIZE": "3"}, "mpiexec .PMI. has started 3 processes"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "torchrun has started 2 processes"),
+        ({"WORLD_SIZE": "2"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)
+@pytest.mark.parametrize("connects", [True, False])
+def test_other_launchers_are_noticed(variables, named, connects, monkeypatch, caplog):
+    """Their processes would train models of their own, and overwrite each other's files, in silence."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if connects:
+        keras_dp.connect_workers()
+    current_workers()
+    messages = [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+    assert len(messages) == (named is not None)
+    if named:
+        assert re.search(f"{named}, but no TF_CONFIG .*keras-dp launch.*Received: {next(iter(variables))}=", messages[0])
+
+
+def test_seconds_are_not_a_number_of_workers():
+    with pytest.raises(TypeError, match="positional"):
+        keras_dp.connect_workers(2)
 
 
 def test_there_is_one_group():

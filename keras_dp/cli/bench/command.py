@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_dp import choices
+from keras_dp import choices, installation
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument, positive
 from keras_dp.cli.bench import plot, summary
@@ -36,7 +36,7 @@ from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
 ALWAYS = ("keras_dp", "ceiling")
 OTHERS = ("single", "mirrored")
 INTERRUPTED = 130  # the exit code of a process that SIGINT ends
-NO_FIGURE = "bench.png is not drawn, because matplotlib is missing. Run pip install keras_dp[bench], and draw it with --redraw."
+NO_FIGURE = "bench.png is not drawn, because matplotlib is missing. Run {}, and draw it with --redraw."
 
 _DEVICE = re.compile(r"(/?device:)?(CPU|GPU):\d+", re.IGNORECASE)
 
@@ -136,7 +136,7 @@ def _survey(options: argparse.Namespace) -> Survey:
         except OSError as error:
             raise argparse.ArgumentError(None, f"--out: nothing can be written there: {error}") from error
         if importlib.util.find_spec("matplotlib") is None:
-            _say(NO_FIGURE)
+            _say(NO_FIGURE.format(installation.command("bench")))
     _say(f"inspecting the model {options.model} and this machine")
     try:
         survey = runs.survey_in_new_process(options.model)
@@ -267,7 +267,7 @@ def _write(results: Mapping[str, Any], directory: Path) -> None:
     try:
         plot.write_figure(rows, results["title"], directory / "bench.png")
     except ImportError:
-        _say(NO_FIGURE)
+        _say(NO_FIGURE.format(installation.command("bench")))
 
 
 def _engines(value: str) -> list[str]:
