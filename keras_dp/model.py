@@ -18,7 +18,7 @@ from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.shards import with_empty_batches
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import chosen_whole
-from keras_dp.choices import refuse_unknown
+from keras_dp.choices import refuse_unknown, suggesting_names
 from keras_dp.compiled import CompiledWrapper
 from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
@@ -90,6 +90,7 @@ class DataParallelModel(CompiledWrapper):
     test_function: Any
     predict_function: Any
 
+    @suggesting_names
     def __init__(
         self,
         inner_model: keras.Model,
@@ -108,7 +109,7 @@ class DataParallelModel(CompiledWrapper):
         self._devices = tuple(tower_devices(devices))
         self._wanted_device = None if parameter_device is None else parameter_device_name(parameter_device)
         self._told_eager = False
-        self._announced = False
+        self._announced = self._told_called = False
         self._told_gathered = False
         self._batch_rows: int | None = None
         self._workers = current_workers()
@@ -137,6 +138,7 @@ class DataParallelModel(CompiledWrapper):
     def __repr__(self) -> str:
         return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(self._devices)}>"
 
+    @suggesting_names
     def fit(
         self,
         x: Any = None,
@@ -201,6 +203,7 @@ class DataParallelModel(CompiledWrapper):
             self._refuse_no_batches("fit", calls)
         return history
 
+    @suggesting_names
     def evaluate(
         self,
         x: Any = None,
@@ -244,6 +247,7 @@ class DataParallelModel(CompiledWrapper):
         self._refuse_no_batches("evaluate", calls)
         return results
 
+    @suggesting_names
     def predict(
         self,
         x: Any,
@@ -499,6 +503,8 @@ class DataParallelModel(CompiledWrapper):
     def _call(self, method: str, arguments: dict[str, Any], sharded: bool) -> Iterator[dict[str, Any]]:
         """Wraps a call of `fit`, `evaluate` or `predict`, and yields its arguments for this worker."""
         refuse_strategy()
+        if arguments.get("x") is None:
+            raise ValueError(f"{method}() needs data: arrays, a dataset, a PyDataset or a generator. Received: x=None")
         self._follow_inner_model()
         self._show_inner_model(arguments.get("callbacks"))
         # fit() validates with a dataset and callbacks that it has prepared already.
@@ -531,6 +537,17 @@ class DataParallelModel(CompiledWrapper):
             self._feed.cuts_in_step = cut_before
         if self._feed.different_batches is not None:
             self._feed.different_batches.report()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the inner model's outputs, computed on one device."""
+        is_symbolic = any(isinstance(value, keras.KerasTensor) for value in keras.tree.flatten((args, kwargs)))
+        if self.num_towers > 1 and not (self._told_called or self._loops or is_symbolic):
+            self._told_called = True
+            logger.info(
+                "Calling the model computes on one device, and a loop of your own that does so trains there. The towers run in "
+                "fit, evaluate, predict and the *_on_batch methods: in a loop, call train_on_batch(x, y)."
+            )
+        return super().__call__(*args, **kwargs)
 
     def _announce(self, arguments: dict[str, Any]) -> None:
         rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))

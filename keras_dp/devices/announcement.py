@@ -36,6 +36,8 @@ def training(devices: Sequence[str], workers: int, batch_rows: int | None, batch
     if batch_rows is not None:
         rows, rest = divmod(batch_rows, len(devices) * workers)
         parts.append(f"global batch {batch_rows}, {f'{rows} or {rows + 1}' if rest else rows} rows a tower")
+    elif len(devices) * workers > 1:
+        parts.append("each tower takes its part of every batch")
     if batch_norm is not None:
         parts.append(BATCH_NORM[batch_norm])
     return "; ".join(parts)

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -60,8 +61,9 @@ def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):
         return _first_devices(devices)
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not all(isinstance(d, str) for d in devices):
+        hint = _names_of_numbers(devices)
         raise ValueError(
-            f'`devices` must be None, an integer or a list of names such as "GPU:0". Received: devices={devices!r}'
+            f'`devices` must be None, an integer or a list of names such as "GPU:0".{hint} Received: devices={devices!r}'
         )
     if not devices:
         raise ValueError(f"A DataParallelModel needs at least one tower. Received: devices={devices!r}")
@@ -85,11 +87,21 @@ def _first_devices(count: int | None) -> list[str]:
             seen = f"TensorFlow sees {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, {in_words(gpus)}."
             raise ValueError(f"{seen} Received: devices={count}. Give a smaller number, or None for all GPUs.")
         raise ValueError(
-            f"TensorFlow sees no GPU. On a machine with GPUs, install the CUDA libraries: {installation.command('cuda')}. To try "
+            "TensorFlow sees no GPU. On a machine with GPUs, install the CUDA libraries: "
+            f"{installation.command('cuda')}. To try "
             f"{count} towers without GPUs, split the CPU: call keras_dp.use_logical_cpus({count}) at the top of the script. "
             f"Received: devices={count}, and the CPU as {in_words(cpus)}."
         )
     return (gpus or cpus)[:count]
+
+
+def _names_of_numbers(devices: Any) -> str:
+    """Returns a question that suggests names for a list of numbers; empty if it is none."""
+    is_list = isinstance(devices, Sequence) and not isinstance(devices, str)
+    if not is_list or not devices or not all(isinstance(number, int) for number in devices):
+        return ""
+    kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+    return f" Did you mean devices={[f'{kind}:{number}' for number in devices]}?"
 
 
 def _warn_of_hidden_gpus() -> None:

@@ -183,10 +183,10 @@ def _notice_other_launchers() -> None:
     launched = other_launcher()
     if launched is not None:
         _warn_once(
-            f"{launched.name} has started {launched.processes} processes, but no TF_CONFIG says who they are: each trains its "
-            "own model on all of the data, and overwrites the others' files. Start them with keras-dp launch, with srun, or with "
-            "a TF_CONFIG for each, and call connect_workers() at the top of the script (docs/multi_worker.md). Ignore this "
-            f"warning if each process is meant to train alone. Received: {launched.variable}={launched.processes}"
+            f"{launched.name} has started {launched.processes} processes, but no TF_CONFIG says who they are. Each trains "
+            "a model of its own on all of the data, and overwrites the others' files. Start them with keras-dp launch, with "
+            "srun, or with a TF_CONFIG for each, and call connect_workers() at the top of the script (docs/multi_worker.md). "
+            f"Ignore this if each process is meant to train alone. Received: {launched.variable}={launched.processes}"
         )
 
 

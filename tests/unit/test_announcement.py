@@ -32,7 +32,7 @@ def said(caplog, model, *args, **kwargs):
 @pytest.mark.parametrize(
     ("workers", "batch_rows", "batch_norm", "expected"),
     [
-        (1, None, None, "2 towers on CPU:0 and GPU:3"),
+        (1, None, None, "2 towers on CPU:0 and GPU:3; each tower takes its part of every batch"),
         (1, 33, None, "2 towers on CPU:0 and GPU:3; global batch 33, 16 or 17 rows a tower"),
         (1, 32, "local", "2 towers on CPU:0 and GPU:3; global batch 32, 16 rows a tower; batch norm of each tower"),
         (3, 36, None, "3 workers, each with 2 towers on CPU:0 and GPU:3; global batch 36, 6 rows a tower"),
@@ -49,8 +49,8 @@ def test_the_line(workers, batch_rows, batch_norm, expected):
         ((X, Y), {"batch_size": 10}, "; global batch 10, 5 rows a tower"),
         ((pd.DataFrame(X), pd.Series(Y[:, 0])), {"batch_size": 10}, "; global batch 10, 5 rows a tower"),
         ((DATASET.batch(5, drop_remainder=True),), {}, "; global batch 5, 2 or 3 rows a tower"),
-        ((DATASET.batch(5),), {}, ""),
-        ((((X, Y) for _ in range(1)),), {"steps_per_epoch": 1}, ""),
+        ((DATASET.batch(5),), {}, "; each tower takes its part of every batch"),
+        ((((X, Y) for _ in range(1)),), {"steps_per_epoch": 1}, "; each tower takes its part of every batch"),
     ],
     ids=["arrays", "batch_size", "pandas", "fixed", "unknown", "generator"],
 )

@@ -48,9 +48,9 @@ def test_arguments_are_passed_on_by_name_and_only_if_given(name, monkeypatch):
 
 def test_refuses_unknown_arguments():
     parallel = parallel_model()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+    with pytest.raises(TypeError, match="has no argument 'batchsize'. Did you mean 'batch_size'"):
         parallel.fit(X, Y, batchsize=4)
-    with pytest.raises(ValueError, match="Arguments not recognized: .*batchsize"):
+    with pytest.raises(TypeError, match="has no argument 'batchsize'. Did you mean 'batch_size'"):
         parallel.evaluate(X, Y, batchsize=4)
     with pytest.raises(ValueError, match="`rows` must be one of"):
         parallel.predict(X, rows="some")

@@ -3,7 +3,10 @@
 import inspect
 from typing import get_args, get_origin
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_dp
 from keras_dp import choices
@@ -42,3 +45,60 @@ def test_editors_know_the_values(function, names):
         values = get_args(parameters[name].annotation)
         assert get_origin(parameters[name].annotation) is not None
         assert parameters[name].default in (values[0], None)
+
+
+def dense():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: keras_dp.DataParallelModel(dense(), device=2), "has no argument 'device'. Did you mean 'devices'?"),
+        (lambda: keras_dp.DataParallelModel(dense(), hole=["a"]), "has no argument 'hole'. Did you mean 'whole'?"),
+        (lambda: fitted(batchsize=3), "fit.. has no argument 'batchsize'. Did you mean 'batch_size'?"),
+        (lambda: fitted().evaluate(X, X, batch=3), "evaluate.. has no argument 'batch'. Did you mean 'batch_size'?"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_a_known_one(call, said):
+    with pytest.raises(TypeError, match=said):
+        call()
+
+
+def test_numbers_of_devices_are_answered_with_names():
+    with pytest.raises(ValueError, match=r"Did you mean devices=\['CPU:0', 'CPU:1'\]\? Received: devices=\[0, 1\]"):
+        keras_dp.DataParallelModel(dense(), devices=[0, 1])
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_no_data(method):
+    parallel = fitted()
+    with pytest.raises(ValueError, match=rf"{method}\(\) needs data: .* Received: x=None"):
+        getattr(parallel, method)(*(() if method != "predict" else (None,)))
+
+
+def test_a_loop_that_calls_the_model_is_told_once_that_it_runs_on_one_device(caplog):
+    parallel = fitted()
+
+    def said():
+        return [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+
+    with caplog.at_level("INFO", "keras_dp"):
+        parallel.predict(X, verbose=0)
+        assert not said()
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(parallel(X))
+            tape.gradient(loss, parallel.trainable_variables)
+    (message,) = said()
+    assert "computes on one device, and a loop of your own that does so trains there" in message
+
+
+X = np.ones((8, 4))
+
+
+def fitted(**arguments):
+    parallel = keras_dp.DataParallelModel(dense(), devices=2)
+    parallel.compile("sgd", "mse")
+    parallel.fit(X, X[:, :1], verbose=0, **arguments)
+    return parallel
