@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from keras_dp.cli.bench import command as bench_command
+from keras_dp.cli.check import command as check_command
 from keras_dp.cli.launch import command as launch_command
 from keras_dp.cli.plan import command as plan_command
 from keras_dp.version import __version__
 
-COMMANDS = {"bench": bench_command, "launch": launch_command, "plan": plan_command}
+COMMANDS = {"bench": bench_command, "check": check_command, "launch": launch_command, "plan": plan_command}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_dp import choices
 
-MODELS = ("mlp", "resnet20", "resnet50", "transformer", "lstm", "unet")
+MODELS = ("small", "mlp", "resnet20", "resnet50", "transformer", "lstm", "unet")
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:

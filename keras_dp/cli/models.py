@@ -42,19 +42,28 @@ def workload(name: str) -> Workload:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"A model is one of {', '.join(BUILT_IN)}, or my_module:build_function. Received: {name!r}")
+    return Workload(function_named(name), 64, regression)
+
+
+def function_named(name: str) -> Callable[[], Any]:
+    """Returns the function "module:function"; the module may be in the current directory.
+
+    Raises:
+        ValueError: if there is no such module or function.
+    """
+    module_name, _, function_name = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"The module of the model cannot be imported: {error}. Received: {name!r}") from error
-    build = getattr(module, function_name, None)
-    if not callable(build):
+        raise ValueError(f"The module {module_name} cannot be imported: {error}. Received: {name!r}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
         raise ValueError(f"The module {module_name} has no function {function_name!r}. Received: {name!r}")
-    return Workload(build, 64, regression)
+    return function
 
 
 def refuse_what_is_not_timed(model: keras.Model) -> None:
@@ -74,6 +83,13 @@ def classification() -> dict[str, Any]:
 def regression() -> dict[str, Any]:
     """Returns the mean squared error."""
     return {"loss": "mse"}
+
+
+def small() -> keras.Model:
+    """Builds a network with a convolution, batch normalization and dropout; it returns logits of shape (batch, 10)."""
+    stack = [keras.layers.Conv2D(16, 3, use_bias=False), keras.layers.BatchNormalization(), keras.layers.ReLU()]
+    stack += [keras.layers.Dropout(0.2), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((16, 16, 3)), *stack])
 
 
 def mlp() -> keras.Model:
@@ -170,6 +186,7 @@ def unet() -> keras.Model:
 
 
 BUILT_IN = {
+    "small": Workload(small, 64, classification),
     "mlp": Workload(mlp, 256, classification),
     "resnet20": Workload(resnet20, 64, classification),
     "resnet50": Workload(resnet50, 16, classification),

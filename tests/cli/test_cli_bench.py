@@ -284,7 +284,7 @@ def test_a_command_is_needed(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "bench --help", "launch --help", "plan --help", "--version", "bench --model mpl"]
+    "arguments", ["--help", "bench --help", "check --help", "launch --help", "plan --help", "--version", "bench --model mpl"]
 )
 def test_the_command_answers_without_tensorflow(arguments, tmp_path):
     """TensorFlow takes seconds to import. The script's name distinguishes the command from a user's script."""

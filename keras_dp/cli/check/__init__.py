@@ -1,0 +1,1 @@
+"""Check whether data parallelism works on this machine, with this model: `keras-dp check`."""

@@ -1,0 +1,86 @@
+"""Run all checks, and print a line for each."""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp.cli import models, synthetic
+from keras_dp.cli.check import copying, machine, training
+from keras_dp.cli.check.command import FINDING, Question
+from keras_dp.cli.check.findings import Finding
+from keras_dp.devices.available import tower_devices, use_logical_cpus
+from keras_dp.model import DataParallelModel
+
+_ROWS_OF_A_TOWER = 16
+
+
+def main() -> None:
+    """Prints the findings for the question in the first argument, each as soon as it is known."""
+    question = Question(**json.loads(sys.argv[1]))
+    for finding in findings(question):
+        print(f"{FINDING}{json.dumps(dataclasses.asdict(finding))}", flush=True)
+
+
+def findings(question: Question) -> Iterator[Finding]:
+    """Yields the finding of each check. An error in a check is its finding; the others go on."""
+    if not tf.config.list_physical_devices("GPU"):
+        use_logical_cpus(question.towers or 2)
+    yield from _of("versions", machine.versions_found)
+    yield from _of("devices", machine.devices_found)
+    yield from _of("memory", machine.memory_of_others)
+    try:
+        devices = tower_devices(question.towers)
+    except ValueError as error:
+        yield Finding("towers", "fail", str(error))
+        return
+    yield from _of("copies", functools.partial(copying.copies, devices))
+    try:
+        build, batches = _training(question, devices)
+        batch = next(iter(batches))
+        parallel = build()
+    except Exception as error:
+        yield _failed("model", error)
+        return
+    batch_rows = int(keras.tree.flatten(batch)[0].shape[0])
+    yield from _of("rows", functools.partial(training.rows, parallel, batch_rows))
+    yield from _of("result", functools.partial(training.result, parallel, batch))
+    yield from _of("work", functools.partial(training.work, parallel, batch))
+    yield from _of("repeated", functools.partial(training.repeated, build, batches))
+    yield from _of("speed", functools.partial(training.speed, parallel, batches))
+
+
+def _training(question: Question, devices: list[str]) -> tuple[Callable[[], Any], tf.data.Dataset]:
+    """Returns a function that builds the wrapped model, and its batches."""
+    workload = models.workload(question.model)
+
+    def build() -> Any:
+        model = workload.build()
+        if not model.compiled:
+            model.compile("sgd", **workload.objective())
+        return DataParallelModel(model, devices=devices)
+
+    if question.data is None:
+        rows = question.batch or _ROWS_OF_A_TOWER * len(devices)
+        return build, synthetic.dataset(build().inner_model, rows)
+    given = models.function_named(question.data)()
+    batches = given if isinstance(given, tf.data.Dataset) else tf.data.Dataset.from_tensors(given)
+    return build, batches.repeat()
+
+
+def _of(name: str, check: Callable[[], Finding | None]) -> Iterator[Finding]:
+    try:
+        finding = check()
+    except Exception as error:
+        finding = _failed(name, error)
+    if finding is not None:
+        yield finding
+
+
+def _failed(name: str, error: Exception) -> Finding:
+    return Finding(name, "fail", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")

@@ -1,0 +1,64 @@
+"""Look at the versions and the devices."""
+
+import os
+import platform
+import shutil
+import subprocess
+
+import keras
+import tensorflow as tf
+from packaging.version import Version
+
+from keras_dp import installation
+from keras_dp.cli.check.findings import Finding
+from keras_dp.cli.environment import environment
+from keras_dp.devices import nvidia
+from keras_dp.devices.available import available_devices
+from keras_dp.keras_internals import versions
+
+_BUSY_MEGABYTES = 500
+
+
+def versions_found() -> Finding:
+    """Compares the versions with those that keras_dp is tested with."""
+    facts = environment()
+    seen = ", ".join(f"{name} {facts[name]}" for name in ("keras_dp", "keras", "tensorflow", "python"))
+    pairs = ((keras.__version__, versions.KERAS), (tf.__version__, versions.TENSORFLOW))
+    if any(Version(found).release >= untested for found, (_, untested) in pairs):
+        return Finding("versions", "warn", seen, "keras_dp is not tested with versions as new as these: watch the next lines.")
+    return Finding("versions", "pass", f"{seen}, on {platform.system()}", data=facts)
+
+
+def devices_found() -> Finding:
+    """Compares the GPUs that TensorFlow sees with those of the driver."""
+    facts = environment()
+    gpus, in_machine = facts["gpus"], nvidia.count_gpus()
+    hidden = nvidia.why_hidden() if not gpus else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return Finding("devices", "fail", f"the driver has {in_machine} GPU(s), and TensorFlow sees none", hidden)
+    if not gpus:
+        seen = f"no GPU; {facts['processor']} with {facts['cores']} cores, split into {len(available_devices())} logical CPUs"
+        advice = f"Training on logical CPUs shows whether results are right. If there are GPUs, {installation.command('cuda')}."
+        return Finding("devices", "warn", seen, advice)
+    seen = f"{len(gpus)} GPU(s): {', '.join(gpus)}"
+    if len(gpus) < in_machine:
+        advice = f"CUDA_VISIBLE_DEVICES={visible} hides the others." if visible else "Is another version of CUDA installed?"
+        return Finding("devices", "warn", f"{seen}, of {in_machine} in the machine", advice)
+    if len(set(gpus)) > 1:
+        return Finding("devices", "warn", seen, "They differ, and each step waits for the slowest: leave it out with devices=.")
+    return Finding("devices", "pass", seen)
+
+
+def memory_of_others() -> Finding | None:
+    """Looks for other programs that use the GPUs; None without NVIDIA's driver."""
+    if not tf.config.list_physical_devices("GPU") or shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    asked = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    rows = [line.split(", ") for line in asked.stdout.splitlines()]
+    used = {index: (int(megabytes), int(total)) for index, megabytes, total, _ in rows if megabytes.isdecimal()}
+    seen = ", ".join(f"GPU {index}: {megabytes:,} of {total:,} MB used" for index, (megabytes, total) in used.items())
+    if any(megabytes > _BUSY_MEGABYTES for megabytes, _ in used.values()):
+        return Finding("memory", "warn", seen, "Other programs use these GPUs: nvidia-smi lists them.")
+    return Finding("memory", "pass", f"{seen}; driver {rows[0][3] if rows else 'unknown'}")

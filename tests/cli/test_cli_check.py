@@ -1,0 +1,201 @@
+"""`keras-dp check` says whether data parallelism works, and each planted fault is found."""
+
+import dataclasses
+import json
+import subprocess
+import time
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dp
+from keras_dp.cli import main
+from keras_dp.cli.check import checking, copying, machine, training
+from keras_dp.cli.check.command import Question
+from keras_dp.cli.check.findings import Finding
+from keras_dp.devices import nvidia
+from keras_dp.partition.placing.rules import RULES
+
+MODEL = """
+import keras, numpy as np, os, signal
+def build():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+def batch():
+    return np.ones((1, 4), "float32"), np.ones((1, 2), "float32")
+def ends():
+    os.kill(os.getpid(), signal.SIGABRT)
+def unbuilt():
+    raise RuntimeError("no such file")
+"""
+
+
+@pytest.fixture
+def findings(monkeypatch):
+    """Returns a function that runs the checks in this process, and returns the findings by name."""
+    monkeypatch.setattr(checking, "use_logical_cpus", lambda count: None)
+    keras.config.set_floatx("float32")
+    return lambda *arguments, **named: {
+        one.name: one for one in checking.findings(Question(*arguments, **{"towers": 2} | named))
+    }
+
+
+def test_a_machine_that_works(tmp_path, capsys):
+    """Runs the command as a user does. Without GPUs, only the devices are a warning."""
+    assert main(["check"]) == 0
+    printed = capsys.readouterr().out
+    verdicts = {line.split()[1]: line.split()[0] for line in printed.splitlines() if not line.startswith(" ")}
+    expected = dict.fromkeys(("versions", "copies", "rows", "result", "work", "speed"), "pass")
+    assert {name: verdicts[name] for name in expected} == expected
+    assert "train step on one device and on towers: the same" in printed
+    assert all(len(line) <= 120 for line in printed.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("ends", "the checks ended with exit code -6"),
+        ("unbuilt", "RuntimeError: no such file"),
+        ("other", "has no function 'other'"),
+    ],
+)
+def test_a_model_that_cannot_be_checked(function, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--model", f"my_model:{function}", "--json"]) == 1
+    *others, last = json.loads(capsys.readouterr().out)
+    assert last["verdict"] == "fail"
+    assert said in last["seen"]
+    assert [one["name"] for one in others] == ["versions", "devices", "copies"]
+
+
+def test_a_model_and_data_of_the_user(findings, tmp_path, monkeypatch):
+    """One row for two towers: one of them is idle."""
+    (tmp_path / "a_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    found = findings("a_model:build", "a_model:batch")
+    assert found["rows"].verdict == "warn"
+    assert "1 rows for 2 towers, 0 or more for each" in found["rows"].seen
+    assert found["result"].verdict == found["repeated"].verdict == "pass"
+
+
+def test_copies_that_change_numbers(monkeypatch):
+    """As direct copies between GPUs may, where the IOMMU is on."""
+    copied = copying._copied
+
+    def broken(tensor, device):
+        return (
+            tf.concat([copied(tensor, device)[:-1], [tf.constant(7, tf.uint8)]], 0)
+            if device == "CPU:2"
+            else copied(tensor, device)
+        )
+
+    assert copying.copies(["CPU:0", "CPU:1", "CPU:2"]).verdict == "pass"
+    monkeypatch.setattr(copying, "_copied", broken)
+    found = copying.copies(["CPU:0", "CPU:1", "CPU:2"])
+    assert found.verdict == "fail"
+    assert found.seen == "numbers changed on their way from CPU:0 to CPU:2, CPU:1 to CPU:2"
+    assert "IOMMU" in found.advice
+
+
+def test_the_matrix_of_copies():
+    found = [copying.Copy("GPU:0", "GPU:1", True, 9.0, 21.04), copying.Copy("GPU:1", "GPU:0", True, 9.0, 20.0)]
+    assert copying._matrix(["GPU:0", "GPU:1"], found) == (
+        "GB/s to    GPU:0   GPU:1",
+        "GPU:0          -    21.0",
+        "GPU:1       20.0       -",
+    )
+
+
+def test_a_result_that_differs(findings, monkeypatch):
+    right = RULES["Relu"]
+
+    def wrong(node):
+        plan = right(node)
+
+        def instance(builder, definition, tower, inputs):
+            made = builder.copy(definition, tower, inputs)
+            return builder.graph.add("ZerosLike", [made], builder.devices[1], "wrong", 1, T=node.dtype(0)) if tower else made
+
+        return dataclasses.replace(plan, instance=instance)
+
+    monkeypatch.setitem(RULES, "Relu", wrong)
+    found = findings("small")["result"]
+    assert found.verdict == "fail"
+    assert any("Relu" in line for line in found.table)
+
+
+def test_gpus_that_tensorflow_does_not_see(tmp_path, monkeypatch):
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = machine.devices_found()
+    assert (found.verdict, found.seen) == ("fail", "the driver has 1 GPU(s), and TensorFlow sees none")
+    assert "[cuda]" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("gpus", "in_machine", "verdict", "advice"),
+    [
+        (["A100", "A100"], 2, "pass", ""),
+        (["A100"], 2, "warn", "Is another version of CUDA"),
+        (["A100", "T4"], 2, "warn", "They differ"),
+    ],
+)
+def test_gpus_that_tensorflow_sees(gpus, in_machine, verdict, advice, monkeypatch):
+    monkeypatch.setattr(machine, "environment", lambda: {"gpus": gpus})
+    monkeypatch.setattr(nvidia, "count_gpus", lambda: in_machine)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = machine.devices_found()
+    assert (found.verdict, found.advice[: len(advice)]) == (verdict, advice)
+
+
+@pytest.mark.parametrize(("megabytes", "verdict"), [(3, "pass"), (9000, "warn")])
+def test_other_programs_on_a_gpu(megabytes, verdict, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    answer = SimpleNamespace(stdout=f"0, {megabytes}, 81559, 580.1\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **named: answer)
+    assert machine.memory_of_others().verdict == verdict
+
+
+def test_steps_that_wait_for_input():
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), devices=2)
+    parallel.compile("sgd", "mse")
+
+    def slow():
+        while True:
+            time.sleep(0.1)
+            yield np.ones((8, 4)), np.ones((8, 2))
+
+    spec = tuple(tf.TensorSpec((8, width), tf.float64) for width in (4, 2))
+    found = training.speed(parallel, tf.data.Dataset.from_generator(slow, output_signature=spec))
+    assert found.verdict == "warn"
+    assert found.data["input_wait"] > 0.5
+
+
+def test_rows_that_are_gathered():
+    class Sorts(keras.layers.Layer):
+        def call(self, x):
+            return x + tf.sort(x, axis=0)
+
+    inputs = keras.Input((40_000,))
+    parallel = keras_dp.DataParallelModel(keras.Model(inputs, keras.layers.Dense(1)(Sorts()(inputs))), devices=2)
+    parallel.compile("sgd", "mse")
+    found = training.work(parallel, (np.ones((8, 40_000)), np.ones((8, 1))))
+    assert found.verdict == "warn"
+    assert "gather rows, the largest 2.6 MB" in found.seen
+
+
+def test_too_few_devices(findings):
+    found = findings("small", towers=9)
+    assert found["towers"].verdict == "fail"
+    assert "devices=9" in found["towers"].seen
+
+
+def test_lines_fit_the_terminal():
+    text = Finding("rows", "warn", "seen " * 30, "advice " * 20, ("a row",)).in_words(80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[-1] == " " * 20 + "a row"
