@@ -28,6 +28,7 @@ class DifferentBatches:
 
     def __init__(self, collectives: OneWorker, device: str):
         self._collectives = collectives
+        self._told = False
         with tf.device(device):
             self._steps = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
 
@@ -41,7 +42,7 @@ class DifferentBatches:
         return tuple(part._replace(source=()) for part in slices)
 
     def report(self) -> None:
-        """Logs a warning if there were such steps since the last report, and resets the counts.
+        """Logs a warning if there were such steps since the last report, and resets the counts. The chief says it once.
 
         Raises:
             ValueError: on all workers, if numbers of rows differed, which augmentation cannot explain.
@@ -53,11 +54,13 @@ class DifferentBatches:
                 f"The workers were given global batches with different numbers of rows in {other_rows} steps, so the results "
                 "are wrong. All workers must read the same data. If each worker reads its own part, pass sharded=True."
             )
-        if steps:
+        if steps and not self._told and not self._collectives.index:
+            self._told = True
             logger.warning(
                 "The workers were given different batches in %d steps. Each worker took its rows of its own batch, so some "
-                "rows may have been used twice and others not at all. Make datasets after connect_workers(), give shuffle() a "
-                "seed, and list files in the same order. Ignore this warning if only random augmentation differs.",
+                "rows may have been used twice and others not at all. If each worker reads its own part of the data, as after "
+                "dataset.shard(), pass sharded=True. Otherwise make datasets after connect_workers(), give shuffle() a seed, "
+                "and list files in the same order. Ignore this warning if only random augmentation differs.",
                 steps,
             )
 

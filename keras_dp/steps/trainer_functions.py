@@ -12,6 +12,9 @@ from keras_dp.batches.slicing import Shard, Slice
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification, common_types, iterator_of, types_of
 
+# Workers that read different batches are told of it after so many steps, and not only after an epoch.
+_EARLY_CALLS = 4
+
 
 class PredictFunction:
     """Predicts for several batches.
@@ -87,6 +90,8 @@ class StepFunction:
                     with self._verified(types_of(batch), batch):
                         result = self._on_batch(batch)
         self._steps.calls += 1
+        if self._steps.calls == _EARLY_CALLS and self._steps.inputs.different_batches is not None:
+            self._steps.inputs.different_batches.report()
         return result
 
     def _of_dataset(self, iterator: Any) -> Any:

@@ -204,8 +204,8 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model vgg", "A model is one of small, mlp, resnet20, resnet50, transformer, lstm, unet, or my_module:build_function. "
-         "Received: 'vgg'"),
+        ("--model vgg", "A model is one of small, mlp, resnet20, resnet50, transformer, lstm, unet, or my_module:"
+         "build_function. Received: 'vgg'"),
         ("--model resnet2", "Did you mean 'resnet20'? Received: 'resnet2'"),
         ("--towers 0", "argument --towers: must be an integer of at least 1. Received: '0'"),
         ("--towers x", "argument --towers: must be an integer of at least 1. Received: 'x'"),
