@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
@@ -44,7 +45,7 @@ def suggesting_names(function: Callable[Parameters, Result]) -> Callable[Paramet
             if name not in known and not name.startswith("_"):
                 raise TypeError(
                     f"{function.__qualname__}() has no argument {name!r}.{question(name, known)} Received: "
-                    f"{name}={kwargs[name]!r}. Its arguments are: {', '.join(known)}"
+                    f"{name}={reprlib.repr(kwargs[name])}. Its arguments are: {', '.join(known)}"
                 )
         return function(*args, **kwargs)
 

@@ -14,7 +14,10 @@ def command(extra: str) -> str:
     Args:
         extra: the name of an extra in pyproject.toml, such as "cuda".
     """
-    noted = metadata.distribution("keras_dp").read_text("direct_url.json")
+    try:
+        noted = metadata.distribution("keras_dp").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # imported from a folder, without being installed
+        noted = None
     origin = json.loads(noted) if noted else {}
     url, vcs = origin.get("url", ""), origin.get("vcs_info", {})
     if vcs:

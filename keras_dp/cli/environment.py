@@ -3,12 +3,13 @@
 import os
 import platform
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from keras_dp.version import __version__
 
 
 def environment() -> dict[str, Any]:
@@ -21,7 +22,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "keras": keras.__version__,
         "tensorflow": tf.__version__,
-        "keras_dp": metadata.version("keras_dp"),
+        "keras_dp": __version__,
     }
 
 

@@ -65,7 +65,7 @@ def check_step(
 
     Compares results, variables, and tensors that are spread over the step. If anything differs, looks further until it can name
     the first operation that differs although its inputs do not, with the user's line. The model and its optimizers stay
-    unchanged.
+    unchanged. XLA compiles neither step, whatever `jit_compile` says.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)

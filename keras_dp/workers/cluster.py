@@ -92,6 +92,8 @@ _LAUNCHERS = {
 
 def other_launcher() -> Launcher | None:
     """Returns the launcher that has started several processes without describing them in TF_CONFIG; None if there is none."""
+    if os.environ.get("TF_CONFIG", "").strip():
+        return None
     for variable, name in _LAUNCHERS.items():
         said = os.environ.get(variable, "")
         # Containers may set WORLD_SIZE for other reasons: PyTorch's processes have their rank beside it.

@@ -28,7 +28,10 @@ def batch():
 def ends():
     os.kill(os.getpid(), signal.SIGABRT)
 def unbuilt():
+    print("building", end="")
     raise RuntimeError("no such file")
+def leaves():
+    raise SystemExit(0)
 """
 
 
@@ -59,6 +62,7 @@ def test_a_machine_that_works(tmp_path, capsys):
         ("ends", "the checks ended with exit code -6"),
         ("unbuilt", "RuntimeError: no such file"),
         ("other", "has no function 'other'"),
+        ("leaves", "the checks ended with exit code 0"),
     ],
 )
 def test_a_model_that_cannot_be_checked(function, said, tmp_path, monkeypatch, capsys):
@@ -156,7 +160,7 @@ def test_gpus_that_tensorflow_sees(gpus, in_machine, verdict, advice, monkeypatc
 def test_other_programs_on_a_gpu(megabytes, verdict, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
     monkeypatch.setattr(machine.shutil, "which", lambda name: name)
-    answer = SimpleNamespace(stdout=f"0, {megabytes}, 81559, 580.1\n")
+    answer = SimpleNamespace(stdout=f"0, {megabytes}, 81559, 580.1\n", stderr="", returncode=0)
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **named: answer)
     assert machine.memory_of_others().verdict == verdict
 

@@ -13,6 +13,7 @@ from comparison import assert_same, assert_same_training, values
 from keras import layers
 
 import keras_dp
+from keras_dp.partition.inspecting import comparison
 from keras_dp.partition.placing.rules import RULES
 
 rng = np.random.default_rng(0)
@@ -218,3 +219,103 @@ def test_half_precision(policy, monkeypatch):
         assert found.comparison.first.type == "Relu"
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def moving(monkeypatch):
+    """Returns a function that makes steps on towers move a variable, which one device does not move."""
+
+    def move(variable, by):
+        right = comparison.run
+
+        def wrong(*arguments):
+            results = right(*arguments)
+            with tf.control_dependencies(results):
+                variable.value.assign_add(tf.fill(variable.shape, tf.constant(by, variable.dtype)))
+            return results
+
+        monkeypatch.setattr(comparison, "run", wrong)
+
+    return move
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = layers.Dense(4), layers.Dense(2)
+
+    def call(self, x):
+        return self.last(self.hidden(x))
+
+
+@pytest.mark.parametrize("layer", ["hidden", "last"])
+def test_variables_of_one_name_are_all_judged(layer, moving):
+    """TensorFlow calls the kernels of a subclassed model alike. Once, the last one alone was judged."""
+    parallel = keras_dp.DataParallelModel(Subclassed(), devices=2)
+    parallel.compile("sgd", "mse")
+    parallel.fit(X, Y, verbose=0)
+    assert keras_dp.check_step(parallel, (X, Y)).is_exact
+    moving(getattr(parallel.inner_model, layer).kernel, 1e-3)
+    check = keras_dp.check_step(parallel, (X, Y))
+    assert not check.comparison.variables.is_same
+    assert sum("kernel" in name for name in check.comparison.variables.differences) == 2
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_half_precision_excuses_only_what_depends_on_it(policy, moving):
+    """A step in float32 whose input alone has half precision; and a bias after a long sum in half precision."""
+    keras.config.set_floatx("float32")
+    inputs = keras.Input((9, 9, 3), dtype="float16" if policy == "float32" else None)
+    x = layers.Conv2D(4, 3, dtype=policy)(keras.ops.cast(inputs, "float32"))
+    parallel = keras_dp.DataParallelModel(
+        keras.Model(inputs, layers.Dense(2, dtype="float32")(layers.GlobalAveragePooling2D(dtype=policy)(x))), devices=2
+    )
+    parallel.compile(keras.optimizers.SGD(0.01), "mse")
+    batch = np.random.default_rng(0).normal(size=(22, 9, 9, 3)).astype(inputs.dtype), np.ones((22, 2), "float32")
+    assert keras_dp.check_step(parallel, batch).is_exact
+    kind = layers.Dense if policy == "float32" else layers.Conv2D
+    moving(next(layer for layer in parallel.inner_model.layers if isinstance(layer, kind)).bias, 0.05)
+    assert not keras_dp.check_step(parallel, batch).comparison.variables.is_same
+
+
+def test_numbers_that_mean_something_are_not_rounded_otherwise(moving):
+    """Classes as floats would become other classes, and explain any difference."""
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(3, "softmax")]), devices=2)
+    parallel.compile("sgd", "sparse_categorical_crossentropy")
+    batch = X, np.arange(7.0) % 3
+    assert keras_dp.check_step(parallel, batch).is_exact
+    moving(parallel.inner_model.layers[0].bias, 1e-3)
+    assert not keras_dp.check_step(parallel, batch).is_exact
+
+
+def test_a_check_of_the_program_that_refuses_other_numbers():
+    """Rounded otherwise, 1 would be more than 1."""
+
+    class AtMostOne(layers.Layer):
+        def call(self, x):
+            tf.debugging.assert_less_equal(x, tf.constant(0.7, x.dtype))
+            return x
+
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), AtMostOne(), layers.Dense(2)]), devices=2)
+    parallel.compile("sgd", "mse")
+    assert keras_dp.check_step(parallel, (np.minimum(X, 0.7), Y)).is_exact
+
+
+def test_strings_and_counts():
+    """A scalar string has no dtype of NumPy; and a count that is wrong by one is wrong, however large it is."""
+
+    class Named(Own):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            self.said = tf.Variable("begin")
+
+        def train_step(self, data):
+            self.said.assign("trained")
+            return super().train_step(data)
+
+    inputs = keras.Input((4,))
+    parallel = keras_dp.DataParallelModel(Named(inputs, layers.Dense(2)(inputs)), devices=2)
+    parallel.compile("sgd")
+    assert keras_dp.check_step(parallel, (X, Y)).is_exact
+    assert comparison.difference(np.array(20000), np.array(20001)) == 1.0
+    assert comparison.difference(np.array(2**60, "uint64"), np.array(2**60 + 1, "uint64")) == 1.0

@@ -26,3 +26,13 @@ def test_the_command_installs_from_the_same_place(origin, expected, monkeypatch)
     noted = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
     monkeypatch.setattr(metadata, "distribution", lambda name: noted)
     assert installation.command("cuda") == expected
+
+
+def test_keras_dp_that_is_imported_from_a_folder(monkeypatch):
+    """Without being installed: once, the message of a missing GPU ended in a PackageNotFoundError."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert installation.command("cuda") == 'pip install "keras_dp[cuda]"'

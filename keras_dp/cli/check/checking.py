@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.check import copying, machine, training
-from keras_dp.cli.check.command import FINDING, Question
+from keras_dp.cli.check.command import DONE, FINDING, Question
 from keras_dp.cli.check.findings import Finding
 from keras_dp.devices.available import tower_devices, use_logical_cpus
 from keras_dp.model import DataParallelModel
@@ -24,7 +24,9 @@ def main() -> None:
     """Prints the findings for the question in the first argument, each as soon as it is known."""
     question = Question(**json.loads(sys.argv[1]))
     for finding in findings(question):
-        print(f"{FINDING}{json.dumps(dataclasses.asdict(finding))}", flush=True)
+        # The model's own output may not have ended its line.
+        sys.stdout.write(f"\n{FINDING}{json.dumps(dataclasses.asdict(finding))}\n")
+    sys.stdout.write(f"\n{DONE}\n")
 
 
 def findings(question: Question) -> Iterator[Finding]:
@@ -69,7 +71,7 @@ def _training(question: Question, devices: list[str]) -> tuple[Callable[[], Any]
         rows = question.batch or _ROWS_OF_A_TOWER * len(devices)
         return build, synthetic.dataset(build().inner_model, rows)
     given = models.function_named(question.data)()
-    batches = given if isinstance(given, tf.data.Dataset) else tf.data.Dataset.from_tensors(given)
+    batches = given if isinstance(given, tf.data.Dataset) else tf.data.Dataset.from_tensors(tuple(given))
     return build, batches.repeat()
 
 

@@ -18,6 +18,7 @@ from keras_dp.cli.arguments import argument, model_name, positive
 from keras_dp.cli.check.findings import Finding, is_good
 
 FINDING = "finding: "  # the beginning of a line with a finding
+DONE = "all checks are done"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +73,14 @@ def answers(question: Question) -> Iterator[Finding]:
     command = [sys.executable, "-c", code, json.dumps(dataclasses.asdict(question))]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **os.environ}
     others: collections.deque[str] = collections.deque(maxlen=3)
+    is_done = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         for line in process.stdout or ():
             if line.startswith(FINDING):
                 yield Finding(**json.loads(line.removeprefix(FINDING)))
+            elif line.startswith(DONE):
+                is_done = True
             elif line.strip():
                 others.append(line.strip())
-    if process.returncode:
+    if process.returncode or not is_done:
         yield Finding("checks", "fail", f"the checks ended with exit code {process.returncode}: {' '.join(others)[-600:]}")

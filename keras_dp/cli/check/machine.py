@@ -39,7 +39,7 @@ def devices_found() -> Finding:
         return Finding("devices", "fail", f"the driver has {in_machine} GPU(s), and TensorFlow sees none", hidden)
     if not gpus:
         seen = f"no GPU; {facts['processor']} with {facts['cores']} cores, split into {len(available_devices())} logical CPUs"
-        advice = f"Training on logical CPUs shows whether results are right. If there are GPUs, {installation.command('cuda')}."
+        advice = f"Training on logical CPUs shows whether results are right. If there are GPUs: {installation.command('cuda')}."
         return Finding("devices", "warn", seen, advice)
     seen = f"{len(gpus)} GPU(s): {', '.join(gpus)}"
     if len(gpus) < in_machine:
@@ -56,9 +56,11 @@ def memory_of_others() -> Finding | None:
         return None
     query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total,driver_version", "--format=csv,noheader,nounits"]
     asked = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    rows = [line.split(", ") for line in asked.stdout.splitlines()]
+    rows = [line.split(", ") for line in asked.stdout.splitlines() if line.count(", ") == len(query[1].split(",")) - 1]
+    if asked.returncode or not rows:
+        return Finding("memory", "warn", f"nvidia-smi failed: {' '.join((asked.stdout + asked.stderr).split())[:200]}")
     used = {index: (int(megabytes), int(total)) for index, megabytes, total, _ in rows if megabytes.isdecimal()}
     seen = ", ".join(f"GPU {index}: {megabytes:,} of {total:,} MB used" for index, (megabytes, total) in used.items())
     if any(megabytes > _BUSY_MEGABYTES for megabytes, _ in used.values()):
         return Finding("memory", "warn", seen, "Other programs use these GPUs: nvidia-smi lists them.")
-    return Finding("memory", "pass", f"{seen}; driver {rows[0][3] if rows else 'unknown'}")
+    return Finding("memory", "pass", f"{seen}; driver {rows[0][3]}")

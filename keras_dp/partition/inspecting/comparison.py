@@ -1,9 +1,10 @@
 """Compare a partitioned step with the plain one, tensor by tensor."""
 
+import collections
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ def compare(
         unknown = [output for output in comparable if output not in found]
         if first is not None:
             behind = _ancestors(first[0], traced)
-            inputs = set(map(output_of, data_inputs(propagation.nodes[first[0]])))
+            inputs = _nearest(first[0], set(comparable), traced)
             unknown = [output for output in unknown if output[0] in behind]
             if inputs.isdisjoint(unknown):
                 break
@@ -244,37 +245,75 @@ class _BothWays:
             return _import_plain(concrete, traced, self._nudged, wanted)
 
         variables = list(concrete.variables)
-        before = [variable.numpy() for variable in variables]
-        received = []
+        before = [np.asarray(variable.numpy()) for variable in variables]
+        received: list[list[np.ndarray]] = []
         try:
             for way in (on_one_device, on_towers, rounded_otherwise):
                 if way is rounded_otherwise:
                     _assign(variables, [self._rounding.of(value) for value in before])
-                tensors = [tensor.numpy() for tensor in way()]
-                received.append([*tensors, *(variable.numpy() for variable in variables)])
+                try:
+                    tensors = [np.asarray(tensor.numpy()) for tensor in way()]
+                except tf.errors.OpError:
+                    if way is not rounded_otherwise:
+                        raise
+                    # A check of the program may refuse such numbers. Then they explain nothing.
+                    received.append(received[0])
+                    break
+                received.append([*tensors, *(np.asarray(variable.numpy()) for variable in variables)])
                 _assign(variables, before)
         finally:
             _assign(variables, before)
         handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
         outputs = [output_of(name)[0] for name in traced.outputs]
         names = [*outputs, *(name for name, _ in wanted), *(handles.get(id(one.handle), "") for one in variables)]
-        measured = [self._measure(*four) for four in zip(names, *received, strict=True)]
+        # A variable keeps most of its value in a step: only what the step adds to it is rounded.
+        starts = [*(None for _ in (*outputs, *wanted)), *before]
+        measured = [self._measure(*five) for five in zip(names, starts, *received, strict=True)]
         count = len(outputs)
         results = {str(place): one for place, one in enumerate(measured[:count])}
-        of_variables = {variable.name: one for variable, one in zip(variables, measured[count + len(wanted) :], strict=True)}
+        of_variables = dict(zip(_unique([one.name for one in variables]), measured[count + len(wanted) :], strict=True))
         inside = dict(zip(wanted, measured[count : count + len(wanted)], strict=True))
         return _agreement(results), _agreement(of_variables), inside
 
-    def _measure(self, name: str, plain: np.ndarray, on_towers: np.ndarray, rounded_otherwise: np.ndarray) -> _Measured:
+    def _measure(
+        self, name: str, start: np.ndarray | None, plain: np.ndarray, on_towers: np.ndarray, rounded_otherwise: np.ndarray
+    ) -> _Measured:
         apart, own = difference(plain, on_towers), difference(plain, rounded_otherwise)
         explained = self._rounding.times * own if np.isfinite(own) else 0.0
-        return _Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain)), own)
+        return _Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain, start)), own)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Numbers the names that several variables have: TensorFlow does not keep them apart."""
+    counts: collections.Counter[str] = collections.Counter()
+    unique = []
+    for name in names:
+        counts[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name} #{counts[name]}")
+    return unique
 
 
 def _spread(outputs: Sequence[Output]) -> list[Output]:
     """Returns some tensors that are evenly spread over all, with the last one."""
     step = -(-len(outputs) // _AT_ONCE) or 1
     return list(outputs[::-1][::step][::-1])
+
+
+def _nearest(name: str, comparable: Set[Output], traced: Traced) -> set[Output]:
+    """Returns the tensors that can be compared and that a node takes, directly or through others that cannot."""
+    nodes = {node.name: node for node in traced.nodes}
+    found: set[Output] = set()
+    seen = {name}
+    waiting = [name]
+    while waiting:
+        node = nodes.get(waiting.pop())
+        for output in map(output_of, data_inputs(node) if node is not None else ()):
+            if output in comparable:
+                found.add(output)
+            elif output[0] not in seen:
+                seen.add(output[0])
+                waiting.append(output[0])
+    return found
 
 
 def _ancestors(name: str, traced: Traced) -> set[str]:
@@ -313,31 +352,42 @@ class _Rounding:
 
     def of(self, value: np.ndarray) -> np.ndarray:
         """Returns floating-point numbers that are rounded otherwise, and others as they are."""
-        if value.dtype.name not in _LAST_PLACES:
+        # Whole numbers may be classes, tokens or masks, which mean something else if they are not whole.
+        if value.dtype.name not in _LAST_PLACES or np.array_equal(value, np.round(value.astype(np.float64)), equal_nan=True):
             return value
         own = 16 * _LAST_PLACES[value.dtype.name] if value.dtype.itemsize > 2 else 0.0
         relative = max(own, self._half / 8)
         signs = np.random.default_rng(0).choice([-1.0, 1.0], size=value.shape)
         return np.asarray(value.astype(np.float64) * (1.0 + relative * signs)).astype(value.dtype)
 
-    def of_sums(self, name: str, value: np.ndarray) -> float:
+    def of_sums(self, name: str, value: np.ndarray, start: np.ndarray | None) -> float:
         """Returns how far sums in half precision may move the tensor of a node: they round after each addition.
 
         That is up to n units of the last place for n numbers that are added one after the other (Higham, Accuracy and Stability
-        of Numerical Algorithms, section 4.2).
+        of Numerical Algorithms, section 4.2), and at most twice the sum.
+
+        Args:
+            name: the name of the node, or of a variable's argument.
+            value: the tensor.
+            start: the variable's value before the step; None for other tensors.
         """
-        if not self._half or value.dtype.name not in _LAST_PLACES:
+        additions = self._sums.get(name, 0)
+        if not additions or value.dtype.name not in _LAST_PLACES:
             return 0.0
-        magnitudes = np.abs(value.astype(np.float64))
-        largest = float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))
-        return max(16, self._sums.get(name, 0)) * self._half * largest
+        made = value.astype(np.float64) - (0.0 if start is None else start.astype(np.float64))
+        largest = float(np.max(np.abs(made), initial=0.0, where=np.isfinite(made)))
+        return min(max(16, additions) * self._half, 2.0) * largest
 
 
 def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
     """Returns, by node, how many numbers of half precision were added one after the other, to make it or what it depends on.
 
-    A node that writes a variable counts under the name of the variable's argument, too.
+    A node that depends on no number of half precision has 0, and one that adds none up has 1. A node that writes a variable
+    counts under the name of the variable's argument, too.
     """
+
+    def is_half(static: Static) -> bool:
+        return static.dtype.is_floating and static.dtype.size == 2
 
     def size(static: Static) -> int:
         return math.prod(size if isinstance(size, int) else batch_rows for size in static.shape or ())
@@ -346,10 +396,12 @@ def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
     for node in traced.nodes:
         sources = list(map(output_of, data_inputs(node)))
         longest = max((found.get(name, 0) for name, _ in sources), default=0)
+        if any(map(is_half, traced.statics[node.name])):
+            longest = max(longest, 1)
         if node.op in _ADDING_IN_SEQUENCE:
-            statics = [static for name, port in sources for static in [traced.statics[name][port]]]
-            half = [size(static) for static in statics if static.dtype.is_floating and static.dtype.size == 2]
-            longest = max([longest, *(taken // max(1, size(traced.statics[node.name][0])) for taken in half)])
+            taken = [traced.statics[name][port] for name, port in sources]
+            made = max(1, size(traced.statics[node.name][0]))
+            longest = max([longest, *(size(static) // made for static in taken if is_half(static))])
         found[node.name] = longest
         if is_stateful(node.op) and sources:
             handle = sources[0][0]
@@ -401,6 +453,8 @@ def difference(one: Any, other: Any) -> float:
         return float("inf")
     if (one.dtype.kind not in "fciub" and one.dtype.name not in _LAST_PLACES) or not one.size:
         return float(not np.array_equal(one, other))
+    if one.dtype.kind in "iub":
+        return 0.0 if np.array_equal(one, other) else max(1.0, float(np.abs(one.astype(float) - other.astype(float)).max()))
     kind = complex if one.dtype.kind == "c" else float
     a, b = one.astype(kind), other.astype(kind)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
