@@ -1,11 +1,7 @@
 """List the values of arguments that take only a few, and refuse all other values."""
 
 import difflib
-import functools
-import inspect
-import reprlib
-from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 BatchNorm: TypeAlias = Literal["sync", "local", "first"]
 GradientType: TypeAlias = Literal["bfloat16", "float16", None]
@@ -28,28 +24,6 @@ def refuse_unknown(name: str, value: Any, choice: Any) -> None:
     if value not in values:
         known = ", ".join(map(repr, values))
         raise ValueError(f"`{name}` must be one of {known}.{question(value, values)} Received: {name}={value!r}")
-
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def suggesting_names(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes a method suggest an argument's name in place of a wrong one that is like it. Private names pass."""
-    parameters = inspect.signature(function).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD][1:]
-
-    @functools.wraps(function)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        for name in kwargs:
-            if name not in known and not name.startswith("_"):
-                raise TypeError(
-                    f"{function.__qualname__}() has no argument {name!r}.{question(name, known)} Received: "
-                    f"{name}={reprlib.repr(kwargs[name])}. Its arguments are: {', '.join(known)}"
-                )
-        return function(*args, **kwargs)
-
-    return checked
 
 
 def question(value: Any, known: list[Any]) -> str:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import choices
+from keras_dp.argument_names import suggesting_names
 from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy, empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
@@ -18,7 +19,7 @@ from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.shards import with_empty_batches
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import chosen_whole
-from keras_dp.choices import refuse_unknown, suggesting_names
+from keras_dp.choices import refuse_unknown
 from keras_dp.compiled import CompiledWrapper
 from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices

@@ -8,7 +8,8 @@ import keras
 from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.model import DataParallelModel
-from keras_dp.partition.inspecting.comparison import Agreement, Comparison
+from keras_dp.partition.inspecting.agreement import Agreement, Comparison
+from keras_dp.partition.inspecting.comparison import compare
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
 from keras_dp.wrapping.wrapper import has_own_step
 
@@ -87,7 +88,7 @@ def check_step(
     _refuse_incomparable(parallel, batch, step)
     within = tolerance or tolerance_of_floats()
     steps = parallel.tower_steps
-    return StepCheck(step, steps.compare(step, steps.slices_of(batch), within), within)
+    return StepCheck(step, compare(steps.both_ways(step, steps.slices_of(batch), within)), within)
 
 
 def _refuse_incomparable(parallel: Any, batch: Any, step: choices.Step) -> None:

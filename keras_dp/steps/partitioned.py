@@ -13,7 +13,7 @@ from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.partition.facts.row_counts import RowCounts
-from keras_dp.partition.inspecting.comparison import Comparison, compare
+from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.step import Argument, Partition, partition_of, run_partitioned
 from keras_dp.partition.tracing.trace import Trace
 from keras_dp.steps.across_workers import AcrossWorkers, refuse_strings
@@ -77,9 +77,9 @@ class StepOnSlices:
             self.trace.of(specs)
         return share_of_towers(partition, with_more_rows)
 
-    def compare(self, home: str, tolerance: float, pack_copies: bool = False, looks_inside: bool = True) -> Comparison:
-        """Runs the step on one device and on towers, and compares the two; see `compare`. The slices are eager tensors."""
-        return compare(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, looks_inside)
+    def both_ways(self, home: str, tolerance: float, pack_copies: bool = False) -> BothWays:
+        """Returns the step on one device and on towers, to be compared. The slices are eager tensors."""
+        return BothWays(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies)
 
 
 def on_slices(

@@ -16,7 +16,7 @@ from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.partition.inspecting.comparison import Comparison
+from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.inspecting.failures import failed_operation
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
@@ -116,10 +116,9 @@ class TowerSteps:
                 add_note(error, f"keras_dp: {failed} {debug}")
             raise
 
-    def compare(self, name: choices.Step, slices: Sequence[Slice], tolerance: float, looks_inside: bool = True) -> Comparison:
-        """Runs a step on one device and on towers, for N slices of an eager batch, and compares the two; see `compare`."""
-        traced = self.trace(name, slices)
-        return traced.compare(self.home, tolerance, self.pack_copies, looks_inside)
+    def both_ways(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> BothWays:
+        """Returns a step for N slices of an eager batch, on one device and on towers, to be compared."""
+        return self.trace(name, slices).both_ways(self.home, tolerance, self.pack_copies)
 
     def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
         """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Slice, own_spec
 from keras_dp.batches.whole_tensors import leaves_of
+from keras_dp.partition.inspecting.comparison import compare, compare_ends
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 
@@ -59,10 +60,11 @@ class Verification:
         is_cut = isinstance(batch, tuple) and batch and isinstance(batch[0], Slice)
         slices: Sequence[Slice] = batch if is_cut else self._steps.slices_of(batch)
         with same_random_states():
-            comparison = self._steps.compare(name, slices, tolerance(), looks_inside=False)
+            both = self._steps.both_ways(name, slices, tolerance())
+            comparison = compare_ends(both)
             if not comparison.is_same:
                 # Name the operation.
-                comparison = self._steps.compare(name, slices, tolerance())
+                comparison = compare(both)
         if comparison.is_same:
             return
         for variable, value in before:

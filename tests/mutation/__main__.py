@@ -20,12 +20,15 @@ from mutation.running import PARTITION, in_process, reach_lines, run_programs, r
 ROOT = Path(__file__).parents[2]
 # All other modules decide results. These explain and draw the partition, or need several workers, XLA or a failure.
 _OTHERS = {
+    "agreement",
     "bodies",
+    "both_ways",
     "comparison",
     "compilation",
     "explanation",
     "failures",
     "picture",
+    "rounding",
     "tensorflow_internals",
     "user_lines",
     "worker_exchanges",

@@ -13,7 +13,7 @@ from comparison import assert_same, assert_same_training, values
 from keras import layers
 
 import keras_dp
-from keras_dp.partition.inspecting import comparison
+from keras_dp.partition.inspecting import both_ways
 from keras_dp.partition.placing.rules import RULES
 
 rng = np.random.default_rng(0)
@@ -226,7 +226,7 @@ def moving(monkeypatch):
     """Returns a function that makes steps on towers move a variable, which one device does not move."""
 
     def move(variable, by):
-        right = comparison.run
+        right = both_ways.run
 
         def wrong(*arguments):
             results = right(*arguments)
@@ -234,7 +234,7 @@ def moving(monkeypatch):
                 variable.value.assign_add(tf.fill(variable.shape, tf.constant(by, variable.dtype)))
             return results
 
-        monkeypatch.setattr(comparison, "run", wrong)
+        monkeypatch.setattr(both_ways, "run", wrong)
 
     return move
 
@@ -317,5 +317,5 @@ def test_strings_and_counts():
     parallel = keras_dp.DataParallelModel(Named(inputs, layers.Dense(2)(inputs)), devices=2)
     parallel.compile("sgd")
     assert keras_dp.check_step(parallel, (X, Y)).is_exact
-    assert comparison.difference(np.array(20000), np.array(20001)) == 1.0
-    assert comparison.difference(np.array(2**60, "uint64"), np.array(2**60 + 1, "uint64")) == 1.0
+    assert both_ways.difference(np.array(20000), np.array(20001)) == 1.0
+    assert both_ways.difference(np.array(2**60, "uint64"), np.array(2**60 + 1, "uint64")) == 1.0

@@ -1,0 +1,200 @@
+"""Run a step on one device and on towers, and measure how far its tensors differ."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.inspecting.agreement import Agreement
+from keras_dp.partition.inspecting.rounding import LAST_PLACES, Rounding
+from keras_dp.partition.step import Argument, build, given, propagate, run
+from keras_dp.partition.tracing.graph import Traced, traced_step
+from keras_dp.partition.tracing.names import Output, name_of, output_of, source_of
+from keras_dp.partition.tracing.trace import Trace
+
+Tensor = Any
+
+
+class Measured(NamedTuple):
+    """Holds how far a tensor differs.
+
+    Attributes:
+        apart: the difference between one device and towers.
+        excess: the same, as a multiple of the one that is allowed.
+        own: the difference on one device, if the batch and the variables are rounded otherwise.
+    """
+
+    apart: float
+    excess: float
+    own: float
+
+
+def agreement_of(measured: Mapping[str, Measured]) -> Agreement:
+    """Returns the agreement of tensors by name."""
+    return Agreement(
+        {name: one.apart for name, one in measured.items()},
+        {name: one.excess for name, one in measured.items()},
+        max([0.0, *(one.own for one in measured.values())]),
+    )
+
+
+class BothWays:
+    """Runs a step on one device, on towers, and on one device with numbers that are rounded otherwise.
+
+    A tensor may differ by the tolerance. It may also differ by as much as it differs from itself on one device, up to a factor,
+    if the batch and the variables are rounded otherwise: some programs amplify rounding.
+
+    Args:
+        trace: the trace of the step.
+        arguments: the tensors of an eager batch.
+        rows: the rows of the batch and of each slice.
+        devices: the devices of the N towers.
+        home: the device of operations that are computed once.
+        tolerance: the largest difference that is ignored.
+        pack_copies: as in `run_partitioned`.
+
+    Attributes:
+        graph: the graph of the trace.
+        traced: the step.
+        propagation: the placements of its tensors.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        arguments: Sequence[Argument],
+        rows: RowCounts,
+        devices: Sequence[str],
+        home: str,
+        tolerance: float,
+        pack_copies: bool,
+    ):
+        self.graph = trace.concrete.graph
+        self.traced = traced_step(trace.concrete)
+        self._rounding = Rounding(self.traced, int(rows.batch_rows))
+        # Make the whole tensors eagerly: one function cannot use a tensor that is made inside the other one.
+        self._arguments = [dataclasses.replace(one, whole=partial(tf.identity, one.whole())) for one in arguments]
+        wholes = [tf.constant(self._rounding.of(one.whole().numpy()), one.spec.dtype) for one in self._arguments]
+        pairs = zip(self._arguments, wholes, strict=True)
+        self._nudged = [dataclasses.replace(one, whole=partial(tf.identity, whole)) for one, whole in pairs]
+        self._trace, self._rows, self._devices, self._home = trace, rows, devices, home
+        self._tolerance, self._pack_copies = tolerance, pack_copies
+        names = list(self.traced.arguments)
+        self._captured = names[len(names) - len(trace.concrete.captured_inputs) :]
+        self.propagation = propagate(self.traced, self._arguments, rows)
+
+    def measured(self, wanted: Sequence[Output]) -> tuple[Agreement, Agreement, dict[Output, Measured]]:
+        """Compares results, variables, and tensors within the step. Restores the state."""
+        concrete, traced = self._trace.concrete, self.traced
+        built = build(
+            *(self.propagation, self._arguments, self._rows, self._devices, self._home),
+            [name_of(*output) for output in wanted],
+        )
+        hold_back_writes(built)
+
+        @tf.function(autograph=False)
+        def on_towers() -> list[Tensor]:
+            return run(built, given(concrete, traced, self._arguments, self._rows), self._pack_copies)
+
+        @tf.function(autograph=False)
+        def on_one_device() -> list[Tensor]:
+            return _import_plain(concrete, traced, self._arguments, wanted)
+
+        @tf.function(autograph=False)
+        def rounded_otherwise() -> list[Tensor]:
+            return _import_plain(concrete, traced, self._nudged, wanted)
+
+        variables = list(concrete.variables)
+        before = [np.asarray(variable.numpy()) for variable in variables]
+        received: list[list[np.ndarray]] = []
+        try:
+            for way in (on_one_device, on_towers, rounded_otherwise):
+                if way is rounded_otherwise:
+                    _assign(variables, [self._rounding.of(value) for value in before])
+                try:
+                    tensors = [np.asarray(tensor.numpy()) for tensor in way()]
+                except tf.errors.OpError:
+                    if way is not rounded_otherwise:
+                        raise
+                    # A check of the program may refuse such numbers. Then they explain nothing.
+                    received.append(received[0])
+                    break
+                received.append([*tensors, *(np.asarray(variable.numpy()) for variable in variables)])
+                _assign(variables, before)
+        finally:
+            _assign(variables, before)
+        handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
+        outputs = [output_of(name)[0] for name in traced.outputs]
+        names = [*outputs, *(name for name, _ in wanted), *(handles.get(id(one.handle), "") for one in variables)]
+        # A variable keeps most of its value in a step: only what the step adds to it is rounded.
+        starts = [*(None for _ in (*outputs, *wanted)), *before]
+        measured = [self._measure(*five) for five in zip(names, starts, *received, strict=True)]
+        ends = len(outputs), len(outputs) + len(wanted)
+        results = {str(place): one for place, one in enumerate(measured[: ends[0]])}
+        inside = dict(zip(wanted, measured[ends[0] : ends[1]], strict=True))
+        of_variables = dict(zip(_unique([one.name for one in variables]), measured[ends[1] :], strict=True))
+        return agreement_of(results), agreement_of(of_variables), inside
+
+    def _measure(
+        self, name: str, start: np.ndarray | None, plain: np.ndarray, on_towers: np.ndarray, rounded_otherwise: np.ndarray
+    ) -> Measured:
+        apart, own = difference(plain, on_towers), difference(plain, rounded_otherwise)
+        explained = self._rounding.times * own if np.isfinite(own) else 0.0
+        return Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain, start)), own)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Numbers the names that several variables have: TensorFlow does not keep them apart."""
+    counts: collections.Counter[str] = collections.Counter()
+    unique = []
+    for name in names:
+        counts[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name} #{counts[name]}")
+    return unique
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _import_plain(concrete: Any, traced: Traced, arguments: Sequence[Argument], compared: Sequence[Output]) -> list[Tensor]:
+    graph = tf.compat.v1.get_default_graph()
+    tensors = [argument.whole() for argument in arguments]
+    tensors = [graph.capture(tensor) for tensor in [*tensors, *concrete.captured_inputs]]
+    graph_def = traced.inlined.as_graph_def()
+    used = {source_of(name) for node in graph_def.node for name in node.input}
+    feeds = {placeholder.name: tensor for placeholder, tensor in zip(traced.placeholders, tensors, strict=True)}
+    own = dict(zip(traced.arguments, (placeholder.op.name for placeholder in traced.placeholders), strict=True))
+    outputs = [output_of(name) for name in traced.outputs] + list(compared)
+    names = [f"{own.get(name, name)}:{port}" for name, port in outputs]
+    wanted = [name for name in names if name not in feeds]
+    used_feeds = {name: tensor for name, tensor in feeds.items() if name[:-2] in used}
+    imported = iter(tf.graph_util.import_graph_def(graph_def, used_feeds, [*wanted, *traced.effects], name="plain"))
+    results = [feeds[name] if name in feeds else next(imported) for name in names]
+    with tf.control_dependencies(list(imported)):
+        return [tf.identity(tensor) for tensor in results]
+
+
+def difference(one: Any, other: Any) -> float:
+    """Returns the largest difference of two arrays, relative for numbers above 1 and absolute for others."""
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape:
+        return float("inf")
+    if (one.dtype.kind not in "fciub" and one.dtype.name not in LAST_PLACES) or not one.size:
+        return float(not np.array_equal(one, other))
+    if one.dtype.kind in "iub":
+        return 0.0 if np.array_equal(one, other) else max(1.0, float(np.abs(one.astype(float) - other.astype(float)).max()))
+    kind = complex if one.dtype.kind == "c" else float
+    a, b = one.astype(kind), other.astype(kind)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b) / np.maximum(1.0, np.abs(a))
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    return float(np.where(same, 0.0, apart).max())
