@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_dp.partition.building.constants import Constants
 from keras_dp.partition.facts.operations import SHAPES
-from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Need, Placement, Shard
+from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Facts, Need, Placement, Shard
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.tracing.names import Output
@@ -22,6 +22,14 @@ class Kind(enum.Enum):
 
 
 Instance = tuple[Kind, str]  # of a traced node, by name
+
+# The kind of instance from which a tensor is made: by where its node is computed, and by the form that is needed of it.
+# "whole" is needed by home and by all that cuts it, "as placed" by the towers, "own version" by a tower that reads a shape.
+MADE_FROM = {
+    "at home": {"whole": Kind.HOME, "as placed": Kind.HOME, "own version": Kind.SHAPES},
+    "on towers": {"whole": Kind.TOWERS, "as placed": Kind.TOWERS, "own version": Kind.TOWERS},
+    "on both": {"whole": Kind.HOME, "as placed": Kind.TOWERS, "own version": Kind.TOWERS},
+}
 
 
 class NeededInstances:
@@ -118,17 +126,21 @@ class NeededInstances:
         )
 
     def _kind(self, output: Output, need: Need) -> Kind:
-        """Returns the kind of instance from which a form of a tensor is made."""
+        """Returns the kind of instance from which a form of a tensor is made: a cell of the table `MADE_FROM`."""
         name = output[0]
-        facts, plan = self._propagation.facts[output], self._propagation.plans[name]
         if name in self._given or self._constants.is_known(output):
             return Kind.FED
-        if need == LOCAL_SHAPE and facts.placement == REPLICATE and facts.counts_rows() and plan.is_at_home:
-            return Kind.SHAPES
-        if plan.is_at_home:
-            return Kind.HOME
-        is_cut = isinstance(need, Shard) and need != facts.placement
-        return Kind.HOME if plan.also_at_home and (is_cut or need in (REPLICATE, ANY_SHAPE)) else Kind.TOWERS
+        plan = self._propagation.plans[name]
+        computed = "at home" if plan.is_at_home else "on both" if plan.also_at_home else "on towers"
+        return MADE_FROM[computed][_wanted(self._propagation.facts[output], need)]
+
+
+def _wanted(facts: Facts, need: Need) -> str:
+    """Returns the column of `MADE_FROM` for a tensor and a need."""
+    if need == LOCAL_SHAPE and facts.placement == REPLICATE and facts.counts_rows():
+        return "own version"
+    is_whole = need in (REPLICATE, ANY_SHAPE) or (isinstance(need, Shard) and need != facts.placement)
+    return "whole" if is_whole else "as placed"
 
 
 def local_need(placement: Placement) -> Need:

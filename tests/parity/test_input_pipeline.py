@@ -1,0 +1,108 @@
+"""What `fit`, `evaluate` and `predict` do with the slices that the input pipeline cuts."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, twins
+from keras import layers
+
+import keras_dp
+
+rng = np.random.default_rng(0)
+DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+X, Y, W = rng.normal(size=(22, 4)), rng.normal(size=(22, 2)), rng.uniform(size=22)
+
+
+def build():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(5, "tanh"), layers.BatchNormalization(), layers.Dense(2)])
+
+
+def dataset():
+    return tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(5)
+
+
+def parallel_model():
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.compile("sgd", "mse")
+    return parallel
+
+
+def test_what_the_world_sees_is_the_default_strategy():
+    """KerasTuner asks the strategy whether to write checkpoints; other tools enter its scope, or check its type."""
+    parallel, default = parallel_model(), tf.distribute.get_strategy()
+    strategy = parallel.distribute_strategy
+    assert isinstance(strategy, tf.distribute.Strategy)
+    assert type(default) is strategy.__class__
+    assert strategy.extended is default.extended
+    assert strategy.extended.should_checkpoint
+    assert strategy.num_replicas_in_sync == 1
+    with strategy.scope():
+        assert not tf.distribute.has_strategy()
+        assert len(parallel.fit(X, Y, verbose=0).history["loss"]) == 1
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = strategy.no_such_name
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
+def test_refuses_empty_datasets():
+    parallel = parallel_model()
+    known, unknown = dataset().take(0), dataset().filter(lambda x, y, w: False)
+    for method in (parallel.fit, parallel.evaluate, parallel.predict):
+        with pytest.raises(ValueError, match="dataset is empty"):
+            method(known, verbose=0)
+        with pytest.raises(ValueError, match=rf"{method.__name__}\(\) was given no batch"):
+            method(unknown, verbose=0)
+    with pytest.raises(ValueError, match="no batch|empty"):
+        parallel.fit(X[:0], Y[:0], verbose=0)
+    # The model still trains afterwards.
+    parallel.fit(X, Y, verbose=0)
+
+
+def test_fit_for_no_epochs_is_not_an_empty_dataset():
+    assert parallel_model().fit(X, Y, epochs=0, verbose=0).history == {}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
+def test_a_generator_that_runs_dry_ends_training_as_in_keras():
+    one, inner = twins(build)
+    for model in (one, keras_dp.DataParallelModel(inner, devices=3)):
+        model.compile("adam", "mse")
+        model.fit((batch for batch in dataset().as_numpy_iterator()), epochs=2, verbose=0)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_slices_that_are_sent_to_devices_ahead_give_the_same_result(steps_per_execution):
+    """Slices are sent as to GPUs; here the devices are logical CPUs other than the host's."""
+    one, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])
+    parallel._feed.prefetches = True
+    results = []
+    for model in (one, parallel):
+        model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
+        history = model.fit(dataset(), epochs=3, validation_data=dataset(), shuffle=False, verbose=0).history
+        results.append((history, model.evaluate(X, Y, batch_size=7, verbose=0), model.predict(X, batch_size=4, verbose=0)))
+    assert_same(*results, 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+class LooksAtTheWidth(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x) / x.shape[-1] ** 0.5
+
+
+def test_predicting_slices_that_are_sent_to_devices_ahead():
+    """The slices are one value for several devices, which has no type for which a function could be traced in advance."""
+    inner = LooksAtTheWidth()
+    inner(X)
+    parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])
+    parallel._feed.prefetches = True
+    for rows in (8, 9, 3):
+        assert_same(inner.predict(X[:rows], verbose=0), parallel.predict(X[:rows], verbose=0), 1e-9)
