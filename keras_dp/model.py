@@ -23,12 +23,14 @@ from keras_dp.choices import refuse_unknown
 from keras_dp.compiled import CompiledWrapper
 from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
+from keras_dp.error_notes import add_note
 from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.inspecting.explanation import Explanation, explain
 from keras_dp.partition.inspecting.picture import bytes_in_words
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.reports.report import Report, report_of
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
@@ -368,9 +370,39 @@ class DataParallelModel(CompiledWrapper):
         with same_random_states():
             traced = steps.trace(step, slices)
             partition = traced.partition(steps.home)
-            share = traced.share_of_arithmetic(partition)
+            arithmetic = traced.arithmetic(partition)
         explanation = self._explanation(partition, int(slices[0].batch_rows))
-        return dataclasses.replace(explanation, share_of_arithmetic=share)
+        return dataclasses.replace(explanation, share_of_arithmetic=arithmetic.share if arithmetic else None)
+
+    def report(self, batch: Any = None) -> Report:
+        """Reports how a training step runs on the devices: what each computes and sends, and how much faster that can be.
+
+        Traces the step, and runs it once; all variables are restored afterwards. With several workers, all must call it.
+
+        >>> import keras, keras_dp, numpy as np
+        >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
+        >>> parallel.compile("sgd", "mse")
+        >>> parallel.report((np.ones((8, 4)), np.ones((8, 1)))).verdict
+        'There is one device, which computes all.'
+
+        Args:
+            batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight). None makes one of ones and
+                zeros, with the types of the batches that the model was last trained with.
+
+        Raises:
+            ValueError: if the model is not compiled or runs eagerly, or needs a batch: it was not trained yet, or its batches
+                differ in more than their rows.
+        """
+        if batch is not None:
+            return report_of(self, batch)
+        types = self.tower_steps.batch_types.get("train")
+        if types is None:
+            raise ValueError("The model was not trained yet: pass a batch, report((x, y)). Received: batch=None")
+        try:
+            return report_of(self, types.stand_in(self._batch_rows))
+        except tf.errors.OpError as error:
+            add_note(error, "keras_dp: report() has run the step on ones and zeros. Pass a batch that fits: report((x, y)).")
+            raise
 
     @property
     def devices(self) -> list[str]:

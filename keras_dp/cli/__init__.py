@@ -1,4 +1,4 @@
-"""Run `keras-dp`, with a package for each of its commands.
+"""Run `keras-dp`, or `python -m keras_dp`, with a package for each of its commands.
 
 The command itself does not import TensorFlow, because that takes seconds. Work that needs TensorFlow runs in other processes.
 """

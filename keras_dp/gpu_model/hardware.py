@@ -92,25 +92,45 @@ class Machine:
 # TensorFlow waits for the sender's stream and for the end of each copy: 10 to 30 µs, depending on the driver and the machine.
 _COPY_SECONDS = 15e-6
 
+PCIE_3 = Link("PCIe 3.0 x16", _COPY_SECONDS, 12.5e9, source="of 16 GB/s by its standard; the latency is an assumption")
 PCIE = Link("PCIe 4.0 x16", _COPY_SECONDS, 25e9, source="of 32 GB/s by its standard; the latency is an assumption")
+PCIE_5 = Link("PCIe 5.0 x16", _COPY_SECONDS, 50e9, source="of 64 GB/s by its standard; the latency is an assumption")
+NVLINK_2 = Link("NVLink 2", _COPY_SECONDS, 125e9, source="of 150 GB/s, NVIDIA V100 data sheet; the latency is an assumption")
 NVLINK_3 = Link("NVLink 3", _COPY_SECONDS, 250e9, source="of 300 GB/s, NVIDIA A100 data sheet; the latency is an assumption")
 NVLINK_4 = Link("NVLink 4", _COPY_SECONDS, 375e9, source="of 450 GB/s, NVIDIA H100 data sheet; the latency is an assumption")
 
+
+def _gpu(name: str, matrix: float, half: float, vector: float, bandwidth: float, gigabytes: float, source: str) -> Processor:
+    """Returns a GPU from its data sheet, in TFLOP/s without sparsity, TB/s and GB."""
+    return Processor(name, 1e12 * matrix, 1e12 * half, 1e12 * vector, 1e12 * bandwidth, 1e9 * gigabytes, source=source)
+
+
 GPUS = {
-    "A100": Processor(
-        "A100 40 GB", 156e12, 312e12, 19.5e12, 1.555e12, 40e9, source="NVIDIA A100 data sheet, 2020, without sparsity"
-    ),
-    "H100": Processor(
-        "H100 SXM 80 GB", 494e12, 989e12, 67e12, 3.35e12, 80e9, source="NVIDIA H100 data sheet, 2023, without sparsity"
-    ),
-    "RTX4090": Processor(
-        "RTX 4090", 82.6e12, 165.2e12, 82.6e12, 1.008e12, 24e9, source="NVIDIA Ada GPU architecture, 2022, without sparsity"
-    ),
+    # Without TF32, products of matrices in float32 run at the rate of other operations.
+    "T4": _gpu("T4", 8.1, 65, 8.1, 0.320, 16, "NVIDIA T4 data sheet, 2019"),
+    "V100": _gpu("V100 SXM2 32 GB", 15.7, 125, 15.7, 0.900, 32, "NVIDIA V100 data sheet, 2020"),
+    "L4": _gpu("L4", 60, 121, 30.3, 0.300, 24, "NVIDIA L4 data sheet, 2023"),
+    "A10": _gpu("A10", 62.5, 125, 31.2, 0.600, 24, "NVIDIA A10 data sheet, 2021"),
+    "A100": _gpu("A100 40 GB", 156, 312, 19.5, 1.555, 40, "NVIDIA A100 data sheet, 2020"),
+    "A100-80GB": _gpu("A100 SXM 80 GB", 156, 312, 19.5, 2.039, 80, "NVIDIA A100 data sheet, 2021"),
+    "H100": _gpu("H100 SXM 80 GB", 494, 989, 67, 3.35, 80, "NVIDIA H100 data sheet, 2023"),
+    "H200": _gpu("H200 SXM 141 GB", 494, 989, 67, 4.8, 141, "NVIDIA H200 data sheet, 2024"),
+    "RTX3090": _gpu("RTX 3090", 35.6, 71, 35.6, 0.936, 24, "NVIDIA Ampere GA102 GPU architecture, 2021"),
+    "RTX4090": _gpu("RTX 4090", 82.6, 165.2, 82.6, 1.008, 24, "NVIDIA Ada GPU architecture, 2022"),
+    "RTX5090": _gpu("RTX 5090", 104.8, 209.5, 104.8, 1.792, 32, "NVIDIA RTX Blackwell GPU architecture, 2025"),
 }
 LINKS = {
+    "T4": {"pcie": PCIE_3},
+    "V100": {"nvlink": NVLINK_2, "pcie": PCIE_3},
+    "L4": {"pcie": PCIE},
+    "A10": {"pcie": PCIE},
     "A100": {"nvlink": NVLINK_3, "pcie": PCIE},
-    "H100": {"nvlink": NVLINK_4, "pcie": PCIE},
+    "A100-80GB": {"nvlink": NVLINK_3, "pcie": PCIE},
+    "H100": {"nvlink": NVLINK_4, "pcie": PCIE_5},
+    "H200": {"nvlink": NVLINK_4, "pcie": PCIE_5},
+    "RTX3090": {"pcie": PCIE},
     "RTX4090": {"pcie": PCIE},
+    "RTX5090": {"pcie": PCIE_5},
 }
 
 
@@ -129,4 +149,4 @@ def machine_of(gpu: str, link: str | None = None) -> Machine:
     links = LINKS[gpu]
     if link is not None and link not in links:
         raise ValueError(f"The links of {GPUS[gpu].name} are: {', '.join(links)}. Received: {link!r}")
-    return Machine(GPUS[gpu], links[link or next(iter(links))], PCIE)
+    return Machine(GPUS[gpu], links[link or next(iter(links))], links["pcie"])

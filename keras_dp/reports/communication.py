@@ -10,13 +10,13 @@ import tensorflow as tf
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.devices.available import short_name
 from keras_dp.keras_internals.replacing import replaced
-from keras_dp.model import DataParallelModel
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
 from keras_dp.reports.step_graph import make_variables, partition_graphs, refuse_what_has_no_graph, untouched
+from keras_dp.reports.wrapped import Wrapped
 
 Tensor = Any
 Graph = Any
@@ -95,13 +95,16 @@ class CommunicationReport(NamedTuple):
 
     @property
     def whole_variables_bytes(self) -> float:
-        """The least bytes that the busiest device sends, and receives, if no variable is split.
+        """The least bytes of weights and gradients that the busiest device can send, or receive, if no variable is split.
 
-        A device that holds S bytes of the weights receives N - 1 gradients of them, and the P - S bytes of other weights. It
-        sends as much: P + (N - 2) S. At least one device holds P / N or more, and one device holds the largest variable.
+        At least one device sends or receives as much as the devices do on average. If all weights and their gradients travel
+        whole, a device that holds S bytes of the weights receives N - 1 gradients of them, and the P - S bytes of other
+        weights. It sends as much: P + (N - 2) S. At least one device holds the largest variable.
         """
-        share = max(self.weight_bytes / self.num_towers, self.largest_weight_bytes)
-        return self.weight_bytes + (self.num_towers - 2) * share if self.num_towers > 1 else 0.0
+        exchanged, towers = self.bytes_of("weights", "gradients"), self.num_towers
+        travel_whole = exchanged == 2 * (towers - 1) * self.weight_bytes
+        of_the_largest = self.weight_bytes + (towers - 2) * self.largest_weight_bytes if travel_whole and towers > 1 else 0
+        return max(exchanged / towers, of_the_largest)
 
     def __str__(self) -> str:
         lines = [f"{'kind':<12}{'from':<10}{'to':<10}{'copies':>8}{'bytes':>16}"]
@@ -121,7 +124,7 @@ class CommunicationReport(NamedTuple):
         return "\n".join(lines)
 
 
-def communication_report(parallel: DataParallelModel, batch: Any) -> CommunicationReport:
+def communication_report(parallel: Wrapped, batch: Any) -> CommunicationReport:
     """Reports the bytes and copies that devices send each other in one training step, by kind and by pair of devices.
 
     Runs the step once on the batch, in a function of its own, so that TensorFlow makes a graph for each device. All variables
@@ -187,7 +190,7 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
         return concrete, partition_graphs(function, data, {operation.name for operation in concrete.graph.get_operations()})
 
 
-def _copies(parallel: DataParallelModel, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
+def _copies(parallel: Wrapped, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
     """Returns the copies, and the names of tensors of unknown size."""
     traced = concrete.graph
     slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}

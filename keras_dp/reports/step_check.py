@@ -7,9 +7,9 @@ import keras
 
 from keras_dp import choices
 from keras_dp.choices import refuse_unknown
-from keras_dp.model import DataParallelModel
 from keras_dp.partition.inspecting.agreement import Agreement, Comparison
 from keras_dp.partition.inspecting.comparison import compare
+from keras_dp.reports.wrapped import Wrapped, is_wrapped
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
 from keras_dp.wrapping.wrapper import has_own_step
 
@@ -59,9 +59,7 @@ class StepCheck:
         return f"{words}: on one device, rounding the batch and the variables otherwise changes up to {agreement.rounding:.1e}"
 
 
-def check_step(
-    parallel: DataParallelModel, batch: Any, step: choices.Step = "train", tolerance: float | None = None
-) -> StepCheck:
+def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tolerance: float | None = None) -> StepCheck:
     """Runs one step on one device and partitioned on towers, from the same state, and compares the two.
 
     Compares results, variables, and tensors that are spread over the step. If anything differs, looks further until it can name
@@ -93,7 +91,7 @@ def check_step(
 
 def _refuse_incomparable(parallel: Any, batch: Any, step: choices.Step) -> None:
     """Raises a ValueError unless there is a compiled DataParallelModel, and a batch with what its step takes."""
-    if not isinstance(parallel, DataParallelModel):
+    if not is_wrapped(parallel):
         raise ValueError(
             "check_step() compares the towers of a keras_dp.DataParallelModel with one device: wrap the model, compile it, and "
             f"pass the wrapper. Received: {parallel!r} of type {type(parallel)}"

@@ -17,10 +17,10 @@ from keras_dp.batches.slicing import Slice, row_spec
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.keras_internals.tensorflow_runtime import definition_of
-from keras_dp.model import DataParallelModel
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
+from keras_dp.reports.wrapped import Wrapped, is_wrapped
 
 Tensor = Any
 
@@ -81,7 +81,7 @@ class StepGraph:
             yield tf.zeros([rows, 0], tf.int32, name=next(names))
 
 
-def graph_of_step(parallel: DataParallelModel, batch: Any) -> StepGraph:
+def graph_of_step(parallel: Wrapped, batch: Any) -> StepGraph:
     """Runs the training step once, and collects its graph. All variables are restored afterwards.
 
     The slices are on the towers' devices before the step begins, as on GPUs.
@@ -114,14 +114,14 @@ def graph_of_step(parallel: DataParallelModel, batch: Any) -> StepGraph:
 
 def refuse_what_has_no_graph(name: str, parallel: Any) -> None:
     """Raises a ValueError unless a model is a compiled `DataParallelModel` that does not run eagerly."""
-    if not isinstance(parallel, DataParallelModel) or not parallel.compiled or parallel.run_eagerly:
+    if not is_wrapped(parallel) or not parallel.compiled or parallel.run_eagerly:
         raise ValueError(
             f"{name} takes a compiled DataParallelModel that does not run eagerly; eager steps use one device. "
             f"Received: {parallel!r}"
         )
 
 
-def make_variables(parallel: DataParallelModel, slices: Sequence[Slice]) -> None:
+def make_variables(parallel: Wrapped, slices: Sequence[Slice]) -> None:
     """Makes the variables of a model's training step, unless they exist, by a trace of the step."""
     model = parallel.inner_model
     metrics = keras_models.compile_metrics(model)
@@ -131,14 +131,16 @@ def make_variables(parallel: DataParallelModel, slices: Sequence[Slice]) -> None
 
 
 @contextlib.contextmanager
-def untouched(parallel: DataParallelModel) -> Iterator[None]:
-    """Restores all variables afterwards, including the variables of metrics and the optimizer."""
+def untouched(parallel: Wrapped) -> Iterator[None]:
+    """Restores all variables afterwards, including the variables of metrics and the optimizer, and what is known of batches."""
     optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
     metrics = [variable for metric in parallel.metrics for variable in metric.variables]
     variables = [*parallel.variables, *optimizer, *metrics, *keras_models.seed_states(parallel.inner_model)]
     before = [np.array(variable) for variable in variables]
+    steps = parallel.tower_steps
     try:
-        yield
+        with replaced(steps, "batch_types", dict(steps.batch_types)):
+            yield
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.arithmetic.share import share_of_towers
+from keras_dp.arithmetic.share import ArithmeticOfRows, arithmetic_of_rows
 from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
@@ -58,8 +58,8 @@ class StepOnSlices:
         """Partitions the step without running it."""
         return partition_of(self.trace, self.arguments, self.rows, self.devices, home)
 
-    def share_of_arithmetic(self, partition: Partition) -> float | None:
-        """Returns the share of the arithmetic of rows that towers compute; see `share_of_towers`.
+    def arithmetic(self, partition: Partition) -> ArithmeticOfRows | None:
+        """Counts the arithmetic of rows, on towers and once.
 
         Traces the step with twice as many rows, and once more with its own rows: Python code in the step leaves behind what it
         leaves in a trace of its own. Returns None if the step takes no other number of rows.
@@ -75,7 +75,7 @@ class StepOnSlices:
             return None
         finally:
             self.trace.of(specs)
-        return share_of_towers(partition, with_more_rows)
+        return arithmetic_of_rows(partition, with_more_rows)
 
     def both_ways(self, home: str, tolerance: float, pack_copies: bool = False) -> BothWays:
         """Returns the step on one device and on towers, to be compared. The slices are eager tensors."""

@@ -12,6 +12,7 @@ from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.other_rows import refuse_other_rows
 from keras_dp.batches.slicing import Slice, as_tensor, cut
+from keras_dp.batches.stand_in import BatchTypes
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
@@ -49,6 +50,7 @@ class TowerSteps:
     Attributes:
         jit_compile: whether XLA compiles the towers' operations between exchanges.
         calls: how often the steps of training and evaluation were called, and found a batch.
+        batch_types: the types of the last batches that each step was traced for.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class TowerSteps:
         self.variables_made = variables_made
         self.jit_compile = False
         self.calls = 0
+        self.batch_types: dict[str, BatchTypes] = {}
         self._partitions: dict[str, Partition] = {}
 
     @property
@@ -90,6 +93,7 @@ class TowerSteps:
             The step's result for the whole batch, and the step's partition.
         """
         traced = self.trace(name, slices, self.inputs.collectives)
+        self.batch_types[name] = BatchTypes.of(slices[0])
         result, self._partitions[name] = traced.run(self.home, self.jit_compile, self.pack_copies)
         return result, self._partitions[name]
 

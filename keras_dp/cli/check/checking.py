@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +12,12 @@ import keras
 import tensorflow as tf
 
 from keras_dp.cli import models, synthetic
-from keras_dp.cli.check import copying, machine, training
+from keras_dp.cli.check import copying, machine, training, workers
 from keras_dp.cli.check.command import DONE, FINDING, Question
 from keras_dp.cli.check.findings import Finding
 from keras_dp.devices.available import tower_devices, use_logical_cpus
 from keras_dp.model import DataParallelModel
+from keras_dp.workers.group import TOWERS_VARIABLE, current_workers
 
 _ROWS_OF_A_TOWER = 16
 
@@ -24,6 +26,9 @@ def main() -> None:
     """Prints the findings for the question in the first argument, each as soon as it is known."""
     question = Question(**json.loads(sys.argv[1]))
     for finding in findings(question):
+        # The other workers find the same, unless something is wrong there.
+        if finding.verdict == "pass" and not current_workers().is_chief:
+            continue
         # The model's own output may not have ended its line.
         sys.stdout.write(f"\n{FINDING}{json.dumps(dataclasses.asdict(finding))}\n")
     sys.stdout.write(f"\n{DONE}\n")
@@ -31,8 +36,14 @@ def main() -> None:
 
 def findings(question: Question) -> Iterator[Finding]:
     """Yields the finding of each check. An error in a check is its finding; the others go on."""
-    if not tf.config.list_physical_devices("GPU"):
+    if not tf.config.list_physical_devices("GPU") and TOWERS_VARIABLE not in os.environ:
         use_logical_cpus(question.towers or 2)
+    # Before TensorFlow does anything else.
+    group, connection = workers.connected()
+    if connection is not None:
+        yield connection
+    if group is None:
+        return
     yield from _of("versions", machine.versions_found)
     yield from _of("devices", machine.devices_found)
     yield from _of("memory", machine.memory_of_others)

@@ -1,7 +1,6 @@
 """Look at the versions and the devices."""
 
 import os
-import platform
 import shutil
 import subprocess
 
@@ -14,6 +13,7 @@ from keras_dp.cli.check.findings import Finding
 from keras_dp.cli.environment import environment
 from keras_dp.devices import nvidia
 from keras_dp.devices.available import available_devices
+from keras_dp.devices.platforms import current_platform
 from keras_dp.keras_internals import versions
 
 _BUSY_MEGABYTES = 500
@@ -26,7 +26,7 @@ def versions_found() -> Finding:
     pairs = ((keras.__version__, versions.KERAS), (tf.__version__, versions.TENSORFLOW))
     if any(Version(found).release >= untested for found, (_, untested) in pairs):
         return Finding("versions", "warn", seen, "keras_dp is not tested with versions as new as these: watch the next lines.")
-    return Finding("versions", "pass", f"{seen}, on {platform.system()}", data=facts)
+    return Finding("versions", "pass", f"{seen}, on {current_platform().name}", data=facts)
 
 
 def devices_found() -> Finding:
@@ -36,18 +36,29 @@ def devices_found() -> Finding:
     hidden = nvidia.why_hidden() if not gpus else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return Finding("devices", "fail", f"the driver has {in_machine} GPU(s), and TensorFlow sees none", hidden)
+        seen = f"the driver has {in_machine} GPU(s), and TensorFlow, {_wanted()}, sees none"
+        return Finding("devices", "fail", seen, f"{hidden} {current_platform().advice}".strip())
     if not gpus:
         seen = f"no GPU; {facts['processor']} with {facts['cores']} cores, split into {len(available_devices())} logical CPUs"
-        advice = f"Training on logical CPUs shows whether results are right. If there are GPUs: {installation.command('cuda')}."
-        return Finding("devices", "warn", seen, advice)
+        here = current_platform()
+        install = f"If there are GPUs: {installation.command('cuda')}." if here.has_cuda else ""
+        advice = f"Training on logical CPUs shows whether results are right. {here.advice} {install}"
+        return Finding("devices", "warn", seen, " ".join(advice.split()))
     seen = f"{len(gpus)} GPU(s): {', '.join(gpus)}"
     if len(gpus) < in_machine:
         advice = f"CUDA_VISIBLE_DEVICES={visible} hides the others." if visible else "Is another version of CUDA installed?"
         return Finding("devices", "warn", f"{seen}, of {in_machine} in the machine", advice)
     if len(set(gpus)) > 1:
         return Finding("devices", "warn", seen, "They differ, and each step waits for the slowest: leave it out with devices=.")
-    return Finding("devices", "pass", seen)
+    return Finding("devices", "pass", f"{seen}; TensorFlow is {_wanted()}")
+
+
+def _wanted() -> str:
+    """Says for which versions of CUDA and cuDNN TensorFlow was built."""
+    built = tf.sysconfig.get_build_info()
+    if not built.get("is_cuda_build"):
+        return "built without CUDA"
+    return f"built for CUDA {built.get('cuda_version')} and cuDNN {built.get('cudnn_version')}"
 
 
 def memory_of_others() -> Finding | None:

@@ -70,7 +70,7 @@ def work(parallel: Any, batch: Any) -> Finding:
         largest = max(gathered, key=lambda meeting: meeting.bytes)
         seen = f"{seen}; {len(gathered)} operations gather rows, the largest {largest.bytes / 1e6:.1f} MB ({largest.name})"
     if (share is not None and share < 0.9) or gathered:
-        return Finding("work", "warn", seen, "print(parallel.explain(batch)) names them, with the lines that made them.")
+        return Finding("work", "warn", seen, "print(parallel.report(batch)) names them, with the lines that made them.")
     return Finding("work", "pass", seen)
 
 

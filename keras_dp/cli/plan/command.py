@@ -7,6 +7,13 @@ GPUs: copies, control edges, visits to the host, operations without a GPU kernel
 
 import argparse
 import dataclasses
+import functools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from keras_dp.cli import runs
@@ -31,6 +38,7 @@ class PlannedRun:
         launch_microseconds: in place of the GPU's own, if it is not None.
         latency_microseconds: in place of the link's own, if it is not None.
         gigabytes_per_second: in place of the link's own bandwidth, if it is not None.
+        memory_bytes: in place of the GPU's own memory, if it is not None.
     """
 
     model: str
@@ -44,6 +52,7 @@ class PlannedRun:
     launch_microseconds: float | None = None
     latency_microseconds: float | None = None
     gigabytes_per_second: float | None = None
+    memory_bytes: float | None = None
 
     def machine(self) -> hardware.Machine:
         """Returns the machine.
@@ -83,6 +92,7 @@ class Plan:
         virtual_milliseconds: the time of the step on TensorFlow's virtual cluster, without latency and launches.
         virtual_megabytes: the peak memory of its fullest GPU, without variables.
         audit: the audit in words.
+        largest_batch: about how many rows of a global batch fit in the GPUs' memory; None if any number does.
     """
 
     batch_size: int
@@ -101,6 +111,7 @@ class Plan:
     virtual_milliseconds: float
     virtual_megabytes: float
     audit: str
+    largest_batch: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +136,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=argument(_positive_number), metavar="X", help=f"{what} (default: the device's own)"
         )
+    parser.add_argument(
+        "--constants",
+        type=argument(_constants),
+        metavar="check.json",
+        help="latency and bandwidth of the link as keras-dp check --json has measured them",
+    )
+    parser.add_argument("--memory", type=argument(_memory), metavar="24GB", help="memory of a GPU (default: the GPU's own)")
+    parser.add_argument(
+        "--alternatives", action="store_true", help="compare placements and packings for the most towers, and name the fastest"
+    )
+    parser.add_argument("--json", action="store_true", help="print the predictions as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -144,17 +166,53 @@ def run(options: argparse.Namespace) -> int:
         machine = planned[0].machine()
     except ValueError as error:
         raise argparse.ArgumentError(None, f"--link: {error}") from error
-    print(f"{described(machine)}\n{options.command}\n\n{HEADING}")
+    say = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    say(f"{described(machine)}\n{options.command}\n\n{HEADING}")
     plans: list[Plan] = []
-    for one in planned:
-        try:
+    others: list[Plan] = []
+    alternatives = _alternatives(planned[-1]) if options.alternatives else []
+    try:
+        for one in planned:
             plans.append(plan_in_new_process(one))
-        except RunFailedError as error:
-            print(f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}")
-            return 1
-        print(row(one, plans[-1], plans[0]), flush=True)
-    print(f"\n{LEGEND}\n\na step on {planned[-1].towers} GPUs:\n{plans[-1].audit}")
+            say(row(one, plans[-1], plans[0]))
+        for one in alternatives:
+            others.append(plan_in_new_process(one))
+    except RunFailedError as error:
+        say(f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}")
+        return 1
+    say(f"\n{LEGEND}")
+    if others:
+        say(f"\n{advice([planned[-1], *alternatives], [plans[-1], *others])}")
+    say(f"\na step on {planned[-1].towers} GPUs:\n{plans[-1].audit}")
+    if options.json:
+        pairs = zip([*planned, *alternatives], [*plans, *others], strict=True)
+        print(json.dumps([{"run": dataclasses.asdict(one), "plan": dataclasses.asdict(made)} for one, made in pairs], indent=1))
     return 0
+
+
+def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
+    """Returns the same step with all other placements of variables and packings."""
+    placements = [(device, packs) for device in (None, "sharded") for packs in (True, False)]
+    own = planned.parameter_device, planned.pack_copies
+    return [
+        dataclasses.replace(planned, parameter_device=device, pack_copies=packs)
+        for device, packs in placements
+        if (device, packs) != own
+    ]
+
+
+def advice(planned: Sequence[PlannedRun], plans: Sequence[Plan]) -> str:
+    """Lists alternatives by their times, and names the arguments of the fastest one."""
+    order = sorted(range(len(plans)), key=lambda i: plans[i].milliseconds)
+    lines = [
+        f"{_arguments(planned[i]):<50}{plans[i].milliseconds:>10.2f} ms{plans[i].peak_megabytes:>9,.0f} MB on the fullest GPU"
+        for i in order
+    ]
+    return "\n".join([*lines, f"Predicted to be the fastest: DataParallelModel(model, {_arguments(planned[order[0]])})"])
+
+
+def _arguments(planned: PlannedRun) -> str:
+    return f"parameter_device={planned.parameter_device!r}, pack_copies={planned.pack_copies}"
 
 
 def plan_in_new_process(planned: PlannedRun) -> Plan:
@@ -178,15 +236,16 @@ def described(machine: hardware.Machine) -> str:
 
 HEADING = "\n".join(
     [
-        f"{'':>6}{'':>8}{'step':>10}{'speed-':>9}{'busy':>12}{'peak':>10}{'copies':>9}{'one GPU':>9}{'one GPU':>10}"
+        f"{'':>6}{'':>8}{'step':>10}{'speed-':>9}{'busy':>12}{'peak':>10}{'fits':>9}{'copies':>9}{'one GPU':>9}{'one GPU':>10}"
         f"{'control':>9}{'to and':>11}",
-        f"{'towers':>6}{'batch':>8}{'ms':>10}{'up':>9}{'%':>12}{'MB':>10}{'':>9}{'sends':>9}{'receives':>10}"
+        f"{'towers':>6}{'batch':>8}{'ms':>10}{'up':>9}{'%':>12}{'MB':>10}{'rows':>9}{'':>9}{'sends':>9}{'receives':>10}"
         f"{'edges':>9}{'from host':>11}",
     ]
 )
 LEGEND = """\
 speed-up: the rows in a second, divided by those of the first line.
 busy: the share of the step in which the busiest and the idlest GPU run operations.
+peak: the memory of the fullest GPU. fits: about the largest batch for which it is enough.
 one GPU sends, receives: the most copies of weights, gradients and moments in a step.
 to and from host: the tensors that an operation of a GPU takes from the other memory than they are made in."""
 
@@ -197,6 +256,7 @@ def row(planned: PlannedRun, plan: Plan, first: Plan) -> str:
     busy = " to ".join(f"{100 * share:.0f}" for share in sorted(plan.busy, reverse=True))
     return (
         f"{planned.towers:>6}{plan.batch_size:>8}{plan.milliseconds:>10.2f}{speed_up:>9.2f}{busy:>12}{plan.peak_megabytes:>10.0f}"
+        f"{'any' if plan.largest_batch is None else plan.largest_batch:>9}"
         f"{sum(plan.copies.values()):>9}{plan.most_sent:>9}{plan.most_received:>10}{plan.controls:>9}"
         f"{f'{plan.to_host} + {plan.from_host}':>11}"
     )
@@ -213,9 +273,30 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
         gpu=options.gpu,
         link=options.link,
         launch_microseconds=options.launch_microseconds,
-        latency_microseconds=options.latency_microseconds,
-        gigabytes_per_second=options.gigabytes_per_second,
+        latency_microseconds=options.latency_microseconds or (options.constants or {}).get("latency_microseconds"),
+        gigabytes_per_second=options.gigabytes_per_second or (options.constants or {}).get("gigabytes_per_second"),
+        memory_bytes=options.memory,
     )
+
+
+def _constants(path: str) -> dict[str, float]:
+    """Reads what `keras-dp check --json` has measured of copies: the median latency, and the least bandwidth."""
+    try:
+        findings = json.loads(Path(path).read_text())
+        (copies,) = [finding["data"] for finding in findings if finding["name"] == "copies"]
+        latencies, rates = ([copy[name] for copy in copies.values()] for name in ("microseconds", "gigabytes_per_second"))
+        return {"latency_microseconds": statistics.median(latencies), "gigabytes_per_second": min(rates)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"must be a file that keras-dp check --json has written on GPUs. Received: {path!r} ({error})"
+        ) from error
+
+
+def _memory(value: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|MB)", value.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ValueError(f"must be a size such as 24GB. Received: {value!r}")
+    return float(match[1]) * {"gb": 1e9, "mb": 1e6}[match[2].lower()]
 
 
 def _parameter_device(value: str) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 
 import keras
 
@@ -18,6 +19,7 @@ from keras_dp.reports.kinds_of_copies import KINDS
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
 
 EXCHANGED = ("weights", "gradients", "moments")
+_MOST_ROWS = 2**18
 
 
 def main() -> None:
@@ -35,7 +37,36 @@ def plan(planned: PlannedRun) -> Plan:
     batch_size = planned.batch_size or models.workload(planned.model).batch_size
     batch_size *= planned.towers if planned.batch_is_per_tower else 1
     placed = place_step(step, batch_size, parallel.devices)
-    return predicted(planned.machine(), batch_size, placed, audit(parallel, step, placed))
+    machine = planned.machine()
+    made = predicted(machine, batch_size, placed, audit(parallel, step, placed))
+
+    def peak_of_rows(rows_of_tower: int) -> float:
+        rows = rows_of_tower * planned.towers
+        return max(simulate(place_step(step, rows, parallel.devices), machine).peak_bytes.values())
+
+    most = most_rows(peak_of_rows, max(batch_size // planned.towers, 1), planned.memory_bytes or machine.processor.memory_bytes)
+    return dataclasses.replace(made, largest_batch=None if most is None else most * planned.towers)
+
+
+def most_rows(peak_of_rows: Callable[[int], float], rows: int, memory: float) -> int | None:
+    """Finds how many rows of a tower fit in the memory of its GPU, to some percent; 0 if none fits, None if any number does.
+
+    The peak grows about linearly with the rows: a line through two peaks meets the memory near the largest number.
+
+    Args:
+        peak_of_rows: predicts the peak of the fullest GPU, in bytes, if each tower has so many rows.
+        rows: a number of rows to begin with.
+        memory: the bytes of a GPU.
+    """
+    peak = more_peak = peak_of_rows(rows)
+    more = rows
+    # The peak of few rows may be one of weights alone.
+    while more_peak <= peak and more < _MOST_ROWS:
+        more *= 8
+        more_peak = peak_of_rows(more)
+    if more_peak <= peak:
+        return None if peak <= memory else 0
+    return max(more + int((memory - more_peak) * (more - rows) / (more_peak - peak)), 0)
 
 
 def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: GpuAudit) -> Plan:

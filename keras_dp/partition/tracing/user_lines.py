@@ -35,6 +35,11 @@ def user_line_of_error(error: BaseException) -> str:
     return _last_of_the_user(traceback.extract_tb(error.__traceback__))
 
 
+def current_user_line() -> str:
+    """Finds the user's line that is being run: a file and a line; "" if unknown."""
+    return _last_of_the_user(traceback.extract_stack())
+
+
 def _last_of_the_user(frames: Iterable[Any]) -> str:
     for frame in reversed(list(frames)):
         if not frame.filename.startswith((*_LIBRARIES, "<")):

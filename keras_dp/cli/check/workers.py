@@ -1,0 +1,56 @@
+"""Connect with the other workers, and time what they exchange."""
+
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dp.cli.check.findings import Finding
+from keras_dp.workers.cluster import find_cluster
+from keras_dp.workers.group import WorkerGroup, connect_workers
+
+_START_SECONDS = 60.0
+_SMALL, _LARGE = 1 << 10, 4 << 20  # float32 numbers
+_REPEATS = 5
+
+
+def connected() -> tuple[WorkerGroup | None, Finding | None]:
+    """Connects this worker with the others, if there are any.
+
+    Returns:
+        The workers, None if they cannot be connected; and the finding, None for a process that trains alone.
+    """
+    try:
+        if find_cluster() is None:
+            return connect_workers(), None
+        group = connect_workers(start_timeout=_START_SECONDS)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        advice = "Each worker has to reach all others: compare their TF_CONFIG, and look at firewalls between them."
+        return None, Finding("workers", "fail", " ".join(str(error).split()), advice)
+    (small, is_right), (large, large_is_right) = (_timed_sum(group, size) for size in (_SMALL, _LARGE))
+    if not (is_right and large_is_right):
+        return group, Finding(
+            "workers", "fail", "the workers' sum of known numbers is wrong", "Look at network cards and drivers."
+        )
+    rate = 2 * (group.count - 1) / group.count * 4 * (_LARGE - _SMALL) / max(large - small, 1e-9)
+    data = {"workers": group.count, "seconds_of_a_small_sum": small, "bytes_per_second": rate}
+    seen = f"{group.count} workers with the same versions reach each other; a small sum takes {1e3 * small:.1f} ms"
+    return group, Finding("workers", "pass", f"{seen}, and large ones send {rate / 1e9:.2f} GB/s", data=data)
+
+
+def _timed_sum(group: WorkerGroup, size: int) -> tuple[float, bool]:
+    """Sums so many known numbers over the workers.
+
+    Returns:
+        The median time of a sum, after a first one that also connects the workers; and whether the sum is right.
+    """
+    numbers = np.arange(size, dtype="float32") % 1024
+    own = tf.constant(numbers * (group.index + 1))
+    function = tf.function(group.collectives.sum, autograph=False)
+    times = []
+    for _ in range(_REPEATS + 1):
+        begin = time.perf_counter()
+        received = function(own).numpy()
+        times.append(time.perf_counter() - begin)
+    expected = numbers * sum(range(1, group.count + 1))
+    return float(np.median(times[1:])), bool(np.array_equal(received, expected))

@@ -1,0 +1,192 @@
+"""`report` tells in one screen how a step runs on the devices, with numbers that can be computed by hand."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same
+from keras import layers
+
+import keras_dp
+from keras_dp.reports.report import Report
+
+ROWS, FEATURES, HIDDEN = 14, 64, 128
+X, Y = np.ones((ROWS, FEATURES)), np.zeros((ROWS, 1))
+
+
+def reversed_rows(x):
+    return x[::-1]
+
+
+def wrapped(*inner, devices=4, **arguments):
+    model = keras.Sequential([keras.Input((FEATURES,)), *inner])
+    parallel = keras_dp.DataParallelModel(model, devices=devices, **arguments)
+    parallel.compile(keras.optimizers.Adam(), "mse")
+    return parallel
+
+
+def test_the_numbers_of_a_step():
+    """The bytes are those of `communication_report`, and the arithmetic is mostly that of the matrices."""
+    parallel = wrapped(layers.Dense(HIDDEN, use_bias=False), layers.BatchNormalization(), layers.Dense(1, use_bias=False))
+    report = parallel.report((X, Y))
+    communication = keras_dp.communication_report(parallel, (X, Y))
+    assert (report.devices, report.rows, report.batch_rows) == (["CPU:0", "CPU:1", "CPU:2", "CPU:3"], [3, 4, 3, 4], ROWS)
+    assert report.weight_bytes == {"CPU:0": 8 * sum(np.size(weight) for weight in parallel.get_weights())}
+    assert (report.batch_norms, report.batch_norm, report.precisions, report.jit_compile) == (1, "sync", ["float64"], False)
+    assert sum(report.sent_bytes.values()) == communication.total_bytes > 0
+    assert report.messages == sum(row.number for row in communication.copies)
+    assert report.busiest_bytes == communication.busiest_bytes
+    matrices = 2 * ROWS * HIDDEN * (2 * FEATURES + 3)
+    assert matrices < report.flops < 1.2 * matrices
+    assert (report.share, report.once) == (1, [])
+    # The busiest tower has 4 of 14 rows.
+    assert report.best_speed_up == pytest.approx(3.5)
+
+
+def test_operations_that_are_computed_once_have_a_line_a_layer_and_a_share():
+    parallel = wrapped(layers.Lambda(reversed_rows), layers.Dense(HIDDEN), layers.Dense(1))
+    report = parallel.report((X, Y))
+    # The labels have rows: from the loss on, all is divided.
+    assert 0.2 < report.share < 0.8
+    assert report.best_speed_up == pytest.approx(1 / (1 - report.share + report.share * 4 / 14))
+    shares = [known.share for known in report.once]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(1 - report.share, abs=0.02)
+    (gathered,) = [known for known in report.once if "lambda" in known.name and "gradient" not in known.name]
+    assert gathered.line == f"{__file__}, line {reversed_rows.__code__.co_firstlineno + 1}"
+    # The line that has asked for the report made the other operations: it tells nothing.
+    assert {known.line for known in report.once} == {gathered.line, ""}
+    assert any(known.name.startswith("MatMul in ") for known in report.once)
+    assert "The devices divide" in report.verdict
+    assert "One device computes the rest" in report.verdict
+
+
+def test_a_trained_model_needs_no_batch():
+    parallel = wrapped(layers.Dense(3), layers.Dropout(0.5), layers.Dense(1))
+    with pytest.raises(ValueError, match=r"not trained yet: pass a batch, report\(\(x, y\)\)"):
+        parallel.report()
+    parallel.fit(X, Y, batch_size=ROWS, verbose=0)
+    assert parallel.report() == parallel.report((X, Y))
+    parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5), shuffle=False, verbose=0)
+    assert parallel.report().batch_rows == 32  # the last batch is smaller, so that the number of rows is not known
+    parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5, drop_remainder=True), shuffle=False, verbose=0)
+    assert parallel.report().batch_rows == 5
+
+
+def test_nothing_changes():
+    """Weights, the optimizer's state and the numbers that are drawn next are those of a twin without a report."""
+    twins = []
+    for reports in (False, True):
+        keras.utils.set_random_seed(3)
+        parallel = wrapped(layers.Dense(3), layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(1), devices=2)
+        for _ in range(2):
+            parallel.fit(X, Y, verbose=0)
+            if reports:
+                parallel.report()
+        twins.append([np.array(variable) for variable in (*parallel.inner_model.variables, *parallel.optimizer.variables)])
+    assert_same(*twins, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_batches_of_sizes_that_differ_cannot_be_made_up():
+    parallel = keras_dp.DataParallelModel(
+        keras.Sequential([keras.Input((None, 4)), layers.GlobalAveragePooling1D(), layers.Dense(1)]), devices=2
+    )
+    parallel.compile("sgd", "mse")
+    batches = [(np.ones((4, length, 4)), np.ones((4, 1))) for length in (3, 5)]
+    types = tf.TensorSpec((None, None, 4)), tf.TensorSpec((None, 1))
+    parallel.fit(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=types), shuffle=False, verbose=0)
+    with pytest.raises(ValueError, match=r"sizes of this model's batches differ: pass one of them, report\(\(x, y\)\)"):
+        parallel.report()
+    assert parallel.report(batches[0]).batch_rows == 4
+
+
+def test_a_step_that_refuses_ones_asks_for_a_batch():
+    class Refusing(layers.Layer):
+        def call(self, x):
+            with tf.control_dependencies([tf.debugging.assert_less(x, tf.ones((), x.dtype))]):
+                return tf.identity(x)
+
+    parallel = wrapped(Refusing(), layers.Dense(1), devices=2)
+    parallel.fit(X / 2, Y, verbose=0)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        parallel.report()
+    assert any("report((x, y))" in note for note in getattr(caught.value, "__notes__", [str(caught.value)]))
+    assert parallel.report((X / 2, Y)).batch_rows == ROWS
+
+
+def test_eager_steps_have_no_report():
+    parallel = wrapped(layers.Dense(1))
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match=r"report\(\) takes a compiled DataParallelModel that does not run eagerly"):
+        parallel.report((X, Y))
+
+
+REPORT = Report(
+    batch_rows=8,
+    workers=1,
+    devices=["GPU:0", "GPU:1"],
+    rows=[4, 4],
+    weight_bytes={"GPU:0": 12_000_000},
+    largest_weights=[("dense/kernel", 11_000_000, "GPU:0")],
+    batch_norms=2,
+    batch_norm="local",
+    precisions=["mixed_float16"],
+    jit_compile=True,
+    messages=12,
+    sent_bytes={"weights": 12_000_000, "gradients": 12_000_000},
+    busiest_bytes=12_000_000,
+    flops=10**12,
+    share=1.0,
+    once=[],
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "The devices divide 100 % of the arithmetic: up to 2.0 times the speed of one device."),
+        ({"devices": ["GPU:0"], "rows": [8]}, "There is one device, which computes all."),
+        ({"rows": [0, 8]}, "1 of 2 devices have no rows: use batches of 2 rows or more."),
+        ({"share": None, "flops": None}, "How much of the arithmetic the devices divide is not known"),
+        (
+            {"share": 0.5},
+            "50.0 % of the arithmetic. One device computes the rest, so training is at most 1.3 times",
+        ),
+        ({"flops": 10**9}, "but compute only 42 operations for each byte that they send. GPUs would wait for their links"),
+        ({"workers": 2, "batch_rows": 16}, "up to 4.0 times the speed of one device"),
+    ],
+    ids=["good", "one device", "idle", "unknown", "once", "small", "workers"],
+)
+def test_the_verdict(changes, verdict):
+    report = dataclasses.replace(REPORT, **changes)
+    assert verdict in report.verdict
+    assert " ".join(report.verdict.split()) in " ".join(str(report).split())
+
+
+def test_one_screen():
+    expected = """
+A training step of 8 rows on 2 devices
+
+  devices        GPU:0 and GPU:1, 4 rows each
+  weights        12.0 MB on GPU:0
+                 dense/kernel: 11.0 MB on GPU:0
+  batch norm     2 layers, each device with the moments of its own rows
+  precision      mixed_float16, compiled by XLA
+  sent           12 messages, 24.0 MB in a step: weights 12.0 MB, gradients
+                   12.0 MB
+  arithmetic     1.0 TFLOP on rows in a step, 100 % of it divided
+  computed once  nothing on rows
+
+The devices divide 100 % of the arithmetic: up to 2.0 times the speed of one
+device."""
+    assert str(REPORT) == expected.strip()
+
+
+def test_a_table_in_notebooks():
+    table = dataclasses.replace(REPORT, precisions=["<b>"])._repr_html_()
+    assert table.count("<tr>") == 7
+    assert "&lt;b&gt;" in table
+    assert REPORT.verdict in table
