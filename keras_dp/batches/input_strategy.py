@@ -11,6 +11,7 @@ from keras_dp.batches.other_rows import FoundWhole, refuse_other_rows
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
 from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, whole_batch
+from keras_dp.batches.waiting import Waiting
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
 from keras_dp.error_notes import add_note
 from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
@@ -71,7 +72,7 @@ class InputStrategy:
         prefetches: whether each tower's next slice may be sent to its device while the towers work on the last one. It is true
             if all devices are GPUs, since CPUs share the host's memory. A batch stays on the host if it may not be read ahead,
             or holds anything but dense numbers or booleans.
-        seconds_waited: the time for which steps have waited for their input; None if it is not measured.
+        waiting: the time for which steps have waited for their input.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class InputStrategy:
         self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
-        self.seconds_waited: tf.Variable | None = None
+        self.waiting = Waiting()
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)
         self._found = FoundWhole()
@@ -130,14 +131,6 @@ class InputStrategy:
         """Returns this worker's N slices of a global batch."""
         cut_own = _cut_own_rows if self.cuts_in_step else _cut_shard
         return cut_own(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
-
-    def measure_wait(self, wanted: bool) -> bool:
-        """Turns the measurement of input waits on or off. Returns whether this is a change, so that steps must be retraced."""
-        is_new = wanted != (self.seconds_waited is not None)
-        if is_new:
-            with tf.device(HOST):
-                self.seconds_waited = tf.Variable(0.0, dtype=tf.float64, trainable=False) if wanted else None
-        return is_new
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset | tf.distribute.DistributedDataset:
         """Turns a dataset of batches into a dataset of N `Slice`s each.
@@ -201,10 +194,7 @@ class InputStrategy:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
         batch = self.received(batch)
-        if self.seconds_waited is not None:
-            begin = tf.timestamp()
-            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-                self.seconds_waited.assign_add(tf.timestamp() - begin)
+        self.waiting.batch_is_there(batch)
         if not self.is_eager():
             if _is_cut(batch):
                 self.whole = batch[0].whole
@@ -221,7 +211,9 @@ class InputStrategy:
             with tf.device(HOST):
                 batch = self._joined(batch)
         with _single_rows_explained(self._shapes):
-            return step(batch)
+            result = step(batch)
+        self.waiting.step_ends(result)
+        return result
 
     def _joined(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
         """Returns slices of the global batch; the workers first compare or join their batches where necessary."""

@@ -28,13 +28,13 @@ class InputWait(keras.callbacks.Callback):
         Raises:
             ValueError: if the model is not a `DataParallelModel`.
         """
-        waited = getattr(self.model.distribute_strategy, "seconds_waited", None)
-        if waited is None:
+        waiting = getattr(self.model.distribute_strategy, "waiting", None)
+        if waiting is None:
             raise ValueError(
                 "InputWait measures the towers of a DataParallelModel. Pass it to the fit() of such a model. "
                 f"Received: model={self.model!r}"
             )
-        self._waited = waited
+        self._waited = waiting.seconds
         self._waited.assign(0.0)
         self._begin = time.perf_counter()
 

@@ -23,6 +23,7 @@ from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.steps.partitioned import StepOnSlices, on_slices
 from keras_dp.steps.plain import plain_step
+from keras_dp.steps.slow_steps import SlowSteps
 from keras_dp.workers.collectives import OneWorker
 
 
@@ -50,6 +51,7 @@ class TowerSteps:
     Attributes:
         jit_compile: whether XLA compiles the towers' operations between exchanges.
         calls: how often the steps of training and evaluation were called, and found a batch.
+        slow_steps: tells if training could be faster.
         batch_types: the types of the last batches that each step was traced for.
     """
 
@@ -72,6 +74,7 @@ class TowerSteps:
         self.variables_made = variables_made
         self.jit_compile = False
         self.calls = 0
+        self.slow_steps = SlowSteps(inputs.waiting.seconds)
         self.batch_types: dict[str, BatchTypes] = {}
         self._partitions: dict[str, Partition] = {}
 
@@ -107,6 +110,10 @@ class TowerSteps:
         """
         whole = slices[0].whole
         return on_slices(self.plain(name, whole), slices, whole, self.inputs.devices, collectives, self.variables_made)
+
+    def partition(self, name: choices.Step) -> Partition | None:
+        """Returns the partition of a step as it was last traced; None if it was not."""
+        return self._partitions.get(name)
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:

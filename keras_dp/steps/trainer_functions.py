@@ -78,10 +78,12 @@ class StepFunction:
         self._function, self._name, self._verification = function, name, verification
         self._steps = steps
         self._executions = range(steps_per_execution)
+        steps.inputs.waiting.several = steps_per_execution > 1
         self._on_batch = tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True)
 
     def __call__(self, iterator: Any) -> Any:
         """Runs the steps, and returns the result of the last one."""
+        self._steps.inputs.waiting.call_begins()
         with self._steps.naming_failures():
             if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 result = self._of_dataset(iterator)
@@ -90,6 +92,8 @@ class StepFunction:
                     with self._verified(types_of(batch), batch):
                         result = self._on_batch(batch)
         self._steps.calls += 1
+        if self._name == "train":
+            self._steps.slow_steps.note_call(self._steps.partition("train"), len(self._executions))
         if self._steps.calls == _EARLY_CALLS and self._steps.inputs.different_batches is not None:
             self._steps.inputs.different_batches.report()
         return result

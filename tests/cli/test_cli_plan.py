@@ -91,14 +91,14 @@ FIRST = Plan(
 
 def test_table_of_speed_ups(monkeypatch, capsys):
     second = dataclasses.replace(FIRST, milliseconds=5.0, busy=(0.9, 0.5), copies={"weights": 3, "other": 4}, controls=2)
-    plans = iter([FIRST, dataclasses.replace(second, most_sent=5, most_received=6, audit="the audit")])
+    plans = iter([FIRST, dataclasses.replace(second, most_sent=5, most_received=6, audit="the audit", largest_batch=4096)])
     monkeypatch.setattr(plan, "plan_in_new_process", lambda planned: next(plans))
     assert main(["plan", "--towers", "1,2"]) == 0
     shown = capsys.readouterr().out
     assert "A100 40 GB, 5 µs a launch; NVLink 3, 15 µs and 250 GB/s" in shown
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "1 64 8.00 1.00 100 to 100 1000 0 0 0 0 1 + 2" in lines
-    assert "2 64 5.00 1.60 90 to 50 1000 7 5 6 2 1 + 2" in lines
+    assert "1 64 8.00 1.00 100 to 100 1000 any 0 0 0 0 1 + 2" in lines
+    assert "2 64 5.00 1.60 90 to 50 1000 4096 7 5 6 2 1 + 2" in lines
     assert "the audit" in shown
     assert "nothing to say" not in shown
     assert max(map(len, shown.splitlines())) <= 128

@@ -1,0 +1,46 @@
+"""Measure how long steps wait for their input."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dp.partition.tensorflow_internals import HOST
+
+
+class Waiting:
+    """Adds up the time for which steps have waited for their input.
+
+    A call of one step fetches its batch: it waits from its beginning until the batch is there. A call of several steps fetches
+    the next batch while a step runs: a step waits from the end of the step before it.
+
+    Attributes:
+        seconds: the time so far, a float64 variable.
+        several: whether a call runs several steps.
+    """
+
+    def __init__(self) -> None:
+        with tf.device(HOST):
+            self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self._since = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        self.several = False
+
+    def call_begins(self) -> None:
+        """Is called before each call of steps."""
+        if self.several:
+            self._since.assign(tf.timestamp())
+
+    def batch_is_there(self, batch: Any) -> None:
+        """Is called with the batch of a step, in the function that is being traced."""
+        begin = self._since.read_value() if self.several else tf.timestamp()
+        with tf.control_dependencies(_tensors(batch)):
+            self.seconds.assign_add(tf.timestamp() - begin)
+
+    def step_ends(self, result: Any) -> None:
+        """Is called with the result of a step, in the function that is being traced."""
+        if self.several:
+            with tf.control_dependencies(_tensors(result)):
+                self._since.assign(tf.timestamp())
+
+
+def _tensors(nested: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(nested, expand_composites=True) if tf.is_tensor(leaf)]
