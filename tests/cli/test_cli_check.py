@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import subprocess
 import time
 from types import SimpleNamespace
@@ -13,10 +14,10 @@ import tensorflow as tf
 
 import keras_dp
 from keras_dp.cli import main
-from keras_dp.cli.check import checking, copying, machine, training
+from keras_dp.cli.check import checking, copying, machine, training, workers
 from keras_dp.cli.check.command import Question
 from keras_dp.cli.check.findings import Finding
-from keras_dp.devices import nvidia
+from keras_dp.devices import nvidia, platforms
 from keras_dp.partition.placing.rules import RULES
 
 MODEL = """
@@ -136,7 +137,7 @@ def test_gpus_that_tensorflow_does_not_see(tmp_path, monkeypatch):
     monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = machine.devices_found()
-    assert (found.verdict, found.seen) == ("fail", found.seen)
+    assert found.verdict == "fail"
     assert found.seen.startswith("the driver has 1 GPU(s), and TensorFlow, built for CUDA ")
     assert "[cuda]" in found.advice
 
@@ -192,6 +193,80 @@ def test_rows_that_are_gathered():
     found = training.work(parallel, (np.ones((8, 40_000)), np.ones((8, 1))))
     assert found.verdict == "warn"
     assert "gather rows, the largest 2.6 MB" in found.seen
+
+
+@pytest.mark.parametrize(
+    ("variables", "release", "system", "name", "advice"),
+    [
+        ({"COLAB_RELEASE_TAG": "r"}, "6.1", "Linux", "Colab", "Runtime > Change runtime type"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, "6.1", "Linux", "Kaggle", "GPU T4 x2"),
+        ({}, "5.15.90.1-microsoft-standard-WSL2", "Linux", "Linux in WSL", "driver in Windows"),
+        ({}, "10", "Windows", "Windows", "run the script in WSL"),
+        ({}, "23.1", "Darwin", "macOS", "no GPU on macOS"),
+        ({}, "6.1", "Linux", "Linux", "If there are GPUs: pip install"),
+    ],
+)
+def test_machines_where_gpus_come_otherwise(variables, release, system, name, advice, monkeypatch):
+    for variable in ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(platforms.platform, "release", lambda: release)
+    monkeypatch.setattr(platforms.platform, "system", lambda: system)
+    monkeypatch.setattr(nvidia, "count_gpus", lambda: 0)
+    assert machine.versions_found().seen.endswith(f"on {name}")
+    found = machine.devices_found()
+    assert advice in found.advice
+    assert ("pip install" in found.advice) == platforms.current_platform().has_cuda
+
+
+def test_workers_that_work(capfd):
+    """The first worker prints all, the other one only what is not as it should be: there is no GPU."""
+    assert main(["launch", "--workers", "2", "-m", "keras_dp", "check"]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line[4:].startswith(" ")]
+    first, second = ([line[4:].split()[:2] for line in lines if line.startswith(f"[{i}]")] for i in (0, 1))
+    passed = ("workers", "versions", "copies", "rows", "result", "work", "repeated", "speed")
+    assert [["pass", name] in first for name in passed] == [True] * len(passed)
+    assert second == [["warn", "devices"]]
+    assert any("2 workers with the same versions" in line for line in lines)
+    assert any("32 rows for 2 towers" in line for line in lines)
+
+
+def test_a_worker_that_cannot_be_reached(monkeypatch, capsys):
+    with socket.socket() as free, socket.socket() as own:
+        free.bind(("127.0.0.1", 0))
+        own.bind(("127.0.0.1", 0))
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (own, free)]
+    cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    assert main(["check", "--start-timeout", "3", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["verdict"]) == ("workers", "fail")
+    assert addresses[1] in found["seen"]
+    assert "firewalls" in found["advice"]
+
+
+def test_workers_with_other_versions(monkeypatch):
+    def differ(**arguments):
+        raise ValueError("They differ in versions, keras: worker 0 has '3.15.1', worker 1 has '3.14.0'.")
+
+    monkeypatch.setattr(workers, "find_cluster", lambda: "a cluster")
+    monkeypatch.setattr(workers, "connect_workers", differ)
+    group, found = workers.connected(1.0)
+    assert group is None
+    assert (found.verdict, "worker 1 has '3.14.0'" in found.seen) == ("fail", True)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_sums_that_a_network_changes(changed, monkeypatch):
+    """The collectives of worker 1 of 2 are replaced: the other one brings the same numbers."""
+    collectives = SimpleNamespace(sum=lambda x: x / 2 * 3 + (1.0 if changed else 0.0))
+    monkeypatch.setattr(workers, "find_cluster", lambda: "a cluster")
+    monkeypatch.setattr(
+        workers, "connect_workers", lambda **arguments: SimpleNamespace(index=1, count=2, collectives=collectives)
+    )
+    _, found = workers.connected(1.0)
+    assert found.verdict == ("fail" if changed else "pass")
 
 
 def test_too_few_devices(findings):

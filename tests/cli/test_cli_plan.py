@@ -2,13 +2,16 @@
 
 import argparse
 import dataclasses
+import json
 
 import pytest
 
 from keras_dp.cli import main
 from keras_dp.cli.plan import command as plan
+from keras_dp.cli.plan import planning
 from keras_dp.cli.plan.command import Plan, PlannedRun
 from keras_dp.cli.runs import RunFailedError
+from keras_dp.gpu_model import hardware
 
 USER_MODULE = """
 import keras
@@ -59,6 +62,9 @@ def test_arguments_describe_the_run():
         ("--parameter-device CPU:0", "must be a GPU, such as GPU:1, or \"sharded\". Received: 'CPU:0'"),
         ("--latency-microseconds -1", "must be a positive number. Received: '-1'"),
         ("--gigabytes-per-second fast", "must be a positive number. Received: 'fast'"),
+        ("--memory 24", "must be a size such as 24GB. Received: '24'"),
+        ("--memory 0GB", "must be a size such as 24GB. Received: '0GB'"),
+        ("--constants missing.json", "must be a file that keras-dp check --json has written on GPUs. Received: 'missing.json'"),
         ("--gpu RTX4090 --link nvlink", "The links of RTX 4090 are: pcie. Received: 'nvlink'"),
     ],
 )
@@ -102,6 +108,59 @@ def test_table_of_speed_ups(monkeypatch, capsys):
     assert "the audit" in shown
     assert "nothing to say" not in shown
     assert max(map(len, shown.splitlines())) <= 128
+
+
+def test_constants_that_check_has_measured(tmp_path):
+    copies = {f"GPU:0 to GPU:{i}": {"microseconds": 10.0 * i, "gigabytes_per_second": 30.0 - i} for i in (1, 2, 3)}
+    (tmp_path / "check.json").write_text(json.dumps([{"name": "devices"}, {"name": "copies", "data": copies}]))
+    link = planned_of("--constants", str(tmp_path / "check.json")).machine().link
+    assert (link.latency_seconds, link.bandwidth) == pytest.approx((2e-5, 27e9))
+    link = planned_of("--constants", str(tmp_path / "check.json"), "--latency-microseconds", "7").machine().link
+    assert (link.latency_seconds, link.bandwidth) == pytest.approx((7e-6, 27e9))
+
+
+@pytest.mark.parametrize("gpu", hardware.GPUS)
+def test_gpus_are_as_on_their_data_sheets(gpu):
+    """Rates are ordered, and sizes are plausible: a wrong unit would be off by a factor of 1,000."""
+    processor = hardware.machine_of(gpu).processor
+    assert 5e12 < processor.vector_flops <= processor.matrix_flops < processor.half_flops < 1e15
+    assert 2e11 < processor.bandwidth < 1e13
+    assert 1e10 < processor.memory_bytes < 2e11
+    assert all(1e10 < link.bandwidth < 1e12 for link in hardware.LINKS[gpu].values())
+
+
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [
+        (lambda rows: 1e9 + 1e6 * rows, 23_000),
+        (lambda rows: max(5e9, 1e9 + 1e6 * rows), 23_000),
+        (lambda rows: 25e9 + 1e6 * rows, 0),
+        (lambda rows: 5e9, None),
+        (lambda rows: 25e9, 0),
+    ],
+    ids=["linear", "weights first", "weights alone exceed it", "any number", "none"],
+)
+def test_the_largest_batch(peak, expected):
+    received = planning.most_rows(peak, 64, 24e9)
+    assert received == (expected and pytest.approx(expected, rel=0.2))
+    assert not received or peak(received) <= 24e9
+
+
+def test_alternatives_and_json(monkeypatch, capsys):
+    times = {(None, True): 8.0, (None, False): 7.0, ("sharded", True): 6.0, ("sharded", False): 9.0}
+
+    def predicted(planned):
+        return dataclasses.replace(FIRST, milliseconds=times[planned.parameter_device, planned.pack_copies])
+
+    monkeypatch.setattr(plan, "plan_in_new_process", predicted)
+    assert main(["plan", "--towers", "2", "--alternatives", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count(" ms ") == 5  # the heading, and four alternatives
+    best = "Predicted to be the fastest: DataParallelModel(model, parameter_device='sharded', pack_copies=True)"
+    assert best in captured.err
+    answers = json.loads(captured.out)
+    assert [answer["plan"]["milliseconds"] for answer in answers] == [8.0, 7.0, 6.0, 9.0]
+    assert answers[2]["run"]["parameter_device"] == "sharded"
 
 
 def test_more_rows_in_more_time_are_a_speed_up():

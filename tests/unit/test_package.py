@@ -55,6 +55,25 @@ def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
     assert last.endswith(f"Received: backend '{backend}', which needs a package that is missing: {backend}")
 
 
+@pytest.mark.processes
+def test_python_m_is_the_command_and_answers_without_tensorflow():
+    command = [sys.executable, "-X", "importtime", "-m", "keras_dp", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(f"keras_dp {keras_dp.__version__} with Keras ")
+    assert "keras_dp.cli" in result.stderr
+    assert "tensorflow" not in result.stderr
+
+
+@pytest.mark.processes
+def test_a_package_that_is_run_as_a_module_has_all_names(tmp_path):
+    """Python imports the package before it names the module in sys.argv."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import keras_dp\nmodel = keras_dp.DataParallelModel\n")
+    (tmp_path / "package" / "train.py").write_text("from package import model\nprint(model.__name__)\n")
+    command = [sys.executable, "-m", "package.train"]
+    assert subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout == "DataParallelModel\n"
+
+
 def test_the_version_is_that_of_the_package():
     assert keras_dp.__version__ == metadata.version("keras_dp")
     assert f"## {keras_dp.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

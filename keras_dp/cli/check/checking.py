@@ -39,7 +39,7 @@ def findings(question: Question) -> Iterator[Finding]:
     if not tf.config.list_physical_devices("GPU") and TOWERS_VARIABLE not in os.environ:
         use_logical_cpus(question.towers or 2)
     # Before TensorFlow does anything else.
-    group, connection = workers.connected()
+    group, connection = workers.connected(question.start_timeout)
     if connection is not None:
         yield connection
     if group is None:
@@ -54,21 +54,21 @@ def findings(question: Question) -> Iterator[Finding]:
         return
     yield from _of("copies", functools.partial(copying.copies, devices))
     try:
-        build, batches = _training(question, devices)
+        build, batches = _training(question, devices, group.count)
         batch = next(iter(batches))
         parallel = build()
     except Exception as error:
         yield _failed("model", error)
         return
     batch_rows = int(keras.tree.flatten(batch)[0].shape[0])
-    yield from _of("rows", functools.partial(training.rows, parallel, batch_rows))
+    yield from _of("rows", functools.partial(training.rows, parallel, batch_rows, group.count))
     yield from _of("result", functools.partial(training.result, parallel, batch))
     yield from _of("work", functools.partial(training.work, parallel, batch))
     yield from _of("repeated", functools.partial(training.repeated, build, batches))
     yield from _of("speed", functools.partial(training.speed, parallel, batches))
 
 
-def _training(question: Question, devices: list[str]) -> tuple[Callable[[], Any], tf.data.Dataset]:
+def _training(question: Question, devices: list[str], count: int) -> tuple[Callable[[], Any], tf.data.Dataset]:
     """Returns a function that builds the wrapped model, and its batches."""
     workload = models.workload(question.model)
 
@@ -79,7 +79,7 @@ def _training(question: Question, devices: list[str]) -> tuple[Callable[[], Any]
         return DataParallelModel(model, devices=devices)
 
     if question.data is None:
-        rows = question.batch or _ROWS_OF_A_TOWER * len(devices)
+        rows = question.batch or _ROWS_OF_A_TOWER * len(devices) * count
         return build, synthetic.dataset(build().inner_model, rows)
     given = models.function_named(question.data)()
     batches = given if isinstance(given, tf.data.Dataset) else tf.data.Dataset.from_tensors(tuple(given))

@@ -2,6 +2,9 @@
 
 Without --model, a small network is trained. Each check prints a line: pass; warn, if training works, but not as it could; or
 fail. The exit code is 1 if a check has failed, so that scripts can ask.
+
+Started on several workers, as by keras-dp launch --workers 2 -m keras_dp check, it also checks that they reach each other. The
+first worker prints all findings, the others those that are not "pass".
 """
 
 import argparse
@@ -30,12 +33,14 @@ class Question:
         data: "module:function" for a function that returns a batch, or a dataset of batches; None for random numbers.
         towers: the number of towers; None for all GPUs, or two logical CPUs.
         batch: the number of rows in a global batch of random numbers; None for 16 rows a tower.
+        start_timeout: seconds to wait for other workers.
     """
 
     model: str
     data: str | None = None
     towers: int | None = None
     batch: int | None = None
+    start_timeout: int = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="MODULE:FUNCTION", help="returns a batch, or a dataset of batches (default: random)")
     parser.add_argument("--towers", type=argument(positive), help="number of towers (default: all GPUs, or two logical CPUs)")
     parser.add_argument("--batch", type=argument(positive), help="rows in a batch of random numbers (default: 16 a tower)")
+    parser.add_argument(
+        "--start-timeout",
+        type=argument(positive),
+        default=60,
+        metavar="SECONDS",
+        help="how long to wait for other workers (60)",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints each finding as it comes, and returns 1 if a check has failed."""
-    question = Question(options.model, options.data, options.towers, options.batch)
+    question = Question(options.model, options.data, options.towers, options.batch, options.start_timeout)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     findings = []
     for finding in answers(question):

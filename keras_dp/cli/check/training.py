@@ -46,16 +46,16 @@ def repeated(build: Callable[[], Any], batches: tf.data.Dataset) -> Finding:
     return Finding("repeated", "warn", f"the same seed gives weights that differ by {apart:.1e}", advice)
 
 
-def rows(parallel: Any, batch_rows: int) -> Finding:
+def rows(parallel: Any, batch_rows: int, workers: int = 1) -> Finding:
     """Looks at the rows of each tower."""
-    towers = parallel.num_towers
+    towers = parallel.num_towers * workers
     least = batch_rows // towers
     seen = f"{batch_rows} rows for {towers} tower{'s' if towers > 1 else ''}, {least} or more for each"
     if least == 0:
         return Finding("rows", "warn", seen, f"Some towers are idle: use batches of at least {towers} rows.")
     layers = keras_models.flatten_layers(parallel.inner_model)
     has_batch_norm = any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
-    if has_batch_norm and least < _FEW_ROWS and parallel.num_towers > 1:
+    if has_batch_norm and least < _FEW_ROWS and towers > 1:
         return Finding("rows", "pass", f"{seen}: batch normalization uses the moments of all {batch_rows}, as one device does")
     return Finding("rows", "pass", seen)
 

@@ -9,13 +9,15 @@ from keras_dp.cli.check.findings import Finding
 from keras_dp.workers.cluster import find_cluster
 from keras_dp.workers.group import WorkerGroup, connect_workers
 
-_START_SECONDS = 60.0
 _SMALL, _LARGE = 1 << 10, 4 << 20  # float32 numbers
 _REPEATS = 5
 
 
-def connected() -> tuple[WorkerGroup | None, Finding | None]:
+def connected(start_timeout: float) -> tuple[WorkerGroup | None, Finding | None]:
     """Connects this worker with the others, if there are any.
+
+    Args:
+        start_timeout: seconds to wait for the others.
 
     Returns:
         The workers, None if they cannot be connected; and the finding, None for a process that trains alone.
@@ -23,7 +25,7 @@ def connected() -> tuple[WorkerGroup | None, Finding | None]:
     try:
         if find_cluster() is None:
             return connect_workers(), None
-        group = connect_workers(start_timeout=_START_SECONDS)
+        group = connect_workers(start_timeout=start_timeout)
     except (ValueError, RuntimeError, TimeoutError) as error:
         advice = "Each worker has to reach all others: compare their TF_CONFIG, and look at firewalls between them."
         return None, Finding("workers", "fail", " ".join(str(error).split()), advice)

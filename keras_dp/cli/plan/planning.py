@@ -58,15 +58,15 @@ def most_rows(peak_of_rows: Callable[[int], float], rows: int, memory: float) ->
         rows: a number of rows to begin with.
         memory: the bytes of a GPU.
     """
-    peak = more_peak = peak_of_rows(rows)
-    more = rows
+    least = peak = peak_of_rows(rows)
     # The peak of few rows may be one of weights alone.
-    while more_peak <= peak and more < _MOST_ROWS:
-        more *= 8
-        more_peak = peak_of_rows(more)
-    if more_peak <= peak:
+    while peak <= least and rows < _MOST_ROWS:
+        rows *= 8
+        peak = peak_of_rows(rows)
+    if peak <= least:
         return None if peak <= memory else 0
-    return max(more + int((memory - more_peak) * (more - rows) / (more_peak - peak)), 0)
+    slope = (peak_of_rows(2 * rows) - peak) / rows
+    return max(rows + int((memory - peak) / slope), 0)
 
 
 def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: GpuAudit) -> Plan:
