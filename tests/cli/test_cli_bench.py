@@ -309,8 +309,30 @@ def test_ratios_are_taken_within_rounds():
     ]
     row = summary.summarize(single, rounds)
     assert (row.keras_dp_ratio_low, row.keras_dp_ratio, row.keras_dp_ratio_high) == (0.5, 0.7, 0.9)
-    assert row.ceiling_percent == pytest.approx(100 * (0.25 + 0.8) / 2)
     assert (row.towers, row.median_milliseconds, row.communication_megabytes) == (2, 100.0, 0.0)
+    speed_ups = 40 / 20, 100 / 90, 100 / 70
+    assert summary.summarize(keras_dp_cell, rounds).speed_up == pytest.approx(sorted(speed_ups)[1])
+    assert summary.summarize(ceiling, rounds).speed_up == pytest.approx((40 / 10 + 100 / 80) / 2)
+
+
+def test_old_and_new_are_compared_with_the_noise_of_rounds(tmp_path, capsys):
+    def written(name, **times):
+        runs = [
+            {"round": i, "engine": engine, "towers": 2, "batch_size": 8, "step_milliseconds": [milliseconds] * 3}
+            for engine, rounds in times.items()
+            for i, milliseconds in enumerate(rounds, 1)
+        ]
+        (tmp_path / name).write_text(json.dumps({"command": "keras-dp bench", "rows": [], "runs": runs}))
+        return str(tmp_path / name)
+
+    old = written("old.json", keras_dp=[10.0, 11.0, 12.0], mirrored=[20.0, 20.0, 20.0], single=[7.0])
+    new = written("new.json", keras_dp=[11.5, 13.0, 14.0], mirrored=[10.0, 12.0, 11.0], ceiling=[7.0])
+    assert main(["bench", "--compare", old, new]) == 0
+    _, *lines = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert lines == [
+        "keras_dp 2 8 11.00 (10.00 to 12.00) 13.00 (11.50 to 14.00) 1.18 no difference beyond noise",
+        "mirrored 2 8 20.00 (20.00 to 20.00) 11.00 (10.00 to 12.00) 0.55 faster",
+    ]
 
 
 def results():
@@ -328,7 +350,7 @@ def results():
 def test_table():
     rows, _, _ = results()
     *_, keras_dp_line, ceiling_line, single_line = summary.table(rows).splitlines()
-    assert " ".join(keras_dp_line.split()) == "keras_dp 2 256 6.00 5.20 to 7.60 - - 1.5 700 2.50 2.3000"
+    assert " ".join(keras_dp_line.split()) == "keras_dp 2 256 6.00 5.20 to 7.60 - 2.00 (100 %) 1.5 700 2.50 2.3000"
     assert " ".join(ceiling_line.split()) == "ceiling 2 256 failed - - - - - - -"
     assert " ".join(single_line.split()) == "single 2 256 12.00 10.40 to 13.60 0.50 (0.50 to 0.50) - 1.5 700 0.00 2.3000"
     assert max(map(len, summary.table(rows).splitlines())) <= 128

@@ -10,7 +10,7 @@ one logical device per tower. The engines:
   mirrored   tf.distribute.MirroredStrategy
 
 With --out, results are written after each round. Ctrl-C ends a benchmark and shows the results so far. --redraw makes the
-table and the figure again from a bench.json.
+table and the figure again from a bench.json. --compare says whether steps are faster in one bench.json than in another.
 """
 
 import argparse
@@ -83,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="bench.json",
         help="measure nothing; make the table and the figure again from this file, in --out or else beside the file",
     )
+    parser.add_argument(
+        "--compare",
+        type=argument(_results),
+        nargs=2,
+        metavar=("old.json", "new.json"),
+        help="measure nothing; compare the step times of two bench.json, with the noise of their rounds",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,6 +108,9 @@ def run(options: argparse.Namespace) -> int:
         path, results = options.redraw
         _show(results)
         _write(results, options.out or path.parent)
+        return 0
+    if options.compare is not None:
+        print(summary.compare(*(results for _, results in options.compare)))
         return 0
     survey = _survey(options)
     cells = _cells(options, survey)

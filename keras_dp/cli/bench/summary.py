@@ -39,7 +39,8 @@ class Row:
         keras_dp_ratio: the time of keras_dp divided by the time of this engine; the median over the rounds.
         keras_dp_ratio_low: the lowest of these ratios.
         keras_dp_ratio_high: the highest of these ratios.
-        ceiling_percent: the time of the ceiling in percent of the time of this engine; the median over the rounds.
+        speed_up: the time of plain Keras on one device, for the same global batch, divided by the time of this engine; the
+            median over the rounds.
         first_step_seconds: the time of the first step; the median over the rounds.
         peak_memory_megabytes: the highest peak of all rounds.
         communication_megabytes: the megabytes between devices in a step.
@@ -55,7 +56,7 @@ class Row:
     keras_dp_ratio: float | None = None
     keras_dp_ratio_low: float | None = None
     keras_dp_ratio_high: float | None = None
-    ceiling_percent: float | None = None
+    speed_up: float | None = None
     first_step_seconds: float | None = None
     peak_memory_megabytes: float | None = None
     communication_megabytes: float | None = None
@@ -75,7 +76,7 @@ def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
     steps = [milliseconds for measurement in measurements for milliseconds in measurement.step_milliseconds]
     low, median, high = (float(value) for value in np.percentile(steps, (10, 50, 90)))
     ratios = _ratios("keras_dp", cell, rounds)
-    ceiling_ratios = _ratios("ceiling", cell, rounds)
+    speed_ups = _ratios("single", cell, rounds)
     communication = [m.communication_bytes / 1e6 for m in measurements if m.communication_bytes is not None]
     return Row(
         *cell,
@@ -85,7 +86,7 @@ def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
         keras_dp_ratio=statistics.median(ratios) if ratios else None,
         keras_dp_ratio_low=min(ratios, default=None),
         keras_dp_ratio_high=max(ratios, default=None),
-        ceiling_percent=100 * statistics.median(ceiling_ratios) if ceiling_ratios else None,
+        speed_up=statistics.median(speed_ups) if speed_ups else None,
         first_step_seconds=statistics.median(measurement.first_step_seconds for measurement in measurements),
         peak_memory_megabytes=max(measurement.peak_memory_megabytes for measurement in measurements),
         communication_megabytes=0.0 if cell.engine == "single" else next(iter(communication), None),
@@ -95,7 +96,7 @@ def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
 
 def _ratios(engine: str, cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> list[float]:
     """Divides an engine's median step time by a cell's, within each round, because the load is similar there."""
-    compared = cell._replace(engine=engine)
+    compared = cell._replace(engine=engine).measured
     return [
         statistics.median(measurements[compared].step_milliseconds)
         / statistics.median(measurements[cell.measured].step_milliseconds)
@@ -127,6 +128,12 @@ def _ratio(row: Row) -> str:
     return f"{row.keras_dp_ratio:.2f} ({row.keras_dp_ratio_low:.2f} to {row.keras_dp_ratio_high:.2f})"
 
 
+def _speed_up(row: Row) -> str:
+    if row.speed_up is None or row.engine == "single":
+        return "-"
+    return f"{row.speed_up:.2f} ({100 * row.speed_up / row.towers:.0f} %)"
+
+
 def _step(row: Row) -> str:
     return "failed" if row.median_milliseconds is None else f"{row.median_milliseconds:.2f}"
 
@@ -137,7 +144,7 @@ COLUMNS = (
     Column("step", "ms", 10, _step),
     Column("10 % to 90 %", "of steps, ms", 19, _spread),
     Column("keras_dp over it", "(range by round)", 22, _ratio),
-    Column("share of", "ceiling, %", 12, lambda row: _number(row.ceiling_percent, 0)),
+    Column("speed-up", "(efficiency)", 14, _speed_up),
     Column("first", "step, s", 9, lambda row: _number(row.first_step_seconds, 1)),
     Column("peak", "memory, MB", 12, lambda row: _number(row.peak_memory_megabytes, 0)),
     Column("sent in a", "step, MB", 11, lambda row: _number(row.communication_megabytes, 2)),
@@ -148,8 +155,36 @@ COLUMNS = (
 LEGEND = """\
 keras_dp over it: the step time of keras_dp, divided by the step time of this engine in the same round; below 1, keras_dp is
     faster. The table shows the median, the lowest and the highest of the rounds.
-share of ceiling: the step time of towers that never wait for each other, divided by the step time of this engine; 100 % is
-    equally fast."""
+speed-up: the step time of plain Keras on one device for the same batch, divided by the step time of this engine. Efficiency:
+    the speed-up of a tower. Logical CPUs share the cores that one device uses alone, so no speed-up is to be expected there."""
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Compares the step times of two benchmarks, as bench.json holds them, cell by cell.
+
+    A change counts as one if the rounds of the two benchmarks do not overlap: load on the machine differs from round to round.
+    """
+    before, after = _medians_of_rounds(old), _medians_of_rounds(new)
+    lines = [f"{'engine':<9}{'towers':>7}{'batch':>8}{'old, ms':>24}{'new, ms':>24}{'new / old':>11}"]
+    for cell in before.keys() & after.keys():
+        ratio = statistics.median(after[cell]) / statistics.median(before[cell])
+        overlaps = min(after[cell]) <= max(before[cell]) and min(before[cell]) <= max(after[cell])
+        verdict = "no difference beyond noise" if overlaps else ("faster" if ratio < 1 else "slower")
+        shown = "".join(f"{_with_range(times):>24}" for times in (before[cell], after[cell]))
+        lines.append(f"{cell.engine:<9}{cell.towers:>7}{cell.batch_size:>8}{shown}{ratio:>11.2f}  {verdict}")
+    return "\n".join([lines[0], *sorted(lines[1:], key=lambda line: (int(line.split()[1]), line))])
+
+
+def _medians_of_rounds(results: Mapping[str, Any]) -> dict[Cell, list[float]]:
+    medians: dict[Cell, list[float]] = {}
+    for run in results["runs"]:
+        cell = Cell(*(run[name] for name in Cell._fields))
+        medians.setdefault(cell, []).append(statistics.median(run["step_milliseconds"]))
+    return medians
+
+
+def _with_range(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
 
 
 def machine(environment: Mapping[str, Any]) -> str:
