@@ -16,7 +16,7 @@ from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy, empty_prediction_refused
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.shards import with_empty_batches
-from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, own_rows, rows_of_batches
+from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, known_rows, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.choices import refuse_unknown
 from keras_dp.compiled import CompiledWrapper
@@ -30,6 +30,7 @@ from keras_dp.partition.inspecting.picture import bytes_in_words
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.report import Report, report_of
+from keras_dp.reports.step_graph import refuse_what_has_no_graph
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
@@ -197,7 +198,10 @@ class DataParallelModel(CompiledWrapper):
             self._announce(arguments)
             self._steps.slow_steps.is_wanted = arguments.get("verbose") != 0 and self._workers.is_chief
             calls = self._steps.calls
-            history = super().fit(arguments.pop("x", None), **arguments)
+            try:
+                history = super().fit(arguments.pop("x", None), **arguments)
+            finally:
+                self._steps.slow_steps.is_wanted = False
         # As in Keras, a generator that ends between epochs ends training. A generator without any batch is a mistake.
         if history.epoch and not any(history.history.get("loss", ())):
             self._refuse_no_batches("fit", calls)
@@ -295,6 +299,7 @@ class DataParallelModel(CompiledWrapper):
         """Runs one training step on one global batch; see `keras.Model.train_on_batch`."""
         with self._workers.reporting_lost_workers():
             batch = self._host_batch(x, y, sample_weight, method="fit")
+            self._batch_rows = known_rows(batch, self._feed.whole)
             return super().train_on_batch(*batch, class_weight=class_weight, return_dict=return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
@@ -329,6 +334,7 @@ class DataParallelModel(CompiledWrapper):
 
     def reset_metrics(self) -> None:
         """Makes the towers follow changes of the inner model, and resets all metrics. Keras calls it before each epoch."""
+        self._steps.slow_steps.pause()
         self._follow_inner_model()
         self.inner_model.reset_metrics()
 
@@ -390,16 +396,19 @@ class DataParallelModel(CompiledWrapper):
             ValueError: if the model is not compiled or runs eagerly, or needs a batch: it was not trained yet, or its batches
                 differ in more than their rows.
         """
+        refuse_what_has_no_graph("report()", self)
         if batch is not None:
             return report_of(self, batch)
         types = self.tower_steps.batch_types.get("train")
         if types is None:
             raise ValueError("The model was not trained yet: pass a batch, report((x, y)). Received: batch=None")
         try:
-            return report_of(self, types.stand_in(self._batch_rows))
+            report = report_of(self, types.stand_in(self._batch_rows))
         except tf.errors.OpError as error:
             add_note(error, "keras_dp: report() has run the step on ones and zeros. Pass a batch that fits: report((x, y)).")
             raise
+        is_known = types.batch_rows is not None or self._batch_rows is not None
+        return report if is_known else dataclasses.replace(report, is_assumed=True)
 
     @property
     def devices(self) -> list[str]:

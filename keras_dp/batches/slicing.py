@@ -224,8 +224,10 @@ def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
     """Returns B if the arguments of `fit` determine it: from the batch size for arrays, or from the data; else None."""
     if isinstance(data, tf.data.Dataset):
         return known_rows(data.element_spec)
-    if all(hasattr(leaf, "shape") for leaf in flatten(data)):
-        return batch_size or BATCH_SIZE
+    leaves = flatten(data)
+    if all(hasattr(leaf, "shape") for leaf in leaves):
+        rows = [leaf.shape[0] for leaf in leaves if len(leaf.shape) and leaf.shape[0]]
+        return min([batch_size or BATCH_SIZE, *rows])
     own = getattr(data, "batch_size", None)
     return own if isinstance(own, int) else None
 

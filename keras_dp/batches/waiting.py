@@ -19,6 +19,8 @@ class Waiting:
     """
 
     def __init__(self) -> None:
+        self._before: Any = None
+        self._is_tracing = False
         with tf.device(HOST):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self._since = tf.Variable(0.0, dtype=tf.float64, trainable=False)
@@ -27,10 +29,17 @@ class Waiting:
     def call_begins(self) -> None:
         """Is called before each call of steps."""
         if self.several:
+            self._is_tracing, self._before = False, self.seconds.read_value()
             self._since.assign(tf.timestamp())
+
+    def call_ends(self) -> None:
+        """Is called after each call of steps. A call that also traced is not counted: it waited for more than its input."""
+        if self.several and self._is_tracing:
+            self.seconds.assign(self._before)
 
     def batch_is_there(self, batch: Any) -> None:
         """Is called with the batch of a step, in the function that is being traced."""
+        self._is_tracing = True
         begin = self._since.read_value() if self.several else tf.timestamp()
         with tf.control_dependencies(_tensors(batch)):
             self.seconds.assign_add(tf.timestamp() - begin)

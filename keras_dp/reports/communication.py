@@ -15,7 +15,14 @@ from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
-from keras_dp.reports.step_graph import make_variables, partition_graphs, refuse_what_has_no_graph, untouched
+from keras_dp.reports.step_graph import (
+    make_variables,
+    partition_graphs,
+    refuse_what_has_no_graph,
+    restored,
+    untouched,
+    used_variables,
+)
 from keras_dp.reports.wrapped import Wrapped
 
 Tensor = Any
@@ -154,7 +161,7 @@ def communication_report(parallel: Wrapped, batch: Any) -> CommunicationReport:
     make_variables(parallel, slices)
     with untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
         # XLA compiles within devices, and would rename tensors.
-        step, graphs = _run_and_collect(parallel.train_step, slices)
+        step, graphs = _run_and_collect(parallel, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
     copies, unsized = _copies(parallel, step, graphs)
     return CommunicationReport(
@@ -167,15 +174,15 @@ def communication_report(parallel: Wrapped, batch: Any) -> CommunicationReport:
     )
 
 
-def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
-    """Runs a step, and returns its concrete function and the graphs that TensorFlow ran in its place, one for each device."""
+def _run_and_collect(parallel: Wrapped, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
+    """Runs the training step. Returns its concrete function, and the graph that TensorFlow ran on each device."""
 
     def on_slices(data: list[Any]) -> Any:
         # The rows of each slice are constants here, so that the sizes of all tensors are known.
         with tf.name_scope("inputs"):
             rows = [(tf.constant(part.begin.numpy()), tf.constant(part.rows.numpy())) for part in slices]
             batch = without_entries(int(slices[0].batch.shape[0]))
-        return step(
+        return parallel.train_step(
             tuple(
                 part._replace(data=own, begin=begin, rows=count, batch=batch)
                 for part, own, (begin, count) in zip(slices, data, rows, strict=True)
@@ -186,7 +193,7 @@ def _run_and_collect(step: Any, slices: Sequence[Slice]) -> tuple[Any, list[Any]
     data = [part.data for part in slices]
     concrete = function.get_concrete_function(data)
     # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
-    with graph_optimizer(disable_meta_optimizer=True):
+    with graph_optimizer(disable_meta_optimizer=True), restored(used_variables(parallel)):
         return concrete, partition_graphs(function, data, {operation.name for operation in concrete.graph.get_operations()})
 
 

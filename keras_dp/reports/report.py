@@ -78,6 +78,7 @@ class Report:
             alone, such as an optimizer's updates, are not on rows.
         share: the share of these operations that the devices divide among themselves, from 0 to 1; None if not known.
         once: the operations that one device computes from gathered rows, those with the largest shares first.
+        is_assumed: whether the number of rows is assumed, since batches of several sizes were seen.
     """
 
     batch_rows: int
@@ -96,6 +97,7 @@ class Report:
     flops: int | None
     share: float | None
     once: list[ComputedOnce]
+    is_assumed: bool = False
 
     @property
     def best_speed_up(self) -> float | None:
@@ -120,6 +122,8 @@ class Report:
         count, idle = len(self.devices), self.rows.count(0)
         if count * self.workers == 1:
             return "There is one device, which computes all."
+        if self.batch_rows == 1:
+            return "The batch counts as one row, since it has no more or all its tensors stay whole: one device computes all."
         if idle:
             return f"{idle} of {count} devices have no rows: use batches of {count * self.workers} rows or more."
         if self.share is None:
@@ -139,7 +143,8 @@ class Report:
         """The title of the report."""
         devices = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
         workers = "" if self.workers == 1 else f" of each of {self.workers} workers"
-        return f"A training step of {self.batch_rows:,} rows on {devices}{workers}"
+        assumed = " (assumed: pass a batch for your own number)" if self.is_assumed else ""
+        return f"A training step of {self.batch_rows:,} rows on {devices}{workers}{assumed}"
 
     def facts(self) -> dict[str, list[str]]:
         """Returns the lines of the report under their headings."""

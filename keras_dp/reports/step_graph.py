@@ -21,6 +21,7 @@ from keras_dp.partition.tensorflow_internals import handle_data, placeholder
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.wrapped import Wrapped, is_wrapped
+from keras_dp.steps.random_states import same_random_states
 
 Tensor = Any
 
@@ -108,7 +109,8 @@ def graph_of_step(parallel: Wrapped, batch: Any) -> StepGraph:
         # On CPUs, remapping fuses operations to others than on GPUs.
         concrete = function.get_concrete_function()
         arguments = {argument.name for argument in concrete.function_def.signature.input_arg}
-        parts = partition_graphs(function, slices, arguments)
+        with restored(used_variables(parallel)):
+            parts = partition_graphs(function, slices, arguments)
     return StepGraph(_merged(parts), concrete, tuple(specs))
 
 
@@ -127,23 +129,36 @@ def make_variables(parallel: Wrapped, slices: Sequence[Slice]) -> None:
     metrics = keras_models.compile_metrics(model)
     parts = (model.optimizer, metrics)
     if not keras_models.is_built(model) or not all(part is None or part.built for part in parts):
-        parallel.tower_steps.trace("train", slices)
+        with same_random_states():
+            parallel.tower_steps.trace("train", slices)
 
 
 @contextlib.contextmanager
 def untouched(parallel: Wrapped) -> Iterator[None]:
-    """Restores all variables afterwards, including the variables of metrics and the optimizer, and what is known of batches."""
+    """Restores the model's variables afterwards, Python's and NumPy's random states, and what is known of batches."""
     optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
     metrics = [variable for metric in parallel.metrics for variable in metric.variables]
     variables = [*parallel.variables, *optimizer, *metrics, *keras_models.seed_states(parallel.inner_model)]
-    before = [np.array(variable) for variable in variables]
     steps = parallel.tower_steps
+    with restored(variables), same_random_states(), replaced(steps, "batch_types", dict(steps.batch_types)):
+        yield
+
+
+@contextlib.contextmanager
+def restored(variables: Sequence[Any]) -> Iterator[None]:
+    """Restores the values of some variables afterwards."""
+    before = [np.array(variable) for variable in variables]
     try:
-        with replaced(steps, "batch_types", dict(steps.batch_types)):
-            yield
+        yield
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
+
+
+def used_variables(parallel: Wrapped) -> Sequence[Any]:
+    """Returns the variables that the training step uses, as it was last traced: a step may have any of its own."""
+    partition = parallel.tower_steps.partition("train")
+    return () if partition is None else partition.variables
 
 
 def partition_graphs(function: Any, arguments: Any, known: Collection[str]) -> list[Any]:

@@ -1,6 +1,5 @@
 """Tell once, early in a training, if it could be faster."""
 
-import itertools
 import logging
 import time
 from statistics import median
@@ -13,6 +12,7 @@ from keras_dp.partition.step import Partition
 # The first steps trace, build and warm up.
 SKIPPED, OBSERVED = 10, 50
 LARGE_WAIT = 0.1  # of a step
+LARGE_WAIT_SECONDS = 1e-3  # it takes a part of a millisecond to take a batch that is ready
 # A GPU begins an operation about every 5 µs, however small it is; docs/gpu.md measures it.
 LAUNCH_SECONDS = 5e-6
 MOST = 0.5  # of a step
@@ -35,51 +35,58 @@ class SlowSteps:
     def __init__(self, seconds_waited: tf.Variable):
         self.is_wanted = False
         self._seconds_waited = seconds_waited
-        self._begins: list[float] = []
-        self._waited: list[float] = []
+        self._calls = 0
+        self._last: tuple[float, float] | None = None
+        self._seconds: list[float] = []
+        self._waits: list[float] = []
 
-    def note_call(self, partition: Partition | None, executions: int) -> None:
+    def pause(self) -> None:
+        """Is called before each epoch and evaluation: the time until the next step is not that of a step."""
+        self._last = None
+
+    def note_call(self, partition: Partition | None, executions: int, jit_compile: bool = False) -> None:
         """Is called after each call of the training step.
 
         Args:
             partition: the partition of the step; None if it is not known.
             executions: the number of steps in a call.
+            jit_compile: whether XLA compiles the operations of towers.
         """
-        if not self.is_wanted or len(self._begins) > SKIPPED + OBSERVED:
+        if not self.is_wanted or len(self._seconds) >= OBSERVED:
             return
-        self._begins.append(time.perf_counter())
-        if len(self._begins) > SKIPPED:
-            self._waited.append(float(self._seconds_waited.numpy()))
-        if len(self._begins) > SKIPPED + OBSERVED:
-            # Medians: an evaluation or a filled shuffle buffer is not typical.
-            call = median(_differences(self._begins[SKIPPED:]))
-            wait = median(_differences(self._waited))
-            comment = _comment(call / executions, wait / executions, partition)
+        self._calls += 1
+        if self._calls < SKIPPED:
+            return
+        now, waited = time.perf_counter(), float(self._seconds_waited.numpy())
+        if self._last is not None:
+            self._seconds.append(now - self._last[0])
+            self._waits.append(waited - self._last[1])
+        self._last = now, waited
+        if len(self._seconds) == OBSERVED:
+            # Medians: a filled shuffle buffer is not typical.
+            comment = _comment(median(self._seconds) / executions, median(self._waits) / executions, partition, jit_compile)
             if comment is not None:
                 logger.info(comment)
 
 
-def _differences(times: list[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(times)]
-
-
-def _comment(step: float, wait: float, partition: Partition | None) -> str | None:
+def _comment(step: float, wait: float, partition: Partition | None, jit_compile: bool) -> str | None:
     """Says why a step of so many seconds could be faster; None if there is no reason."""
-    if wait > LARGE_WAIT * step:
+    if wait > max(LARGE_WAIT * step, LARGE_WAIT_SECONDS):
         return (
             f"A step takes {1e3 * step:.1f} ms, and waits {1e3 * wait:.1f} ms of it for input: more devices will not make it "
-            "faster. Prepare the data ahead: dataset.prefetch, map with num_parallel_calls, cache, or larger files."
+            "faster. Prepare batches ahead, in a tf.data.Dataset: prefetch, map with num_parallel_calls, cache, larger files."
         )
     if partition is None:
         return None
     on_tower = sum(not plan.is_at_home for plan in partition.propagation.plans.values())
-    if on_tower * LAUNCH_SECONDS > MOST * step:
+    are_launched = len(partition.devices) > 1 and all("GPU" in device for device in partition.devices) and not jit_compile
+    if are_launched and on_tower * LAUNCH_SECONDS > MOST * step:
         return (
             f"A step takes {1e3 * step:.1f} ms, about as long as {on_tower:,} operations take to begin: each device has too "
             "few rows to be busy. A larger batch helps, jit_compile=True, or fewer devices."
         )
     once = _share_of_products_once(partition)
-    if once > LARGE_SHARE:
+    if len(partition.devices) > 1 and once > LARGE_SHARE:
         return (
             f"One device computes {100 * once:.0f} % of the products of matrices in a step, while the others wait. "
             "print(parallel.report()) names these operations."

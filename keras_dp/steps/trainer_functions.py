@@ -35,6 +35,7 @@ class PredictFunction:
 
     def __call__(self, batches: Any) -> Any:
         """Returns the outputs, in the order of the rows."""
+        self._steps.inputs.waiting.call_begins()
         with self._steps.naming_failures(), self._verified(batches[0]):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
             if isinstance(first, Slice) and isinstance(first.source, Shard):
@@ -92,8 +93,9 @@ class StepFunction:
                     with self._verified(types_of(batch), batch):
                         result = self._on_batch(batch)
         self._steps.calls += 1
+        self._steps.inputs.waiting.call_ends()
         if self._name == "train":
-            self._steps.slow_steps.note_call(self._steps.partition("train"), len(self._executions))
+            self._steps.slow_steps.note_call(self._steps.partition("train"), len(self._executions), self._steps.jit_compile)
         if self._steps.calls == _EARLY_CALLS and self._steps.inputs.different_batches is not None:
             self._steps.inputs.different_batches.report()
         return result

@@ -119,6 +119,15 @@ def test_constants_that_check_has_measured(tmp_path):
     assert (link.latency_seconds, link.bandwidth) == pytest.approx((7e-6, 27e9))
 
 
+@pytest.mark.parametrize("numbers", [{"microseconds": "12"}, {"microseconds": -3.0}, {"gigabytes_per_second": 0.0}])
+def test_constants_that_cannot_be(numbers, tmp_path, capsys):
+    copies = {"GPU:0 to GPU:1": {"microseconds": 10.0, "gigabytes_per_second": 30.0} | numbers}
+    (tmp_path / "check.json").write_text(json.dumps([{"name": "copies", "data": copies}]))
+    with pytest.raises(SystemExit):
+        main(["plan", "--constants", str(tmp_path / "check.json")])
+    assert "must be a file that keras-dp check --json has written on GPUs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("gpu", hardware.GPUS)
 def test_gpus_are_as_on_their_data_sheets(gpu):
     """Rates are ordered, and sizes are plausible: a wrong unit would be off by a factor of 1,000."""
@@ -137,11 +146,12 @@ def test_gpus_are_as_on_their_data_sheets(gpu):
         (lambda rows: 25e9 + 1e6 * rows, 0),
         (lambda rows: 5e9, None),
         (lambda rows: 25e9, 0),
+        (lambda rows: 1e3 * rows, 24_000_000),
     ],
-    ids=["linear", "weights first", "weights alone exceed it", "any number", "none"],
+    ids=["linear", "weights first", "weights alone exceed it", "any number", "none", "many"],
 )
 def test_the_largest_batch(peak, expected):
-    received = planning.most_rows(peak, 64, 24e9)
+    received = planning.most_rows(peak, 300_000 if expected == 24_000_000 else 64, 24e9)
     assert received == (expected and pytest.approx(expected, rel=0.2))
     assert not received or peak(received) <= 24e9
 

@@ -25,7 +25,7 @@ def device_graphs(wrapper):
     parallel.compile("sgd", "mse", metrics=["mae"])
     parallel.train_on_batch(X, Y)
     with node_by_node():
-        _, graphs = _run_and_collect(parallel.train_step, cut((X, Y), 3))
+        _, graphs = _run_and_collect(parallel, cut((X, Y), 3))
     # A control dependency between devices is a copy without bytes.
     return {
         graph.node[0].device[-5:]: [node.op for node in graph.node if not (node.op == "_Send" and "/ctrl/" in node.input[0])]

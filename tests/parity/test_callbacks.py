@@ -49,6 +49,23 @@ def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices(steps_pe
     assert "input_wait" not in parallel.history.history
 
 
+@pytest.mark.parametrize("steps_per_execution", [1, 5])
+def test_tracing_callbacks_and_predictions_are_no_wait(steps_per_execution):
+    """The data are in memory: next to the first trace and to what a callback does, nothing is waited for."""
+
+    class Predicts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.2)
+            self.model.predict(X, verbose=0)
+
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    data = tf.data.Dataset.from_tensors((X, Y)).cache().repeat(10)
+    callbacks = [keras_dp.callbacks.InputWait(), Predicts()]
+    history = parallel.fit(data, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history
+    assert max(history["input_wait"]) < 0.3
+
+
 def test_evaluating_within_a_measured_epoch_does_not_disturb_it():
     class Evaluates(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

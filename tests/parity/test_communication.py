@@ -214,7 +214,7 @@ def test_nothing_is_sent_in_the_rounds_of_a_loop():
     batch = np.ones((4, 7, 3)), np.ones((4, 2))
     parallel.train_on_batch(*batch)
     with node_by_node():
-        _, graphs = _run_and_collect(parallel.train_step, cut(batch, 2))
+        _, graphs = _run_and_collect(parallel, cut(batch, 2))
     for graph in graphs:
         rounds = nodes_in_loops(graph)
         assert {"MatMul", "Sigmoid"} <= {node.op for node in rounds}

@@ -47,7 +47,7 @@ def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     parallel.compile("sgd", "mse", jit_compile=jit_compile)
     parallel.train_on_batch(X, Y)
-    _, graphs = _run_and_collect(parallel.train_step, cut((X, Y), 2))
+    _, graphs = _run_and_collect(parallel, cut((X, Y), 2))
     compiled = {graph.node[0].device[-5:]: sum(node.op == "_XlaRun" for node in graph.node) for graph in graphs}
     convolutions = sum(node.op.startswith("Conv2D") for graph in graphs for node in graph.node)
     if jit_compile is True:

@@ -1,6 +1,7 @@
 """`report` tells in one screen how a step runs on the devices, with numbers that can be computed by hand."""
 
 import dataclasses
+import random
 
 import keras
 import numpy as np
@@ -89,6 +90,58 @@ def test_nothing_changes():
     assert_same(*twins, 0)
 
 
+def test_a_step_of_ones_own_with_variables_of_its_own_is_as_before():
+    """A report runs a step with two optimizers, a counter, and numbers of Python's, NumPy's and TensorFlow's generators."""
+
+    class TwoOptimizers(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.counter = layers.Dense(1), tf.Variable(0)
+            self.first, self.second = keras.optimizers.Adam(), keras.optimizers.Adam()
+            self.draws = tf.random.Generator.from_seed(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            x = x * random.random() * np.random.random() + self.draws.normal((), dtype=x.dtype)
+            for optimizer in (self.first, self.second):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(self(x) - y))
+                optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            self.counter.assign_add(1)
+            return {"loss": loss}
+
+    model = TwoOptimizers()
+    model(X)
+    parallel = keras_dp.DataParallelModel(model, devices=2)
+    parallel.compile(loss=None)
+
+    def state():
+        variables = (*model.variables, *model.first.variables, *model.second.variables, model.counter, model.draws.state)
+        return [np.array(variable) for variable in variables], random.getstate(), np.random.get_state()[1].tolist()
+
+    parallel.fit(X, Y, batch_size=ROWS, verbose=0)
+    before = state()
+    parallel.report()
+    keras_dp.communication_report(parallel, (X, Y))
+    after = state()
+    assert_same(before[0], after[0], 0)
+    assert before[1:] == after[1:]
+
+
+def test_a_number_of_rows_that_is_not_known_is_said_to_be_assumed():
+    parallel = wrapped(layers.Dense(1), devices=2)
+    parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), shuffle=False, verbose=0)
+    assert "32 rows on 2 devices (assumed: pass a batch for your own number)" in str(parallel.report())
+    parallel.train_on_batch(X[:6], Y[:6])
+    assert parallel.report().heading == "A training step of 6 rows on 2 devices"
+    few = wrapped(layers.Dense(1), devices=2)
+    few.fit(X[:6], Y[:6], batch_size=32, verbose=0)
+    assert few.report().heading == "A training step of 6 rows on 2 devices"
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_batches_of_sizes_that_differ_cannot_be_made_up():
     parallel = keras_dp.DataParallelModel(
@@ -117,11 +170,13 @@ def test_a_step_that_refuses_ones_asks_for_a_batch():
     assert parallel.report((X / 2, Y)).batch_rows == ROWS
 
 
-def test_eager_steps_have_no_report():
+@pytest.mark.parametrize("batch", [(X, Y), None], ids=["batch", "none"])
+def test_eager_steps_have_no_report(batch):
     parallel = wrapped(layers.Dense(1))
     parallel.compile("sgd", "mse", run_eagerly=True)
+    parallel.fit(X, Y, verbose=0)
     with pytest.raises(ValueError, match=r"report\(\) takes a compiled DataParallelModel that does not run eagerly"):
-        parallel.report((X, Y))
+        parallel.report(batch)
 
 
 REPORT = Report(
@@ -150,6 +205,7 @@ REPORT = Report(
         ({}, "The devices divide 100 % of the arithmetic: up to 2.0 times the speed of one device."),
         ({"devices": ["GPU:0"], "rows": [8]}, "There is one device, which computes all."),
         ({"rows": [0, 8]}, "1 of 2 devices have no rows: use batches of 2 rows or more."),
+        ({"batch_rows": 1, "rows": [0, 1]}, "The batch counts as one row, since it has no more or all its tensors stay whole"),
         ({"share": None, "flops": None}, "How much of the arithmetic the devices divide is not known"),
         (
             {"share": 0.5},
@@ -158,7 +214,7 @@ REPORT = Report(
         ({"flops": 10**9}, "but compute only 42 operations for each byte that they send. GPUs would wait for their links"),
         ({"workers": 2, "batch_rows": 16}, "up to 4.0 times the speed of one device"),
     ],
-    ids=["good", "one device", "idle", "unknown", "once", "small", "workers"],
+    ids=["good", "one device", "idle", "one row", "unknown", "once", "small", "workers"],
 )
 def test_the_verdict(changes, verdict):
     report = dataclasses.replace(REPORT, **changes)

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dp
+from keras_dp.partition.facts.node import Plan
 from keras_dp.steps import slow_steps
 
 ROWS, FEATURES = 8, 4
@@ -59,7 +61,7 @@ def test_verbose_0_is_silent(caplog):
 
 
 @pytest.mark.parametrize(("typical", "count"), [(0.002, 1), (0.0, 0)])
-def test_an_evaluation_or_a_filled_buffer_is_not_typical(typical, count, caplog, monkeypatch):
+def test_a_filled_buffer_is_not_typical(typical, count, caplog, monkeypatch):
     """One wait and one pause are longer than all steps together."""
     clock, waited = itertools.count(), tf.Variable(0.0)
     seconds = [0.01 * step + 9.0 * (step > STEPS // 2) for step in range(STEPS)]
@@ -73,19 +75,44 @@ def test_an_evaluation_or_a_filled_buffer_is_not_typical(typical, count, caplog,
     assert [record.message.startswith("A step takes 10.0 ms, and waits 2.0 ms") for record in caplog.records] == [True] * count
 
 
-@pytest.mark.parametrize(("launch", "count"), [(1.0, 1), (0.0, 0)])
-def test_few_rows_are_told(launch, count, caplog, monkeypatch):
-    monkeypatch.setattr(slow_steps, "LARGE_WAIT", 1.0)
-    monkeypatch.setattr(slow_steps, "LAUNCH_SECONDS", launch)
-    told = said(caplog)
-    assert len(told) == count
-    assert all("too few rows to be busy" in one for one in told)
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_an_evaluation_between_steps_does_not_count(caplog):
+    """With two batches in an epoch, every other interval has a long evaluation."""
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1)]), devices=2)
+    parallel.compile("sgd", "mse")
+    data, slow = tf.data.Dataset.from_tensors(BATCH).repeat(2), slow_batches().take(2)
+    with caplog.at_level(logging.INFO, logger="keras_dp"):
+        parallel.fit(data, epochs=STEPS, validation_data=slow, verbose=2, shuffle=False)
+    assert not [record.message for record in caplog.records if record.message.startswith("A step takes")]
+
+
+def test_a_wait_of_less_than_a_millisecond_is_none():
+    """It takes that long to take a batch that is ready; a tiny step does not take much longer."""
+    assert slow_steps._comment(0.002, 0.0009, None, False) is None
+    assert slow_steps._comment(0.002, 0.0011, None, False) is not None
+
+
+@pytest.mark.parametrize(
+    ("devices", "seconds", "jit_compile", "is_told"),
+    [
+        (["GPU:0", "GPU:1"], 0.004, False, True),
+        (["GPU:0", "GPU:1"], 0.02, False, False),
+        (["GPU:0", "GPU:1"], 0.004, True, False),
+        (["CPU:0", "CPU:1"], 0.004, False, False),
+        (["GPU:0"], 0.004, False, False),
+    ],
+)
+def test_few_rows_are_told(devices, seconds, jit_compile, is_told):
+    """800 operations take 4 ms to begin on a GPU."""
+    plans = {str(i): Plan([], needs=[]) for i in range(800)}
+    partition = SimpleNamespace(devices=devices, propagation=SimpleNamespace(plans=plans), gathered=[])
+    told = slow_steps._comment(seconds, 0.0, partition, jit_compile)
+    assert (told is not None and "800 operations take to begin: each device has too few rows" in told) is is_told
 
 
 @pytest.mark.parametrize("stack", [[LargeProduct()], [layers.Dense(64, name="first")]], ids=["once", "on towers"])
 def test_products_that_one_device_computes_are_told(stack, caplog, monkeypatch):
     monkeypatch.setattr(slow_steps, "LARGE_WAIT", 1.0)
-    monkeypatch.setattr(slow_steps, "LAUNCH_SECONDS", 0.0)
     told = said(caplog, stack=stack)
     assert len(told) == isinstance(stack[0], LargeProduct)
     assert all(one.startswith("One device computes") and "parallel.report()" in one for one in told)

@@ -65,12 +65,13 @@ def test_python_m_is_the_command_and_answers_without_tensorflow():
 
 
 @pytest.mark.processes
-def test_a_package_that_is_run_as_a_module_has_all_names(tmp_path):
+@pytest.mark.parametrize("form", ["-m package.train", "-um package.train", "-Bmpackage.train"])
+def test_a_package_that_is_run_as_a_module_has_all_names(form, tmp_path):
     """Python imports the package before it names the module in sys.argv."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import keras_dp\nmodel = keras_dp.DataParallelModel\n")
     (tmp_path / "package" / "train.py").write_text("from package import model\nprint(model.__name__)\n")
-    command = [sys.executable, "-m", "package.train"]
+    command = [sys.executable, *form.split()]
     assert subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout == "DataParallelModel\n"
 
 

@@ -110,7 +110,10 @@ def run(options: argparse.Namespace) -> int:
         _write(results, options.out or path.parent)
         return 0
     if options.compare is not None:
-        print(summary.compare(*(results for _, results in options.compare)))
+        try:
+            print(summary.compare(*(results for _, results in options.compare)))
+        except ValueError as error:
+            raise argparse.ArgumentError(None, f"--compare: {error}") from error
         return 0
     survey = _survey(options)
     cells = _cells(options, survey)
@@ -300,6 +303,8 @@ def _results(value: str) -> tuple[Path, dict[str, Any]]:
     path = Path(value)
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        return path, {"title": results["command"], **{name: results[name] for name in results}, "rows": results["rows"]}
+        for run in results["runs"]:
+            Cell(*(run[name] for name in Cell._fields)), max(run["step_milliseconds"])
+        return path, {"title": results["command"], **results, "rows": results["rows"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"must be a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error

@@ -159,20 +159,38 @@ speed-up: the step time of plain Keras on one device for the same batch, divided
     the speed-up of a tower. Logical CPUs share the cores that one device uses alone, so no speed-up is to be expected there."""
 
 
+_ROUNDS = 3
+_SMALL_CHANGE = 0.02
+
+
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Compares the step times of two benchmarks, as bench.json holds them, cell by cell.
 
-    A change counts as one if the rounds of the two benchmarks do not overlap: load on the machine differs from round to round.
+    A change counts as one if it is more than 2 %, and the rounds of the two benchmarks, at least three each, do not overlap:
+    load on the machine differs from round to round.
+
+    Raises:
+        ValueError: if the benchmarks have no line in common.
     """
     before, after = _medians_of_rounds(old), _medians_of_rounds(new)
+    if not before.keys() & after.keys():
+        raise ValueError("The benchmarks have measured no engine with the same number of towers and the same batch.")
     lines = [f"{'engine':<9}{'towers':>7}{'batch':>8}{'old, ms':>24}{'new, ms':>24}{'new / old':>11}"]
     for cell in before.keys() & after.keys():
         ratio = statistics.median(after[cell]) / statistics.median(before[cell])
         overlaps = min(after[cell]) <= max(before[cell]) and min(before[cell]) <= max(after[cell])
-        verdict = "no difference beyond noise" if overlaps else ("faster" if ratio < 1 else "slower")
+        is_noise = overlaps or abs(ratio - 1) < _SMALL_CHANGE
+        verdict = "no difference beyond noise" if is_noise else ("faster" if ratio < 1 else "slower")
+        if min(len(before[cell]), len(after[cell])) < _ROUNDS:
+            verdict = f"too few rounds to tell: {_ROUNDS} are needed"
         shown = "".join(f"{_with_range(times):>24}" for times in (before[cell], after[cell]))
         lines.append(f"{cell.engine:<9}{cell.towers:>7}{cell.batch_size:>8}{shown}{ratio:>11.2f}  {verdict}")
-    return "\n".join([lines[0], *sorted(lines[1:], key=lambda line: (int(line.split()[1]), line))])
+    others = [
+        f"They differ in {name}: {old[name]} before, {new[name]} after."
+        for name in ("command", "environment")
+        if old.get(name) != new.get(name)
+    ]
+    return "\n".join([*others, lines[0], *sorted(lines[1:], key=lambda line: (int(line.split()[1]), line))])
 
 
 def _medians_of_rounds(results: Mapping[str, Any]) -> dict[Cell, list[float]]:

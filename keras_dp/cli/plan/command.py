@@ -285,7 +285,10 @@ def _constants(path: str) -> dict[str, float]:
         findings = json.loads(Path(path).read_text())
         (copies,) = [finding["data"] for finding in findings if finding["name"] == "copies"]
         latencies, rates = ([copy[name] for copy in copies.values()] for name in ("microseconds", "gigabytes_per_second"))
-        return {"latency_microseconds": statistics.median(latencies), "gigabytes_per_second": min(rates)}
+        measured = {"latency_microseconds": statistics.median(latencies), "gigabytes_per_second": min(rates)}
+        if not all(0 < number < float("inf") for number in measured.values()):
+            raise ValueError(f"times and rates must be positive, not {measured}")
+        return measured
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"must be a file that keras-dp check --json has written on GPUs. Received: {path!r} ({error})"

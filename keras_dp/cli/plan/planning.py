@@ -19,7 +19,7 @@ from keras_dp.reports.kinds_of_copies import KINDS
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
 
 EXCHANGED = ("weights", "gradients", "moments")
-_MOST_ROWS = 2**18
+_FEW_ROWS, _MOST_ROWS = 2**10, 2**18
 
 
 def main() -> None:
@@ -58,14 +58,15 @@ def most_rows(peak_of_rows: Callable[[int], float], rows: int, memory: float) ->
         rows: a number of rows to begin with.
         memory: the bytes of a GPU.
     """
+    rows = min(rows, _FEW_ROWS)
     least = peak = peak_of_rows(rows)
     # The peak of few rows may be one of weights alone.
     while peak <= least and rows < _MOST_ROWS:
         rows *= 8
         peak = peak_of_rows(rows)
-    if peak <= least:
-        return None if peak <= memory else 0
     slope = (peak_of_rows(2 * rows) - peak) / rows
+    if slope <= 0:
+        return None if peak <= memory else 0
     return max(rows + int((memory - peak) / slope), 0)
 
 
