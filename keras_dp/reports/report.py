@@ -290,5 +290,5 @@ def _flops_in_words(flops: int) -> str:
 
 
 def _html_row(heading: str, texts: Sequence[str]) -> str:
-    cell = '<td style="text-align: left">'
+    cell = '<td style="text-align: left; vertical-align: top">'
     return f"<tr>{cell}{html.escape(heading)}</td>{cell}{'<br>'.join(map(html.escape, texts))}</td></tr>"

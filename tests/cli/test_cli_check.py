@@ -132,6 +132,38 @@ def test_a_result_that_differs(findings, monkeypatch):
     assert any("Relu" in line for line in found.table)
 
 
+class DrawsByItself(keras.layers.Layer):
+    """Draws from the operating system's randomness, and not from Keras's seeds."""
+
+    def build(self, shape):
+        self.generator = tf.random.Generator.from_non_deterministic_state()
+
+    def call(self, x):
+        return x * self.generator.uniform(tf.shape(x))
+
+
+def test_a_layer_that_draws_its_own_randomness(monkeypatch):
+    def build():
+        parallel = keras_dp.DataParallelModel(
+            keras.Sequential([keras.Input((4,)), DrawsByItself(), keras.layers.Dense(2)]), devices=2
+        )
+        parallel.compile("sgd", "mse")
+        return parallel
+
+    keras.config.set_floatx("float32")
+    found = training.repeated(build, tf.data.Dataset.from_tensors((np.ones((8, 4), "float32"), np.ones((8, 2), "float32"))))
+    assert found.verdict == "warn"
+    assert found.seen.startswith("the same seed gives weights that differ by ")
+    assert "without Keras's seeds" in found.advice
+
+
+@pytest.mark.parametrize(("package", "version"), [("keras", "3.99.0"), ("tf", "2.99.0")])
+def test_a_version_that_was_never_tested(package, version, monkeypatch):
+    monkeypatch.setattr(getattr(machine, package), "__version__", version)
+    found = machine.versions_found()
+    assert (found.verdict, "not tested with versions as new" in found.advice) == ("warn", True)
+
+
 def test_gpus_that_tensorflow_does_not_see(tmp_path, monkeypatch):
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")

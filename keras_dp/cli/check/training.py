@@ -42,7 +42,10 @@ def repeated(build: Callable[[], Any], batches: tf.data.Dataset) -> Finding:
     apart = max((float(np.max(np.abs(a - b), initial=0.0)) for a, b in zip(*weights, strict=True)), default=0.0)
     if apart == 0:
         return Finding("repeated", "pass", "the same seed gives the same weights, bit for bit")
-    advice = "Some kernels add in any order. tf.config.experimental.enable_op_determinism() makes them repeat, and slower."
+    advice = (
+        "Does a layer draw random numbers without Keras's seeds? Some kernels also add in any order: "
+        "tf.config.experimental.enable_op_determinism() makes them repeat, and slower."
+    )
     return Finding("repeated", "warn", f"the same seed gives weights that differ by {apart:.1e}", advice)
 
 
