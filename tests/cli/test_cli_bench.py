@@ -358,7 +358,12 @@ def test_table():
     assert " ".join(keras_dp_line.split()) == "keras_dp 2 256 6.00 5.20 to 7.60 - 2.00 (100 %) 1.5 700 2.50 2.3000"
     assert " ".join(ceiling_line.split()) == "ceiling 2 256 failed - - - - - - -"
     assert " ".join(single_line.split()) == "single 2 256 12.00 10.40 to 13.60 0.50 (0.50 to 0.50) - 1.5 700 0.00 2.3000"
-    assert max(map(len, summary.table(rows).splitlines())) <= 128
+    for width in (128, 120, 80):
+        lines = summary.table(rows, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert all(name in lines[0] for name in ("engine", "towers", "batch", "step", "speed-up"))
+    assert "loss" in summary.table(rows, 128)
+    assert "loss" not in summary.table(rows, 120)
 
 
 @pytest.mark.parametrize("with_matplotlib", [True, False])

@@ -175,7 +175,7 @@ def test_alternatives_and_json(monkeypatch, capsys):
 
 def test_more_rows_in_more_time_are_a_speed_up():
     more = dataclasses.replace(FIRST, batch_size=256, milliseconds=16.0)
-    assert plan.row(PlannedRun("mlp", 4), more, FIRST).split()[3] == "2.00"
+    assert plan.Line(PlannedRun("mlp", 4), more, FIRST).speed_up == 2
 
 
 def test_a_failure_is_shown(monkeypatch, capsys):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_dp import choices, installation
-from keras_dp.cli import runs
+from keras_dp.cli import runs, tables
 from keras_dp.cli.arguments import add_model_arguments, argument, positive
 from keras_dp.cli.bench import plot, summary
 from keras_dp.cli.bench.summary import Cell
@@ -264,7 +264,9 @@ def _show(results: Mapping[str, Any]) -> None:
     """Prints the table and the failures."""
     rows = [summary.Row(**row) for row in results["rows"]]
     rounds = max((run["round"] for run in results["runs"]), default=0)
-    print(f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(rows)}\n\n{summary.LEGEND}")
+    width = tables.terminal_width()
+    print(f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(rows, width)}\n")
+    print(tables.legend(summary.LEGEND, min(width, tables.WIDEST)))
     print(f"measured in {rounds} round{'' if rounds == 1 else 's'}")
     for failure in results["failures"]:
         cell = Cell(*(failure[name] for name in Cell._fields))

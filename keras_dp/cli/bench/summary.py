@@ -3,13 +3,15 @@
 import csv
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_dp.cli import tables
 from keras_dp.cli.runs import Measurement
+from keras_dp.cli.tables import Column
 
 
 class Cell(NamedTuple):
@@ -105,15 +107,6 @@ def _ratios(engine: str, cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]
     ]
 
 
-class Column(NamedTuple):
-    """A column of the table: two lines of heading, the width in characters, and a function that shows a row's entry."""
-
-    heading: str
-    unit: str
-    width: int
-    show: Callable[[Row], str]
-
-
 def _number(value: float | None, decimals: int) -> str:
     return "-" if value is None else f"{value:.{decimals}f}"
 
@@ -139,24 +132,26 @@ def _step(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("towers", "", 6, lambda row: str(row.towers)),
+    Column("engine  ", "", 8, lambda row: f"{row.engine:<8}"),
+    Column("towers", "", 7, lambda row: str(row.towers)),
     Column("batch", "", 7, lambda row: str(row.batch_size)),
     Column("step", "ms", 10, _step),
-    Column("10 % to 90 %", "of steps, ms", 19, _spread),
-    Column("keras_dp over it", "(range by round)", 22, _ratio),
+    Column("10 % to 90 %", "of steps, ms", 19, _spread, 3),
+    Column("keras_dp over it", "(range by round)", 22, _ratio, 1),
     Column("speed-up", "(efficiency)", 14, _speed_up),
-    Column("first", "step, s", 9, lambda row: _number(row.first_step_seconds, 1)),
-    Column("peak", "memory, MB", 12, lambda row: _number(row.peak_memory_megabytes, 0)),
-    Column("sent in a", "step, MB", 11, lambda row: _number(row.communication_megabytes, 2)),
-    Column("mean", "loss", 9, lambda row: _number(row.loss, 4)),
+    Column("first", "step, s", 9, lambda row: _number(row.first_step_seconds, 1), 2),
+    Column("peak", "memory, MB", 12, lambda row: _number(row.peak_memory_megabytes, 0), 4),
+    Column("sent in a", "step, MB", 11, lambda row: _number(row.communication_megabytes, 2), 5),
+    Column("mean", "loss", 9, lambda row: _number(row.loss, 4), 6),
 )
 
-
-LEGEND = """\
-keras_dp over it: the step time of keras_dp, divided by the step time of this engine in the same round; below 1, keras_dp is
-    faster. The table shows the median, the lowest and the highest of the rounds.
-speed-up: the step time of plain Keras on one device for the same batch, divided by the step time of this engine. Efficiency:
-    the speed-up of a tower. Logical CPUs share the cores that one device uses alone, so no speed-up is to be expected there."""
+LEGEND = (
+    "keras_dp over it: the step time of keras_dp, divided by the step time of this engine in the same round; below 1, keras_dp "
+    "is faster. The table shows the median, the lowest and the highest of the rounds.",
+    "speed-up: the step time of plain Keras on one device for the same batch, divided by the step time of this engine. "
+    "Efficiency: the speed-up of a tower. Logical CPUs share the cores that one device uses alone, so no speed-up is to be "
+    "expected there.",
+)
 
 
 _ROUNDS = 3
@@ -212,17 +207,15 @@ def machine(environment: Mapping[str, Any]) -> str:
     return f"{environment['processor']}, {environment['cores']} cores, {gpus}; {versions}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Formats the rows as text of at most 128 columns, with an empty line where the number of towers changes."""
-    lines = [
-        f"{'engine':<9}" + "".join(f"{column.heading:>{column.width}}" for column in COLUMNS),
-        f"{'':<9}" + "".join(f"{column.unit:>{column.width}}" for column in COLUMNS),
-    ]
+def table(rows: Sequence[Row], width: int = tables.WIDEST) -> str:
+    """Formats the rows as text of so many columns at most, with an empty line where the number of towers changes."""
+    columns = tables.fitting(COLUMNS, width)
+    lines = [tables.heading(columns)]
     towers = None
     for row in rows:
         lines += [""] if row.towers != towers else []
         towers = row.towers
-        lines.append(f"{row.engine:<9}" + "".join(f"{column.show(row):>{column.width}}" for column in COLUMNS))
+        lines.append(tables.line(columns, row))
     return "\n".join(lines)
 
 

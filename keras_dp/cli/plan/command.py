@@ -14,11 +14,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from keras_dp.cli import runs
+from keras_dp.cli import runs, tables
 from keras_dp.cli.arguments import add_model_arguments, argument
 from keras_dp.cli.runs import RunFailedError
+from keras_dp.cli.tables import Column
 from keras_dp.gpu_model import hardware
 
 
@@ -167,20 +168,22 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise argparse.ArgumentError(None, f"--link: {error}") from error
     say = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    say(f"{described(machine)}\n{options.command}\n\n{HEADING}")
+    width = tables.terminal_width()
+    columns = tables.fitting(COLUMNS, width)
+    say(f"{described(machine)}\n{options.command}\n\n{tables.heading(columns)}")
     plans: list[Plan] = []
     others: list[Plan] = []
     alternatives = _alternatives(planned[-1]) if options.alternatives else []
     try:
         for one in planned:
             plans.append(plan_in_new_process(one))
-            say(row(one, plans[-1], plans[0]))
+            say(tables.line(columns, Line(one, plans[-1], plans[0])))
         for one in alternatives:
             others.append(plan_in_new_process(one))
     except RunFailedError as error:
         say(f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}")
         return 1
-    say(f"\n{LEGEND}")
+    say(f"\n{tables.legend(LEGEND, width)}")
     if others:
         say(f"\n{advice([planned[-1], *alternatives], [plans[-1], *others])}")
     say(f"\na step on {planned[-1].towers} GPUs:\n{plans[-1].audit}")
@@ -234,32 +237,49 @@ def described(machine: hardware.Machine) -> str:
     )
 
 
-HEADING = "\n".join(
-    [
-        f"{'':>6}{'':>8}{'step':>10}{'speed-':>9}{'busy':>12}{'peak':>10}{'fits':>9}{'copies':>9}{'one GPU':>9}{'one GPU':>10}"
-        f"{'control':>9}{'to and':>11}",
-        f"{'towers':>6}{'batch':>8}{'ms':>10}{'up':>9}{'%':>12}{'MB':>10}{'rows':>9}{'':>9}{'sends':>9}{'receives':>10}"
-        f"{'edges':>9}{'from host':>11}",
-    ]
+class Line(NamedTuple):
+    """A step of the table, its prediction, and the prediction of the first line."""
+
+    planned: PlannedRun
+    plan: Plan
+    first: Plan
+
+    @property
+    def speed_up(self) -> float:
+        """The rows in a second, divided by those of the first line."""
+        return self.plan.batch_size / self.plan.milliseconds / (self.first.batch_size / self.first.milliseconds)
+
+
+def _busy(line: Line) -> str:
+    return " to ".join(f"{100 * share:.0f}" for share in sorted(line.plan.busy, reverse=True))
+
+
+def _fits(line: Line) -> str:
+    return "any" if line.plan.largest_batch is None else str(line.plan.largest_batch)
+
+
+COLUMNS = (
+    Column("", "towers", 6, lambda line: str(line.planned.towers)),
+    Column("", "batch", 8, lambda line: str(line.plan.batch_size)),
+    Column("step", "ms", 10, lambda line: f"{line.plan.milliseconds:.2f}"),
+    Column("speed-", "up", 9, lambda line: f"{line.speed_up:.2f}"),
+    Column("busy", "%", 12, _busy, 1),
+    Column("peak", "MB", 10, lambda line: f"{line.plan.peak_megabytes:.0f}"),
+    Column("fits", "rows", 9, _fits),
+    Column("copies", "", 9, lambda line: str(sum(line.plan.copies.values())), 2),
+    Column("one GPU", "sends", 9, lambda line: str(line.plan.most_sent), 3),
+    Column("one GPU", "receives", 10, lambda line: str(line.plan.most_received), 4),
+    Column("control", "edges", 9, lambda line: str(line.plan.controls), 5),
+    Column("to and", "from host", 11, lambda line: f"{line.plan.to_host} + {line.plan.from_host}", 6),
 )
-LEGEND = """\
-speed-up: the rows in a second, divided by those of the first line.
-busy: the share of the step in which the busiest and the idlest GPU run operations.
-peak: the memory of the fullest GPU. fits: about the largest batch for which it is enough.
-one GPU sends, receives: the most copies of weights, gradients and moments in a step.
-to and from host: the tensors that an operation of a GPU takes from the other memory than they are made in."""
 
-
-def row(planned: PlannedRun, plan: Plan, first: Plan) -> str:
-    """Formats a line of the table."""
-    speed_up = plan.batch_size / plan.milliseconds / (first.batch_size / first.milliseconds)
-    busy = " to ".join(f"{100 * share:.0f}" for share in sorted(plan.busy, reverse=True))
-    return (
-        f"{planned.towers:>6}{plan.batch_size:>8}{plan.milliseconds:>10.2f}{speed_up:>9.2f}{busy:>12}{plan.peak_megabytes:>10.0f}"
-        f"{'any' if plan.largest_batch is None else plan.largest_batch:>9}"
-        f"{sum(plan.copies.values()):>9}{plan.most_sent:>9}{plan.most_received:>10}{plan.controls:>9}"
-        f"{f'{plan.to_host} + {plan.from_host}':>11}"
-    )
+LEGEND = (
+    "speed-up: the rows in a second, divided by those of the first line.",
+    "busy: the share of the step in which the busiest and the idlest GPU run operations.",
+    "peak: the memory of the fullest GPU. fits: about the largest batch for which it is enough.",
+    "one GPU sends, receives: the most copies of weights, gradients and moments in a step.",
+    "to and from host: the tensors that an operation of a GPU takes from the other memory than they are made in.",
+)
 
 
 def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:

@@ -1,0 +1,56 @@
+"""Print tables that fit the terminal: columns that matter least are left out where it is narrow."""
+
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+WIDEST = 128  # where there is no terminal
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        heading: the first line of its heading.
+        unit: the second line.
+        width: its width in characters.
+        show: returns its entry for a row.
+        rank: the columns of the largest ranks are left out first.
+    """
+
+    heading: str
+    unit: str
+    width: int
+    show: Callable[[Any], str]
+    rank: int = 0
+
+
+def terminal_width() -> int:
+    """Returns the width of the terminal, or as much as the widest table needs if there is none."""
+    return shutil.get_terminal_size((WIDEST, 24)).columns
+
+
+def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """Returns the columns that fit in so many characters, in their order. A column of rank 0 always stays."""
+    kept = list(columns)
+    for column in sorted(columns, key=lambda column: -column.rank):
+        if sum(each.width for each in kept) > width and column.rank:
+            kept.remove(column)
+    return kept
+
+
+def heading(columns: Sequence[Column]) -> str:
+    """Returns the two lines of the heading."""
+    lines = ("".join(f"{column[i]:>{column.width}}" for column in columns) for i in (0, 1))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def line(columns: Sequence[Column], row: Any) -> str:
+    """Returns the line of a row."""
+    return "".join(f"{column.show(row):>{column.width}}" for column in columns)
+
+
+def legend(texts: Sequence[str], width: int) -> str:
+    """Returns explanations of columns, each wrapped to so many characters."""
+    return "\n".join(textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False) for text in texts)
