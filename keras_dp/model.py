@@ -14,6 +14,7 @@ from keras_dp import choices
 from keras_dp.argument_names import suggesting_names
 from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy, empty_prediction_refused
+from keras_dp.batches.input_wait import InputWait
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.shards import with_empty_batches
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, known_rows, own_rows, rows_of_batches
@@ -37,7 +38,7 @@ from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
 from keras_dp.steps.verification import verification
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
-from keras_dp.wrapping.wrapper import has_own_step, refuse_strategy
+from keras_dp.wrapping.wrapper import has_own_step, listed, refuse_strategy
 
 Logs = dict[str, Any]
 
@@ -195,6 +196,9 @@ class DataParallelModel(CompiledWrapper):
             WorkerLostError: if a worker is lost.
         """
         with self._call("fit", _given(DataParallelModel.fit, locals()), sharded) as arguments:
+            measures = any(isinstance(callback, InputWait) for callback in listed(arguments.get("callbacks")))
+            if measures and self._feed.waiting.turn_on():
+                self._forget_traces()
             self._announce(arguments)
             self._steps.slow_steps.is_wanted = arguments.get("verbose") != 0 and self._workers.is_chief
             calls = self._steps.calls

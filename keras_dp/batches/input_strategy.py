@@ -94,7 +94,7 @@ class InputStrategy:
         self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
-        self.waiting = Waiting()
+        self.waiting = Waiting(is_on=not self.prefetches)
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)
         self._found = FoundWhole()

@@ -13,12 +13,16 @@ class Waiting:
     A call of one step fetches its batch: it waits from its beginning until the batch is there. A call of several steps fetches
     the next batch while a step runs: a step waits from the end of the step before it.
 
+    Args:
+        is_on: whether the time is measured. A host that waits for tensors of GPUs also waits for all that these compute.
+
     Attributes:
         seconds: the time so far, a float64 variable.
         several: whether a call runs several steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_on: bool = True) -> None:
+        self._is_on = is_on
         self._before: Any = None
         self._is_tracing = False
         with tf.device(HOST):
@@ -26,19 +30,26 @@ class Waiting:
             self._since = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         self.several = False
 
+    def turn_on(self) -> bool:
+        """Measures from now on. Returns whether this is a change, so that steps must be retraced."""
+        is_new, self._is_on = not self._is_on, True
+        return is_new
+
     def call_begins(self) -> None:
         """Is called before each call of steps."""
-        if self.several:
+        if self._is_on and self.several:
             self._is_tracing, self._before = False, self.seconds.read_value()
             self._since.assign(tf.timestamp())
 
     def call_ends(self) -> None:
         """Is called after each call of steps. A call that also traced is not counted: it waited for more than its input."""
-        if self.several and self._is_tracing:
+        if self._is_on and self.several and self._is_tracing:
             self.seconds.assign(self._before)
 
     def batch_is_there(self, batch: Any) -> None:
         """Is called with the batch of a step, in the function that is being traced."""
+        if not self._is_on:
+            return
         self._is_tracing = True
         begin = self._since.read_value() if self.several else tf.timestamp()
         with tf.control_dependencies(_tensors(batch)):
@@ -46,7 +57,7 @@ class Waiting:
 
     def step_ends(self, result: Any) -> None:
         """Is called with the result of a step, in the function that is being traced."""
-        if self.several:
+        if self._is_on and self.several:
             with tf.control_dependencies(_tensors(result)):
                 self._since.assign(tf.timestamp())
 

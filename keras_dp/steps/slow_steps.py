@@ -26,7 +26,7 @@ class SlowSteps:
     """Observes some fifty steps of a training, and logs one line if something else than arithmetic takes their time.
 
     Args:
-        seconds_waited: the time for which steps have waited for their input.
+        seconds_waited: the time for which steps have waited for their input; it stays 0 if that is not measured.
 
     Attributes:
         is_wanted: whether the current training may be commented.

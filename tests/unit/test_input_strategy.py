@@ -51,7 +51,10 @@ def test_a_users_own_autotuning_is_kept():
 
 @pytest.mark.parametrize("devices", [["GPU:0", "GPU:1"], ["CPU:0"], ["GPU:0", "CPU:0"]])
 def test_slices_are_sent_ahead_if_all_devices_are_gpus(devices):
-    assert InputStrategy(devices, lambda: False, lambda: None).prefetches is ("CPU:0" not in devices)
+    feed = InputStrategy(devices, lambda: False, lambda: None)
+    assert feed.prefetches is ("CPU:0" not in devices)
+    # The time for which a host waits for GPUs is not one for which they wait for input.
+    assert feed.waiting.turn_on() is feed.prefetches
 
 
 def test_slices_wait_on_their_devices():
