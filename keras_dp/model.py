@@ -30,7 +30,8 @@ from keras_dp.partition.inspecting.explanation import Explanation, explain
 from keras_dp.partition.inspecting.picture import bytes_in_words
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
-from keras_dp.reports.report import Report, report_of
+from keras_dp.reports.report import Report
+from keras_dp.reports.reporting import report_of
 from keras_dp.reports.step_graph import refuse_what_has_no_graph
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
@@ -196,8 +197,8 @@ class DataParallelModel(CompiledWrapper):
             WorkerLostError: if a worker is lost.
         """
         with self._call("fit", _given(DataParallelModel.fit, locals()), sharded) as arguments:
-            measures = any(isinstance(callback, InputWait) for callback in listed(arguments.get("callbacks")))
-            if measures and self._feed.waiting.turn_on():
+            is_asked = any(isinstance(callback, InputWait) for callback in listed(arguments.get("callbacks")))
+            if self._feed.waiting.measure(is_asked or not self._feed.prefetches):
                 self._forget_traces()
             self._announce(arguments)
             self._steps.slow_steps.is_wanted = arguments.get("verbose") != 0 and self._workers.is_chief
@@ -593,7 +594,8 @@ class DataParallelModel(CompiledWrapper):
         return super().__call__(*args, **kwargs)
 
     def _announce(self, arguments: dict[str, Any]) -> None:
-        rows = None if self._feed.takes_shards else rows_of_batches(arguments.get("x"), arguments.get("batch_size"))
+        data = arguments.get("x"), arguments.get("batch_size")
+        rows = None if self._feed.takes_shards else rows_of_batches(*data, self._feed.named)
         self._batch_rows = rows
         if self._announced or arguments.get("verbose") == 0 or self._is_eager() or not self._workers.is_chief:
             return

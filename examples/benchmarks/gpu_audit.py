@@ -22,7 +22,7 @@ import tensorflow as tf
 import keras_dp
 from keras_dp.cli import models, runs, synthetic
 from keras_dp.cli.plan import planning
-from keras_dp.cli.plan.command import Plan, PlannedRun
+from keras_dp.cli.plan.prediction import Plan, PlannedRun
 from keras_dp.gpu_model.audit import audit
 from keras_dp.gpu_model.hardware import Link, Machine, Processor, machine_of
 from keras_dp.gpu_model.placement import place_step

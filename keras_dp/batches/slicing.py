@@ -220,14 +220,21 @@ def traced_spec(leaf: Any, batch_rows: int | None) -> Any:
     return row_spec(spec, batch_rows if is_known else None)
 
 
-def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
-    """Returns B if the arguments of `fit` determine it: from the batch size for arrays, or from the data; else None."""
+def rows_of_batches(data: Any, batch_size: int | None, whole: WholeTensors = _ALL_CUT) -> int | None:
+    """Returns B if the arguments of `fit` determine it, from the batch size and the rows of arrays, or the data; else None.
+
+    Args:
+        data: the inputs, or batches.
+        batch_size: the argument of `fit`.
+        whole: the tensors that are not cut.
+    """
     if isinstance(data, tf.data.Dataset):
-        return known_rows(data.element_spec)
-    leaves = flatten(data)
-    if all(hasattr(leaf, "shape") for leaf in leaves):
-        rows = [leaf.shape[0] for leaf in leaves if len(leaf.shape) and leaf.shape[0]]
-        return min([batch_size or BATCH_SIZE, *rows])
+        return known_rows(data.element_spec, whole)
+    if all(hasattr(leaf, "shape") for leaf in flatten(data)):
+        size = batch_size or BATCH_SIZE
+        # The paths of tensors that are not cut begin at the batch.
+        types = map_leaves(lambda leaf: tf.TensorSpec(leaf.shape), (data,))
+        return min(size, known_rows(types, whole) or size)
     own = getattr(data, "batch_size", None)
     return own if isinstance(own, int) else None
 

@@ -30,24 +30,24 @@ class Waiting:
             self._since = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         self.several = False
 
-    def turn_on(self) -> bool:
-        """Measures from now on. Returns whether this is a change, so that steps must be retraced."""
-        is_new, self._is_on = not self._is_on, True
-        return is_new
+    def measure(self, is_on: bool) -> bool:
+        """Measures from now on, or no longer. Returns whether this is a change, so that steps must be retraced."""
+        changes, self._is_on = is_on != self._is_on, is_on
+        return changes
 
     def call_begins(self) -> None:
-        """Is called before each call of steps."""
+        """Starts the clock of a call of several steps."""
         if self._is_on and self.several:
             self._is_tracing, self._before = False, self.seconds.read_value()
             self._since.assign(tf.timestamp())
 
     def call_ends(self) -> None:
-        """Is called after each call of steps. A call that also traced is not counted: it waited for more than its input."""
+        """Takes back the time of a call of several steps that also traced: it waited for more than its input."""
         if self._is_on and self.several and self._is_tracing:
             self.seconds.assign(self._before)
 
     def batch_is_there(self, batch: Any) -> None:
-        """Is called with the batch of a step, in the function that is being traced."""
+        """Adds the time until the batch of a step is there, in the function that is being traced."""
         if not self._is_on:
             return
         self._is_tracing = True
@@ -56,7 +56,7 @@ class Waiting:
             self.seconds.assign_add(tf.timestamp() - begin)
 
     def step_ends(self, result: Any) -> None:
-        """Is called with the result of a step, in the function that is being traced."""
+        """Starts the clock of the next step when a result is there, in the function that is being traced."""
         if self._is_on and self.several:
             with tf.control_dependencies(_tensors(result)):
                 self._since.assign(tf.timestamp())

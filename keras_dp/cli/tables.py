@@ -5,11 +5,11 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-WIDEST = 128  # where there is no terminal
+WIDEST = 128
 
 
 class Column(NamedTuple):
-    """A column of a table.
+    """Describes a column of a table.
 
     Attributes:
         heading: the first line of its heading.
@@ -27,8 +27,8 @@ class Column(NamedTuple):
 
 
 def terminal_width() -> int:
-    """Returns the width of the terminal, or as much as the widest table needs if there is none."""
-    return shutil.get_terminal_size((WIDEST, 24)).columns
+    """Returns the width of the terminal, at most that of the widest table, which is also for files."""
+    return min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:

@@ -1,4 +1,4 @@
-"""Name the kinds of machines on which GPUs come otherwise than on Linux itself."""
+"""Tell on which kind of machine this is, and how TensorFlow gets GPUs there."""
 
 import dataclasses
 import os
@@ -7,7 +7,7 @@ import platform
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """A kind of machine.
+    """Describes a kind of machine.
 
     Attributes:
         name: its name.

@@ -1,4 +1,4 @@
-"""Report in one screen how a model trains on its devices, and how much faster that can be."""
+"""Tell in one screen how a model trains on its devices, and how much faster that can be."""
 
 import dataclasses
 import html
@@ -7,37 +7,22 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import keras
-import tensorflow as tf
-
-from keras_dp.arithmetic.share import ArithmeticOfRows
-from keras_dp.batch_normalization.synchronized import batch_norms
-from keras_dp.devices import variable_homes
 from keras_dp.devices.available import in_words
-from keras_dp.keras_internals import keras_models
 from keras_dp.partition.inspecting.picture import bytes_in_words
-from keras_dp.partition.step import Partition
-from keras_dp.partition.tracing.user_lines import current_user_line, user_line
-from keras_dp.reports.communication import communication_report
-from keras_dp.reports.step_graph import refuse_what_has_no_graph
-from keras_dp.reports.wrapped import Wrapped
-from keras_dp.steps.random_states import same_random_states
 
 # A GPU computes 10 to 100 TFLOP/s, and PCIe 4.0 carries 25 GB/s each way: 400 to 4,000 operations in the time of a byte.
 FLOPS_OF_A_BYTE = 1000
-MOST_OF_IT = 0.9  # of the arithmetic
-_NOTABLE = 0.001  # of the arithmetic
-_LARGE = 10**6  # bytes of a weight
-_LARGEST, _LISTED = 3, 5
+ALMOST_ALL = 0.9  # of the arithmetic
+NOTABLE = 0.001  # of the arithmetic
+_OPERATIONS_LISTED = 5
 _WIDTH = 79
 
 
 @dataclasses.dataclass(frozen=True)
 class ComputedOnce:
-    """An operation that one device computes for all rows, while the other devices wait.
+    """Describes an operation that one device computes for all rows, while the other devices wait.
 
     Attributes:
         name: the type of the operation, and the layer or function that it is in.
@@ -101,18 +86,21 @@ class Report:
 
     @property
     def best_speed_up(self) -> float | None:
-        """The speed-up over one device if nothing but arithmetic took time: 1 / (1 - p + p r); None if p is not known.
+        """The speed-up over one device if nothing but arithmetic took time: 1 / (1 - p + p r); None if p or r is not known.
 
         p is the share of the arithmetic that is divided, and r the share of the rows that the busiest device has (Amdahl 1967).
         """
-        if self.share is None:
+        if self.share is None or not max(self.rows):
             return None
         return 1 / (1 - self.share + self.share * max(self.rows) / self.batch_rows)
 
     @property
     def flops_per_byte(self) -> float | None:
-        """The operations of the busiest device for each byte of weights and gradients that it sends or receives."""
-        if self.flops is None or self.share is None or not self.busiest_bytes:
+        """The operations of the busiest device for each byte of weights and gradients that it sends or receives.
+
+        None if they are not known: the bytes between workers are not counted.
+        """
+        if self.flops is None or self.share is None or not self.busiest_bytes or self.workers > 1:
             return None
         return self.flops * (1 - self.share + self.share * max(self.rows) / self.batch_rows) / self.busiest_bytes
 
@@ -126,10 +114,13 @@ class Report:
             return "The batch counts as one row, since it has no more or all its tensors stay whole: one device computes all."
         if idle:
             return f"{idle} of {count} devices have no rows: use batches of {count * self.workers} rows or more."
-        if self.share is None:
-            return "How much of the arithmetic the devices divide is not known: the step takes only this number of rows."
+        if self.share is None or self.best_speed_up is None:
+            return (
+                "How much of the arithmetic the devices divide is not known: the step takes no other number of rows, or "
+                "nothing that is counted grows with them."
+            )
         divided = f"The devices divide {_percent(self.share)} of the arithmetic"
-        if self.share < MOST_OF_IT:
+        if self.share < ALMOST_ALL:
             return f"{divided}. One device computes the rest, so training is at most {self.best_speed_up:.1f} times as fast."
         if self.flops_per_byte is not None and self.flops_per_byte < FLOPS_OF_A_BYTE:
             return (
@@ -158,20 +149,22 @@ class Report:
         facts["precision"] = [", ".join(self.precisions) + (", compiled by XLA" if self.jit_compile else ", without XLA")]
         kinds = ", ".join(f"{kind} {bytes_in_words(size)}" for kind, size in self.sent_bytes.items())
         total = bytes_in_words(sum(self.sent_bytes.values()))
-        facts["sent"] = [f"{self.messages:,} messages, {total} in a step" + (f": {kinds}" if kinds else "")]
+        among = "" if self.workers == 1 else " between this worker's devices"
+        facts["sent"] = [f"{self.messages:,} messages, {total} in a step{among}" + (f": {kinds}" if kinds else "")]
         if self.flops is not None and self.share is not None:
             facts["arithmetic"] = [f"{_flops_in_words(self.flops)} on rows in a step, {_percent(self.share)} of it divided"]
         counted = [str(known) + (f" ({count} of them)" if count > 1 else "") for known, count in Counter(self.once).items()]
-        more = [f"and {len(counted) - _LISTED} more: print(parallel.explain(batch))"] if len(counted) > _LISTED else []
-        facts["computed once"] = [*counted[:_LISTED], *more] or ["nothing on rows"]
+        others = len(counted) - _OPERATIONS_LISTED
+        more = [f"and {others} more: print(parallel.explain(batch))"] if others > 0 else []
+        facts["computed once"] = [*counted[:_OPERATIONS_LISTED], *more] or ["nothing on rows"]
         return facts
 
     def __str__(self) -> str:
         lines = [self.heading, ""]
         for heading, texts in self.facts().items():
             for label, text in zip(itertools.chain([heading], itertools.repeat("")), texts, strict=False):
-                lines += _wrapped(text, f"  {label:<15}", " " * 19)
-        return "\n".join([*lines, "", *_wrapped(self.verdict)])
+                lines += _lines_of(text, f"  {label:<15}", " " * 19)
+        return "\n".join([*lines, "", *_lines_of(self.verdict)])
 
     def _repr_html_(self) -> str:
         """Returns the table for notebooks, in their own colours."""
@@ -186,85 +179,7 @@ _MOMENTS = {
 }
 
 
-def report_of(parallel: Wrapped, batch: Any) -> Report:
-    """Reports how a training step runs on N devices.
-
-    Traces the step, and runs it once to see what devices send each other. All variables are restored afterwards.
-
-    Args:
-        parallel: a compiled `DataParallelModel`.
-        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight).
-
-    Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
-    """
-    refuse_what_has_no_graph("report()", parallel)
-    sent = communication_report(parallel, batch)
-    steps, model = parallel.tower_steps, parallel.inner_model
-    own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
-    slices = steps.slices_of(batch)
-    with same_random_states():
-        traced = steps.trace("train", slices)
-        partition = traced.partition(steps.home)
-        arithmetic = traced.arithmetic(partition)
-    kinds: Counter[str] = Counter()
-    for row in sent.copies:
-        kinds[row.kind] += row.bytes
-    layers = keras_models.flatten_layers(model)
-    return Report(
-        devices=parallel.devices,
-        batch_rows=int(slices[0].batch_rows),
-        workers=steps.inputs.collectives.count,
-        rows=[int(part.rows) for part in own],
-        weight_bytes=_weight_bytes(model.weights),
-        largest_weights=_largest(model.weights),
-        batch_norms=len(batch_norms(model)),
-        batch_norm=steps.batch_norm,
-        precisions=sorted({layer.dtype_policy.name for layer in layers if layer.weights}) or [keras.config.floatx()],
-        jit_compile=steps.jit_compile,
-        messages=sum(row.number for row in sent.copies),
-        sent_bytes={kind: size for kind, size in kinds.items() if size},
-        busiest_bytes=sent.busiest_bytes,
-        flops=arithmetic.total if arithmetic else None,
-        share=arithmetic.share if arithmetic else None,
-        once=sorted(_computed_once(partition, arithmetic), key=lambda known: -(known.share or 0)),
-    )
-
-
-def _computed_once(partition: Partition, arithmetic: ArithmeticOfRows | None) -> Iterator[ComputedOnce]:
-    asked = current_user_line()
-    total = arithmetic.total if arithmetic else 0
-    shares = {name: flops / total for name, flops in arithmetic.once.items()} if arithmetic and total else {}
-    reasons = {known.name: known.reason for known in partition.gathered}
-    types = {node.name: node.op for node in partition.traced.nodes}
-    for name in {**reasons, **shares}:
-        if name in reasons or shares[name] >= _NOTABLE:
-            reason = reasons.get(name, "it takes tensors that one device has computed")
-            share = shares.get(name, 0.0) if arithmetic else None
-            line = user_line(partition.traced.graph, name)
-            within = name.rpartition("/")[0]
-            described = f"{types[name]} in {within}" if within else types[name]
-            # Keras makes most operations for the line that has asked for the report.
-            yield ComputedOnce(described, reason, "" if line == asked else line, share)
-
-
-def _weight_bytes(weights: Sequence[keras.Variable]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for weight in weights:
-        sizes[variable_homes.home(weight)] += _bytes(weight)
-    return dict(sorted(sizes.items()))
-
-
-def _largest(weights: Sequence[keras.Variable]) -> list[tuple[str, int, str]]:
-    by_size = sorted(weights, key=_bytes, reverse=True)[:_LARGEST]
-    return [(weight.path, _bytes(weight), variable_homes.home(weight)) for weight in by_size if _bytes(weight) >= _LARGE]
-
-
-def _bytes(weight: keras.Variable) -> int:
-    return math.prod(weight.shape) * tf.as_dtype(weight.dtype).size
-
-
-def _wrapped(text: str, first: str = "", following: str = "") -> list[str]:
+def _lines_of(text: str, first: str = "", following: str = "") -> list[str]:
     """Returns lines that fit in a terminal. A number and its unit stay together."""
     together = re.sub(r"(?<=\d) (?=[%A-Za-z])", "\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(together, _WIDTH, initial_indent=first, subsequent_indent=following, break_on_hyphens=False)
@@ -279,7 +194,7 @@ def _percent(share: float) -> str:
     """
     if share == 1:
         return "100 %"
-    return f"{math.floor(1000 * share) / 10:.1f} %" if share >= 0.001 else "less than 0.1 %"
+    return f"{math.floor(1000 * share) / 10:.1f} %" if share >= NOTABLE else "less than 0.1 %"
 
 
 def _flops_in_words(flops: int) -> str:

@@ -9,7 +9,7 @@ from keras_dp.steps.towers import TowerSteps
 
 
 class Wrapped(Protocol):
-    """Is the part of `DataParallelModel`, a room above, that reports use; see there."""
+    """Names the part of `DataParallelModel`, a room above, that reports use; see there."""
 
     inner_model: keras.Model
     optimizer: DataParallelOptimizer | None

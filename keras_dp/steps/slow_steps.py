@@ -15,15 +15,15 @@ LARGE_WAIT = 0.1  # of a step
 LARGE_WAIT_SECONDS = 1e-3  # it takes a part of a millisecond to take a batch that is ready
 # A GPU begins an operation about every 5 µs, however small it is; docs/gpu.md measures it.
 LAUNCH_SECONDS = 5e-6
-MOST = 0.5  # of a step
-LARGE_SHARE = 0.25  # of the products of matrices
+MOSTLY_LAUNCHES = 0.5  # of a step
+LARGE_SHARE_ONCE = 0.25  # of the products of matrices
 _PRODUCTS = ("MatMul", "Conv", "Einsum", "Rnn", "RNN")
 
 logger = logging.getLogger("keras_dp")
 
 
 class SlowSteps:
-    """Observes some fifty steps of a training, and logs one line if something else than arithmetic takes their time.
+    """Observes some fifty calls of the training step, and logs one line if training could be faster.
 
     Args:
         seconds_waited: the time for which steps have waited for their input; it stays 0 if that is not measured.
@@ -41,11 +41,11 @@ class SlowSteps:
         self._waits: list[float] = []
 
     def pause(self) -> None:
-        """Is called before each epoch and evaluation: the time until the next step is not that of a step."""
+        """Leaves out the time until the next step, since an epoch or an evaluation begins."""
         self._last = None
 
     def note_call(self, partition: Partition | None, executions: int, jit_compile: bool = False) -> None:
-        """Is called after each call of the training step.
+        """Notes that a call of the training step has ended.
 
         Args:
             partition: the partition of the step; None if it is not known.
@@ -80,13 +80,13 @@ def _comment(step: float, wait: float, partition: Partition | None, jit_compile:
         return None
     on_tower = sum(not plan.is_at_home for plan in partition.propagation.plans.values())
     are_launched = len(partition.devices) > 1 and all("GPU" in device for device in partition.devices) and not jit_compile
-    if are_launched and on_tower * LAUNCH_SECONDS > MOST * step:
+    if are_launched and on_tower * LAUNCH_SECONDS > MOSTLY_LAUNCHES * step:
         return (
             f"A step takes {1e3 * step:.1f} ms, about as long as {on_tower:,} operations take to begin: each device has too "
             "few rows to be busy. A larger batch helps, jit_compile=True, or fewer devices."
         )
     once = _share_of_products_once(partition)
-    if len(partition.devices) > 1 and once > LARGE_SHARE:
+    if len(partition.devices) > 1 and once > LARGE_SHARE_ONCE:
         return (
             f"One device computes {100 * once:.0f} % of the products of matrices in a step, while the others wait. "
             "print(parallel.report()) names these operations."

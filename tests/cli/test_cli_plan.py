@@ -8,8 +8,8 @@ import pytest
 
 from keras_dp.cli import main
 from keras_dp.cli.plan import command as plan
-from keras_dp.cli.plan import planning
-from keras_dp.cli.plan.command import Plan, PlannedRun
+from keras_dp.cli.plan import planning, table
+from keras_dp.cli.plan.prediction import Plan, PlannedRun
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware
 
@@ -112,7 +112,9 @@ def test_table_of_speed_ups(monkeypatch, capsys):
 
 def test_constants_that_check_has_measured(tmp_path):
     copies = {f"GPU:0 to GPU:{i}": {"microseconds": 10.0 * i, "gigabytes_per_second": 30.0 - i} for i in (1, 2, 3)}
-    (tmp_path / "check.json").write_text(json.dumps([{"name": "devices"}, {"name": "copies", "data": copies}]))
+    (tmp_path / "check.json").write_text(
+        json.dumps([{"name": "devices"}, {"name": "copies", "verdict": "pass", "data": copies}])
+    )
     link = planned_of("--constants", str(tmp_path / "check.json")).machine().link
     assert (link.latency_seconds, link.bandwidth) == pytest.approx((2e-5, 27e9))
     link = planned_of("--constants", str(tmp_path / "check.json"), "--latency-microseconds", "7").machine().link
@@ -122,7 +124,7 @@ def test_constants_that_check_has_measured(tmp_path):
 @pytest.mark.parametrize("numbers", [{"microseconds": "12"}, {"microseconds": -3.0}, {"gigabytes_per_second": 0.0}])
 def test_constants_that_cannot_be(numbers, tmp_path, capsys):
     copies = {"GPU:0 to GPU:1": {"microseconds": 10.0, "gigabytes_per_second": 30.0} | numbers}
-    (tmp_path / "check.json").write_text(json.dumps([{"name": "copies", "data": copies}]))
+    (tmp_path / "check.json").write_text(json.dumps([{"name": "copies", "verdict": "pass", "data": copies}]))
     with pytest.raises(SystemExit):
         main(["plan", "--constants", str(tmp_path / "check.json")])
     assert "must be a file that keras-dp check --json has written on GPUs" in capsys.readouterr().err
@@ -173,9 +175,18 @@ def test_alternatives_and_json(monkeypatch, capsys):
     assert answers[2]["run"]["parameter_device"] == "sharded"
 
 
+def test_what_does_not_fit_is_not_the_best():
+    planned = [PlannedRun("mlp", 2, memory_bytes=1.5e9), PlannedRun("mlp", 2, parameter_device="sharded", memory_bytes=1.5e9)]
+    fast = dataclasses.replace(FIRST, milliseconds=1.0, peak_megabytes=2000.0)
+    *lines, last = table.advice(planned, [fast, FIRST]).splitlines()
+    assert [line.endswith("(does not fit)") for line in lines] == [False, True]
+    assert "parameter_device='sharded'" in last
+    assert table.advice(planned[:1], [fast]).endswith("No placement fits.")
+
+
 def test_more_rows_in_more_time_are_a_speed_up():
     more = dataclasses.replace(FIRST, batch_size=256, milliseconds=16.0)
-    assert plan.Line(PlannedRun("mlp", 4), more, FIRST).speed_up == 2
+    assert table.Line(PlannedRun("mlp", 4), more, FIRST).speed_up == 2
 
 
 def test_a_failure_is_shown(monkeypatch, capsys):

@@ -51,12 +51,16 @@ def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices(steps_pe
 
 def test_on_gpus_nothing_is_measured_unless_the_callback_asks():
     parallel = keras_dp.DataParallelModel(build(), devices=2)
-    parallel.distribute_strategy.waiting._is_on = False  # as if all devices were GPUs
+    parallel.distribute_strategy.prefetches = True  # as if all devices were GPUs
+    seconds = parallel.distribute_strategy.waiting.seconds
     parallel.compile("sgd", "mse")
-    parallel.fit(slow(X, Y), verbose=0, shuffle=False)
-    assert parallel.distribute_strategy.waiting.seconds.numpy() == 0
+    parallel.fit(X, Y, verbose=0)
+    assert seconds.numpy() == 0
     callbacks = [keras_dp.callbacks.InputWait()]
     assert parallel.fit(slow(X, Y), verbose=0, shuffle=False, callbacks=callbacks).history["input_wait"][0] > 0
+    before = seconds.numpy()
+    parallel.fit(X, Y, verbose=0)
+    assert seconds.numpy() == before
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 5])

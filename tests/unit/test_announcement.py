@@ -45,7 +45,7 @@ def test_the_line(workers, batch_rows, batch_norm, expected):
 @pytest.mark.parametrize(
     ("data", "arguments", "rows"),
     [
-        ((X, Y), {}, "; global batch 32, 16 rows a tower"),
+        ((X, Y), {}, "; global batch 20, 10 rows a tower"),
         ((X, Y), {"batch_size": 10}, "; global batch 10, 5 rows a tower"),
         ((pd.DataFrame(X), pd.Series(Y[:, 0])), {"batch_size": 10}, "; global batch 10, 5 rows a tower"),
         ((DATASET.batch(5, drop_remainder=True),), {}, "; global batch 5, 2 or 3 rows a tower"),
@@ -64,7 +64,7 @@ def test_the_rows_of_a_batch_are_said_if_they_are_known(data, arguments, rows, c
 def test_batch_normalization_is_said_if_there_is_one(mode, caplog):
     parallel = keras_dp.DataParallelModel(build(layers.BatchNormalization()), devices=4, batch_norm=mode)
     (line,) = said(caplog, parallel, X, Y, verbose=2)
-    assert line == f"4 towers on CPU:0 to CPU:3; global batch 32, 8 rows a tower; {announcement.BATCH_NORM[mode]}"
+    assert line == f"4 towers on CPU:0 to CPU:3; global batch 20, 5 rows a tower; {announcement.BATCH_NORM[mode]}"
 
 
 def test_nothing_is_said_of_towers_that_do_not_run(caplog):

@@ -54,7 +54,7 @@ def test_slices_are_sent_ahead_if_all_devices_are_gpus(devices):
     feed = InputStrategy(devices, lambda: False, lambda: None)
     assert feed.prefetches is ("CPU:0" not in devices)
     # The time for which a host waits for GPUs is not one for which they wait for input.
-    assert feed.waiting.turn_on() is feed.prefetches
+    assert feed.waiting.measure(True) is feed.prefetches
 
 
 def test_slices_wait_on_their_devices():

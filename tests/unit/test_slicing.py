@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dp.batches import slicing
+from keras_dp.batches.whole_tensors import WholeTensors
 
 
 def cut(batch, num_slices):
@@ -101,3 +102,19 @@ def test_slices_of_sparse_tensors_have_known_sizes(rows, own):
     seen = []
     shapes.get_concrete_function()
     assert seen == [[own, 5], [own, 5]]
+
+
+@pytest.mark.parametrize(
+    ("data", "batch_size", "whole", "expected"),
+    [
+        (np.ones((100, 2)), None, (), 32),
+        (np.ones((100, 2)), 50, (), 50),
+        (np.ones((6, 2)), 50, (), 6),
+        ({"nodes": np.ones((100, 2)), "edges": np.ones((7, 2))}, 50, ("edges",), 50),
+        ({"nodes": np.ones((100, 2)), "edges": np.ones((7, 2))}, 50, ("0/edges",), 50),
+        (iter([np.ones((100, 2))]), None, (), None),
+    ],
+)
+def test_the_rows_of_batches_that_fit_is_given(data, batch_size, whole, expected):
+    """A tensor that stays whole says nothing of rows."""
+    assert slicing.rows_of_batches(data, batch_size, WholeTensors(whole)) == expected

@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     if options.compare is not None:
         try:
             print(summary.compare(*(results for _, results in options.compare)))
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise argparse.ArgumentError(None, f"--compare: {error}") from error
         return 0
     survey = _survey(options)
@@ -266,7 +266,7 @@ def _show(results: Mapping[str, Any]) -> None:
     rounds = max((run["round"] for run in results["runs"]), default=0)
     width = tables.terminal_width()
     print(f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(rows, width)}\n")
-    print(tables.legend(summary.LEGEND, min(width, tables.WIDEST)))
+    print(tables.legend(summary.LEGEND, width))
     print(f"measured in {rounds} round{'' if rounds == 1 else 's'}")
     for failure in results["failures"]:
         cell = Cell(*(failure[name] for name in Cell._fields))
@@ -305,8 +305,6 @@ def _results(value: str) -> tuple[Path, dict[str, Any]]:
     path = Path(value)
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        for run in results["runs"]:
-            Cell(*(run[name] for name in Cell._fields)), max(run["step_milliseconds"])
-        return path, {"title": results["command"], **results, "rows": results["rows"]}
+        return path, {"title": results["command"], **{name: results[name] for name in ("rows", "runs")}, **results}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"must be a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error

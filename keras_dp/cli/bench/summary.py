@@ -154,8 +154,8 @@ LEGEND = (
 )
 
 
-_ROUNDS = 3
-_SMALL_CHANGE = 0.02
+_LEAST_ROUNDS = 3
+_SMALL_CHANGE = 0.02  # two runs of the same code often differ by so much
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -168,24 +168,33 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         ValueError: if the benchmarks have no line in common.
     """
     before, after = _medians_of_rounds(old), _medians_of_rounds(new)
-    if not before.keys() & after.keys():
-        raise ValueError("The benchmarks have measured no engine with the same number of towers and the same batch.")
-    lines = [f"{'engine':<9}{'towers':>7}{'batch':>8}{'old, ms':>24}{'new, ms':>24}{'new / old':>11}"]
-    for cell in before.keys() & after.keys():
-        ratio = statistics.median(after[cell]) / statistics.median(before[cell])
-        overlaps = min(after[cell]) <= max(before[cell]) and min(before[cell]) <= max(after[cell])
-        is_noise = overlaps or abs(ratio - 1) < _SMALL_CHANGE
-        verdict = "no difference beyond noise" if is_noise else ("faster" if ratio < 1 else "slower")
-        if min(len(before[cell]), len(after[cell])) < _ROUNDS:
-            verdict = f"too few rounds to tell: {_ROUNDS} are needed"
-        shown = "".join(f"{_with_range(times):>24}" for times in (before[cell], after[cell]))
-        lines.append(f"{cell.engine:<9}{cell.towers:>7}{cell.batch_size:>8}{shown}{ratio:>11.2f}  {verdict}")
-    others = [
+    common = sorted(before.keys() & after.keys(), key=lambda cell: (cell.towers, cell.batch_size, cell.engine))
+    if not common:
+        raise ValueError(
+            "The benchmarks have measured no engine with the same number of towers and the same batch. Run both with the same "
+            f"--towers and --batch. Received: {sorted(before)} and {sorted(after)}"
+        )
+    lines = [
         f"They differ in {name}: {old[name]} before, {new[name]} after."
         for name in ("command", "environment")
         if old.get(name) != new.get(name)
     ]
-    return "\n".join([*others, lines[0], *sorted(lines[1:], key=lambda line: (int(line.split()[1]), line))])
+    lines.append(f"{'engine':<9}{'towers':>7}{'batch':>8}{'old, ms':>24}{'new, ms':>24}{'new / old':>11}")
+    for cell in common:
+        ratio = statistics.median(after[cell]) / statistics.median(before[cell])
+        shown = "".join(f"{_with_range(times):>24}" for times in (before[cell], after[cell]))
+        verdict = _change(before[cell], after[cell], ratio)
+        lines.append(f"{cell.engine:<9}{cell.towers:>7}{cell.batch_size:>8}{shown}{ratio:>11.2f}  {verdict}")
+    return "\n".join(lines)
+
+
+def _change(before: Sequence[float], after: Sequence[float], ratio: float) -> str:
+    if min(len(before), len(after)) < _LEAST_ROUNDS:
+        return f"too few rounds to tell: {_LEAST_ROUNDS} are needed"
+    overlaps = min(after) <= max(before) and min(before) <= max(after)
+    if overlaps or abs(ratio - 1) < _SMALL_CHANGE:
+        return "no difference beyond noise"
+    return "faster" if ratio < 1 else "slower"
 
 
 def _medians_of_rounds(results: Mapping[str, Any]) -> dict[Cell, list[float]]:

@@ -37,7 +37,7 @@ def devices_found() -> Finding:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         seen = f"the driver has {in_machine} GPU(s), and TensorFlow, {_wanted()}, sees none"
-        return Finding("devices", "fail", seen, f"{hidden} {current_platform().advice}".strip())
+        return Finding("devices", "fail", seen, hidden)
     if not gpus:
         seen = f"no GPU; {facts['processor']} with {facts['cores']} cores, split into {len(available_devices())} logical CPUs"
         here = current_platform()

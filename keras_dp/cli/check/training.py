@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dp.callbacks import InputWait
 from keras_dp.cli.check.findings import Finding
 from keras_dp.keras_internals import keras_models
+from keras_dp.reports.report import ALMOST_ALL
 from keras_dp.reports.step_check import check_step
 
 _LARGE_BYTES = 1e6
@@ -72,7 +73,7 @@ def work(parallel: Any, batch: Any) -> Finding:
     if gathered:
         largest = max(gathered, key=lambda meeting: meeting.bytes)
         seen = f"{seen}; {len(gathered)} operations gather rows, the largest {largest.bytes / 1e6:.1f} MB ({largest.name})"
-    if (share is not None and share < 0.9) or gathered:
+    if (share is not None and share < ALMOST_ALL) or gathered:
         return Finding("work", "warn", seen, "print(parallel.report(batch)) names them, with the lines that made them.")
     return Finding("work", "pass", seen)
 

@@ -11,6 +11,7 @@ from keras_dp.workers.group import WorkerGroup, connect_workers
 
 _SMALL, _LARGE = 1 << 10, 4 << 20  # float32 numbers
 _REPEATS = 5
+_UNREACHABLE = "Each worker has to reach all others: compare their TF_CONFIG, and look at firewalls between them."
 
 
 def connected(start_timeout: float) -> tuple[WorkerGroup | None, Finding | None]:
@@ -27,9 +28,12 @@ def connected(start_timeout: float) -> tuple[WorkerGroup | None, Finding | None]
             return connect_workers(), None
         group = connect_workers(start_timeout=start_timeout)
     except (ValueError, RuntimeError, TimeoutError) as error:
-        advice = "Each worker has to reach all others: compare their TF_CONFIG, and look at firewalls between them."
+        advice = _UNREACHABLE if isinstance(error, TimeoutError) else ""
         return None, Finding("workers", "fail", " ".join(str(error).split()), advice)
-    (small, is_right), (large, large_is_right) = (_timed_sum(group, size) for size in (_SMALL, _LARGE))
+    try:
+        (small, is_right), (large, large_is_right) = (_timed_sum(group, size) for size in (_SMALL, _LARGE))
+    except tf.errors.OpError as error:
+        return None, Finding("workers", "fail", f"a sum failed: {' '.join(str(error).split())[:600]}", _UNREACHABLE)
     if not (is_right and large_is_right):
         return group, Finding(
             "workers", "fail", "the workers' sum of known numbers is wrong", "Look at network cards and drivers."

@@ -12,107 +12,14 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from keras_dp.cli import runs, tables
 from keras_dp.cli.arguments import add_model_arguments, argument
+from keras_dp.cli.plan.prediction import Plan, PlannedRun
+from keras_dp.cli.plan.table import COLUMNS, LEGEND, Line, advice
 from keras_dp.cli.runs import RunFailedError
-from keras_dp.cli.tables import Column
 from keras_dp.gpu_model import hardware
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedRun:
-    """Describes a step to predict.
-
-    Attributes:
-        model: a name for `keras_dp.cli.models.workload`.
-        towers: the number of GPUs.
-        batch_size: the number of rows in a global batch; None for the model's own.
-        batch_is_per_tower: whether each tower gets that many rows.
-        parameter_device: None, "sharded", or a GPU such as "GPU:1".
-        pack_copies: as in `keras_dp.DataParallelModel`.
-        gpu: a key of `keras_dp.gpu_model.hardware.GPUS`.
-        link: "nvlink" or "pcie"; None for the fastest that the GPU has.
-        launch_microseconds: in place of the GPU's own, if it is not None.
-        latency_microseconds: in place of the link's own, if it is not None.
-        gigabytes_per_second: in place of the link's own bandwidth, if it is not None.
-        memory_bytes: in place of the GPU's own memory, if it is not None.
-    """
-
-    model: str
-    towers: int
-    batch_size: int | None = None
-    batch_is_per_tower: bool = False
-    parameter_device: str | None = None
-    pack_copies: bool = True
-    gpu: str = "A100"
-    link: str | None = None
-    launch_microseconds: float | None = None
-    latency_microseconds: float | None = None
-    gigabytes_per_second: float | None = None
-    memory_bytes: float | None = None
-
-    def machine(self) -> hardware.Machine:
-        """Returns the machine.
-
-        Raises:
-            ValueError: if there is no such GPU, or it has no such link.
-        """
-        machine = hardware.machine_of(self.gpu, self.link)
-        processor, link = machine.processor, machine.link
-        if self.launch_microseconds is not None:
-            processor = dataclasses.replace(processor, launch_seconds=1e-6 * self.launch_microseconds)
-        if self.latency_microseconds is not None:
-            link = dataclasses.replace(link, latency_seconds=1e-6 * self.latency_microseconds)
-        if self.gigabytes_per_second is not None:
-            link = dataclasses.replace(link, bandwidth=1e9 * self.gigabytes_per_second)
-        return dataclasses.replace(machine, processor=processor, link=link)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Holds the prediction of a step.
-
-    Attributes:
-        batch_size: the number of rows in a global batch.
-        milliseconds: the predicted time of the step.
-        busy: the share of this time in which the busiest and the idlest GPU run operations.
-        peak_megabytes: the predicted memory of the fullest GPU.
-        copies: the number of copies between devices, by kind.
-        most_sent: the most copies of weights, gradients and moments that one GPU sends.
-        most_received: the same, received.
-        host_copies: the number of tensors between devices that stay in the host's memory.
-        controls: the number of control edges between devices.
-        to_host: the number of tensors that go from a GPU to the host's memory for an operation of the GPU.
-        from_host: the same, the other way.
-        without_kernel: the number of operations without a GPU kernel, by type.
-        misplaced: the number of operations of towers on a wrong device.
-        virtual_milliseconds: the time of the step on TensorFlow's virtual cluster, without latency and launches.
-        virtual_megabytes: the peak memory of its fullest GPU, without variables.
-        audit: the audit in words.
-        largest_batch: about how many rows of a global batch fit in the GPUs' memory; None if any number does.
-    """
-
-    batch_size: int
-    milliseconds: float
-    busy: tuple[float, float]
-    peak_megabytes: float
-    copies: dict[str, int]
-    most_sent: int
-    most_received: int
-    host_copies: int
-    controls: int
-    to_host: int
-    from_host: int
-    without_kernel: dict[str, int]
-    misplaced: int
-    virtual_milliseconds: float
-    virtual_megabytes: float
-    audit: str
-    largest_batch: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link", choices=("nvlink", "pcie"), help="what connects the GPUs (default: NVLink, if the GPU has it)"
     )
-    for name, what in (
+    for name, purpose in (
         ("launch-microseconds", "time from one operation of a GPU to the next, however small they are"),
         ("latency-microseconds", "time of a copy between GPUs, however small it is"),
         ("gigabytes-per-second", "bandwidth of the link, in each direction"),
     ):
         parser.add_argument(
-            f"--{name}", type=argument(_positive_number), metavar="X", help=f"{what} (default: the device's own)"
+            f"--{name}", type=argument(_positive_number), metavar="X", help=f"{purpose} (default: the device's own)"
         )
     parser.add_argument(
         "--constants",
@@ -204,20 +111,6 @@ def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
     ]
 
 
-def advice(planned: Sequence[PlannedRun], plans: Sequence[Plan]) -> str:
-    """Lists alternatives by their times, and names the arguments of the fastest one."""
-    order = sorted(range(len(plans)), key=lambda i: plans[i].milliseconds)
-    lines = [
-        f"{_arguments(planned[i]):<50}{plans[i].milliseconds:>10.2f} ms{plans[i].peak_megabytes:>9,.0f} MB on the fullest GPU"
-        for i in order
-    ]
-    return "\n".join([*lines, f"Predicted to be the fastest: DataParallelModel(model, {_arguments(planned[order[0]])})"])
-
-
-def _arguments(planned: PlannedRun) -> str:
-    return f"parameter_device={planned.parameter_device!r}, pack_copies={planned.pack_copies}"
-
-
 def plan_in_new_process(planned: PlannedRun) -> Plan:
     """Predicts a step in a process of its own.
 
@@ -235,51 +128,6 @@ def described(machine: hardware.Machine) -> str:
         f"A prediction, not a measurement: {processor.name}, {1e6 * processor.launch_seconds:g} µs a launch; {link.name}, "
         f"{1e6 * link.latency_seconds:g} µs and {link.bandwidth / 1e9:g} GB/s"
     )
-
-
-class Line(NamedTuple):
-    """A step of the table, its prediction, and the prediction of the first line."""
-
-    planned: PlannedRun
-    plan: Plan
-    first: Plan
-
-    @property
-    def speed_up(self) -> float:
-        """The rows in a second, divided by those of the first line."""
-        return self.plan.batch_size / self.plan.milliseconds / (self.first.batch_size / self.first.milliseconds)
-
-
-def _busy(line: Line) -> str:
-    return " to ".join(f"{100 * share:.0f}" for share in sorted(line.plan.busy, reverse=True))
-
-
-def _fits(line: Line) -> str:
-    return "any" if line.plan.largest_batch is None else str(line.plan.largest_batch)
-
-
-COLUMNS = (
-    Column("", "towers", 6, lambda line: str(line.planned.towers)),
-    Column("", "batch", 8, lambda line: str(line.plan.batch_size)),
-    Column("step", "ms", 10, lambda line: f"{line.plan.milliseconds:.2f}"),
-    Column("speed-", "up", 9, lambda line: f"{line.speed_up:.2f}"),
-    Column("busy", "%", 12, _busy, 1),
-    Column("peak", "MB", 10, lambda line: f"{line.plan.peak_megabytes:.0f}"),
-    Column("fits", "rows", 9, _fits),
-    Column("copies", "", 9, lambda line: str(sum(line.plan.copies.values())), 2),
-    Column("one GPU", "sends", 9, lambda line: str(line.plan.most_sent), 3),
-    Column("one GPU", "receives", 10, lambda line: str(line.plan.most_received), 4),
-    Column("control", "edges", 9, lambda line: str(line.plan.controls), 5),
-    Column("to and", "from host", 11, lambda line: f"{line.plan.to_host} + {line.plan.from_host}", 6),
-)
-
-LEGEND = (
-    "speed-up: the rows in a second, divided by those of the first line.",
-    "busy: the share of the step in which the busiest and the idlest GPU run operations.",
-    "peak: the memory of the fullest GPU. fits: about the largest batch for which it is enough.",
-    "one GPU sends, receives: the most copies of weights, gradients and moments in a step.",
-    "to and from host: the tensors that an operation of a GPU takes from the other memory than they are made in.",
-)
 
 
 def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
@@ -303,7 +151,7 @@ def _constants(path: str) -> dict[str, float]:
     """Reads what `keras-dp check --json` has measured of copies: the median latency, and the least bandwidth."""
     try:
         findings = json.loads(Path(path).read_text())
-        (copies,) = [finding["data"] for finding in findings if finding["name"] == "copies"]
+        (copies,) = [finding["data"] for finding in findings if finding["name"] == "copies" and finding["verdict"] == "pass"]
         latencies, rates = ([copy[name] for copy in copies.values()] for name in ("microseconds", "gigabytes_per_second"))
         measured = {"latency_microseconds": statistics.median(latencies), "gigabytes_per_second": min(rates)}
         if not all(0 < number < float("inf") for number in measured.values()):
@@ -328,7 +176,7 @@ def _parameter_device(value: str) -> str:
     return value
 
 
-def _positive_number(value: str) -> Any:
+def _positive_number(value: str) -> float:
     try:
         number = float(value)
     except ValueError:

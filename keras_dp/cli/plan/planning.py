@@ -9,7 +9,7 @@ import keras
 
 import keras_dp
 from keras_dp.cli import models, synthetic
-from keras_dp.cli.plan.command import Plan, PlannedRun
+from keras_dp.cli.plan.prediction import Plan, PlannedRun
 from keras_dp.gpu_model.audit import GpuAudit, audit
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
@@ -44,7 +44,7 @@ def plan(planned: PlannedRun) -> Plan:
         rows = rows_of_tower * planned.towers
         return max(simulate(place_step(step, rows, parallel.devices), machine).peak_bytes.values())
 
-    most = most_rows(peak_of_rows, max(batch_size // planned.towers, 1), planned.memory_bytes or machine.processor.memory_bytes)
+    most = most_rows(peak_of_rows, max(batch_size // planned.towers, 1), machine.processor.memory_bytes)
     return dataclasses.replace(made, largest_batch=None if most is None else most * planned.towers)
 
 

@@ -1,0 +1,99 @@
+"""Describe a step to predict, and its prediction."""
+
+import dataclasses
+
+from keras_dp.gpu_model import hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """Describes a step to predict.
+
+    Attributes:
+        model: a name for `keras_dp.cli.models.workload`.
+        towers: the number of GPUs.
+        batch_size: the number of rows in a global batch; None for the model's own.
+        batch_is_per_tower: whether each tower gets that many rows.
+        parameter_device: None, "sharded", or a GPU such as "GPU:1".
+        pack_copies: as in `keras_dp.DataParallelModel`.
+        gpu: a key of `keras_dp.gpu_model.hardware.GPUS`.
+        link: "nvlink" or "pcie"; None for the fastest that the GPU has.
+        launch_microseconds: in place of the GPU's own, if it is not None.
+        latency_microseconds: in place of the link's own, if it is not None.
+        gigabytes_per_second: in place of the link's own bandwidth, if it is not None.
+        memory_bytes: in place of the GPU's own memory, if it is not None.
+    """
+
+    model: str
+    towers: int
+    batch_size: int | None = None
+    batch_is_per_tower: bool = False
+    parameter_device: str | None = None
+    pack_copies: bool = True
+    gpu: str = "A100"
+    link: str | None = None
+    launch_microseconds: float | None = None
+    latency_microseconds: float | None = None
+    gigabytes_per_second: float | None = None
+    memory_bytes: float | None = None
+
+    def machine(self) -> hardware.Machine:
+        """Returns the machine.
+
+        Raises:
+            ValueError: if there is no such GPU, or it has no such link.
+        """
+        machine = hardware.machine_of(self.gpu, self.link)
+        processor, link = machine.processor, machine.link
+        if self.launch_microseconds is not None:
+            processor = dataclasses.replace(processor, launch_seconds=1e-6 * self.launch_microseconds)
+        if self.latency_microseconds is not None:
+            link = dataclasses.replace(link, latency_seconds=1e-6 * self.latency_microseconds)
+        if self.gigabytes_per_second is not None:
+            link = dataclasses.replace(link, bandwidth=1e9 * self.gigabytes_per_second)
+        if self.memory_bytes is not None:
+            processor = dataclasses.replace(processor, memory_bytes=self.memory_bytes)
+        return dataclasses.replace(machine, processor=processor, link=link)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Holds the prediction of a step.
+
+    Attributes:
+        batch_size: the number of rows in a global batch.
+        milliseconds: the predicted time of the step.
+        busy: the share of this time in which the busiest and the idlest GPU run operations.
+        peak_megabytes: the predicted memory of the fullest GPU.
+        copies: the number of copies between devices, by kind.
+        most_sent: the most copies of weights, gradients and moments that one GPU sends.
+        most_received: the same, received.
+        host_copies: the number of tensors between devices that stay in the host's memory.
+        controls: the number of control edges between devices.
+        to_host: the number of tensors that go from a GPU to the host's memory for an operation of the GPU.
+        from_host: the same, the other way.
+        without_kernel: the number of operations without a GPU kernel, by type.
+        misplaced: the number of operations of towers on a wrong device.
+        virtual_milliseconds: the time of the step on TensorFlow's virtual cluster, without latency and launches.
+        virtual_megabytes: the peak memory of its fullest GPU, without variables.
+        audit: the audit in words.
+        largest_batch: about how many rows of a global batch fit in the GPUs' memory; None if any number does.
+    """
+
+    batch_size: int
+    milliseconds: float
+    busy: tuple[float, float]
+    peak_megabytes: float
+    copies: dict[str, int]
+    most_sent: int
+    most_received: int
+    host_copies: int
+    controls: int
+    to_host: int
+    from_host: int
+    without_kernel: dict[str, int]
+    misplaced: int
+    virtual_milliseconds: float
+    virtual_megabytes: float
+    audit: str
+    largest_batch: int | None = None

@@ -1,0 +1,101 @@
+"""Make the report of a training step."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dp.arithmetic.share import ArithmeticOfRows
+from keras_dp.batch_normalization.synchronized import batch_norms
+from keras_dp.devices import variable_homes
+from keras_dp.keras_internals import keras_models
+from keras_dp.partition.step import Partition
+from keras_dp.partition.tracing.user_lines import current_user_line, user_line
+from keras_dp.reports.communication import communication_report
+from keras_dp.reports.report import NOTABLE, ComputedOnce, Report
+from keras_dp.reports.wrapped import Wrapped
+from keras_dp.steps.random_states import same_random_states
+
+_LARGE = 10**6  # bytes of a weight
+_WEIGHTS_LISTED = 3
+
+
+def report_of(parallel: Wrapped, batch: Any) -> Report:
+    """Reports how a training step runs on N devices.
+
+    Traces the step, and runs it once to see what devices send each other. All variables are restored afterwards.
+
+    Args:
+        parallel: a compiled `DataParallelModel`.
+        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight).
+
+    Raises:
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
+    """
+    sent = communication_report(parallel, batch)
+    steps, model = parallel.tower_steps, parallel.inner_model
+    own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
+    slices = steps.slices_of(batch)
+    with same_random_states():
+        traced = steps.trace("train", slices)
+        partition = traced.partition(steps.home)
+        arithmetic = traced.arithmetic(partition)
+    kinds: Counter[str] = Counter()
+    for row in sent.copies:
+        kinds[row.kind] += row.bytes
+    layers = [layer for layer in keras_models.flatten_layers(model) if layer.weights and layer is not model]
+    policies = {layer.dtype_policy.name for layer in layers}
+    return Report(
+        devices=parallel.devices,
+        batch_rows=int(slices[0].batch_rows),
+        workers=steps.inputs.collectives.count,
+        rows=[int(part.rows) for part in own],
+        weight_bytes=_weight_bytes(model.weights),
+        largest_weights=_largest(model.weights),
+        batch_norms=len(batch_norms(model)),
+        batch_norm=steps.batch_norm,
+        precisions=sorted(policies) or [keras.config.floatx()],
+        jit_compile=steps.jit_compile,
+        messages=sum(row.number for row in sent.copies),
+        sent_bytes={kind: size for kind, size in kinds.items() if size},
+        busiest_bytes=sent.busiest_bytes,
+        flops=arithmetic.total if arithmetic else None,
+        share=arithmetic.share if arithmetic else None,
+        once=sorted(_computed_once(partition, arithmetic), key=lambda known: -(known.share or 0)),
+    )
+
+
+def _computed_once(partition: Partition, arithmetic: ArithmeticOfRows | None) -> Iterator[ComputedOnce]:
+    asked = current_user_line()
+    total = arithmetic.total if arithmetic else 0
+    shares = {name: flops / total for name, flops in arithmetic.once.items()} if arithmetic and total else {}
+    reasons = {known.name: known.reason for known in partition.gathered}
+    types = {node.name: node.op for node in partition.traced.nodes}
+    for name in {**reasons, **shares}:
+        if name in reasons or shares[name] >= NOTABLE:
+            reason = reasons.get(name, "it takes tensors that one device has computed")
+            share = shares.get(name, 0.0) if arithmetic else None
+            line = user_line(partition.traced.graph, name)
+            within = name.rpartition("/")[0]
+            described = f"{types[name]} in {within}" if within else types[name]
+            # Keras makes most operations for the line that has asked for the report.
+            yield ComputedOnce(described, reason, "" if line == asked else line, share)
+
+
+def _weight_bytes(weights: Sequence[keras.Variable]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for weight in weights:
+        sizes[variable_homes.home(weight)] += _bytes(weight)
+    return dict(sorted(sizes.items()))
+
+
+def _largest(weights: Sequence[keras.Variable]) -> list[tuple[str, int, str]]:
+    by_size = sorted(weights, key=_bytes, reverse=True)[:_WEIGHTS_LISTED]
+    return [(weight.path, _bytes(weight), variable_homes.home(weight)) for weight in by_size if _bytes(weight) >= _LARGE]
+
+
+def _bytes(weight: keras.Variable) -> int:
+    return math.prod(weight.shape) * tf.as_dtype(weight.dtype).size
