@@ -37,7 +37,7 @@ def main() -> None:
 def findings(question: Question) -> Iterator[Finding]:
     """Yields the finding of each check. An error in a check is its finding; the others go on."""
     if not tf.config.list_physical_devices("GPU") and TOWERS_VARIABLE not in os.environ:
-        use_logical_cpus(question.towers or 2)
+        use_logical_cpus(question.towers or (1 if workers.are_several() else 2))
     # Before TensorFlow does anything else.
     group, connection = workers.connected(question.start_timeout)
     if connection is not None:

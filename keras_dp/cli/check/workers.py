@@ -14,6 +14,14 @@ _REPEATS = 5
 _UNREACHABLE = "Each worker has to reach all others: compare their TF_CONFIG, and look at firewalls between them."
 
 
+def are_several() -> bool:
+    """Returns whether this process seems to be one of several workers."""
+    try:
+        return find_cluster() is not None
+    except ValueError:
+        return True
+
+
 def connected(start_timeout: float) -> tuple[WorkerGroup | None, Finding | None]:
     """Connects this worker with the others, if there are any.
 
