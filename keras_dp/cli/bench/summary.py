@@ -179,10 +179,10 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         for name in ("command", "environment")
         if old.get(name) != new.get(name)
     ]
-    lines.append(f"{'engine':<9}{'towers':>7}{'batch':>8}{'old, ms':>24}{'new, ms':>24}{'new / old':>11}")
+    lines.append(f"{'engine':<9}{'towers':>7}{'batch':>8}{'old, ms':>28}{'new, ms':>28}{'new / old':>11}")
     for cell in common:
         ratio = statistics.median(after[cell]) / statistics.median(before[cell])
-        shown = "".join(f"{_with_range(times):>24}" for times in (before[cell], after[cell]))
+        shown = "".join(f"{_with_range(times):>28}" for times in (before[cell], after[cell]))
         verdict = _change(before[cell], after[cell], ratio)
         lines.append(f"{cell.engine:<9}{cell.towers:>7}{cell.batch_size:>8}{shown}{ratio:>11.2f}  {verdict}")
     return "\n".join(lines)
