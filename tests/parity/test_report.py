@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 
 import keras
 import numpy as np
@@ -156,6 +157,7 @@ def test_batches_of_sizes_that_differ_cannot_be_made_up():
     assert parallel.report(batches[0]).batch_rows == 4
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
 def test_a_step_that_refuses_ones_asks_for_a_batch():
     class Refusing(layers.Layer):
         def call(self, x):
@@ -166,7 +168,7 @@ def test_a_step_that_refuses_ones_asks_for_a_batch():
     parallel.fit(X / 2, Y, verbose=0)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         parallel.report()
-    assert any("report((x, y))" in note for note in getattr(caught.value, "__notes__", [str(caught.value)]))
+    assert any("report((x, y))" in note for note in caught.value.__notes__)
     assert parallel.report((X / 2, Y)).batch_rows == ROWS
 
 
