@@ -1,7 +1,6 @@
 """Define DataParallelModel, which users wrap their model in."""
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +22,13 @@ from keras_dp.choices import refuse_unknown
 from keras_dp.compiled import CompiledWrapper
 from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
-from keras_dp.error_notes import add_note
 from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.partition.inspecting.explanation import Explanation, explain
-from keras_dp.partition.inspecting.picture import bytes_in_words
-from keras_dp.partition.step import Partition
+from keras_dp.partition.inspecting.explanation import Explanation
 from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.reports.explaining import explained, explanation_of, warn_of_gathered_rows
 from keras_dp.reports.report import Report
 from keras_dp.reports.reporting import report_of
-from keras_dp.reports.step_graph import refuse_what_has_no_graph
-from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import PredictFunction, StepFunction
 from keras_dp.steps.verification import verification
@@ -373,14 +368,7 @@ class DataParallelModel(CompiledWrapper):
             step: "train", "test" or "predict".
         """
         refuse_unknown("step", step, choices.Step)
-        steps = self.tower_steps
-        slices = steps.slices_of(batch)
-        with same_random_states():
-            traced = steps.trace(step, slices)
-            partition = traced.partition(steps.home)
-            arithmetic = traced.arithmetic(partition)
-        explanation = self._explanation(partition, int(slices[0].batch_rows))
-        return dataclasses.replace(explanation, share_of_arithmetic=arithmetic.share if arithmetic else None)
+        return explanation_of(self.tower_steps, batch, step)
 
     def report(self, batch: Any = None) -> Report:
         """Reports how a training step runs on the devices: what each computes and sends, and how much faster that can be.
@@ -401,19 +389,7 @@ class DataParallelModel(CompiledWrapper):
             ValueError: if the model is not compiled or runs eagerly, or needs a batch: it was not trained yet, or its batches
                 differ in more than their rows.
         """
-        refuse_what_has_no_graph("report()", self)
-        if batch is not None:
-            return report_of(self, batch)
-        types = self.tower_steps.batch_types.get("train")
-        if types is None:
-            raise ValueError("The model was not trained yet: pass a batch, report((x, y)). Received: batch=None")
-        try:
-            report = report_of(self, types.stand_in(self._batch_rows))
-        except tf.errors.OpError as error:
-            add_note(error, "keras_dp: report() has run the step on ones and zeros. Pass a batch that fits: report((x, y)).")
-            raise
-        is_known = types.batch_rows is not None or self._batch_rows is not None
-        return report if is_known else dataclasses.replace(report, is_assumed=True)
+        return report_of(self, batch, self._batch_rows)
 
     @property
     def devices(self) -> list[str]:
@@ -505,25 +481,12 @@ class DataParallelModel(CompiledWrapper):
         self._joint_calls.synchronize_others(known, partition.variables)
         if name == "train" and not self._told_gathered:
             rows = partition.propagation.batch_rows or self._batch_rows or BATCH_SIZE
-            self._tell_gathered(self._explanation(partition, rows))
+            self._told_gathered = warn_of_gathered_rows(explained(partition, self._steps, rows))
         return own_rows(result, slices) if name == "predict" and self._predicts_shard else result
 
     def _optimizer_of_step(self) -> DataParallelOptimizer | None:
         # Keras sets the attribute when the model is compiled.
         return self.optimizer if hasattr(self.inner_model, "optimizer") else None
-
-    def _explanation(self, partition: Partition, batch_rows: int) -> Explanation:
-        return explain(partition, self.devices, self._steps.home, batch_rows, self._steps.jit_compile)
-
-    def _tell_gathered(self, explanation: Explanation) -> None:
-        """Warns, once, about operations that gather many rows."""
-        for once in explanation.notable():
-            self._told_gathered = True
-            logger.warning(
-                "%s gathers %s of rows in each step, and is computed once: %s%s. An operation on each row by itself, or a sum "
-                "over rows, stays on the towers. print(parallel.explain(batch)) lists all operations that gather rows.",
-                *(once.type, bytes_in_words(once.bytes or 0), once.reason, f" ({once.line})" if once.line else ""),
-            )
 
     def _is_eager(self) -> bool:
         is_eager = self.run_eagerly or tf.config.functions_run_eagerly()

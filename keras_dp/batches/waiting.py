@@ -1,5 +1,7 @@
 """Measure how long steps wait for their input."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -18,46 +20,46 @@ class Waiting:
 
     Attributes:
         seconds: the time so far, a float64 variable.
-        several: whether a call runs several steps.
     """
 
     def __init__(self, is_on: bool = True) -> None:
         self._is_on = is_on
-        self._before: Any = None
-        self._is_tracing = False
+        self._runs_several = self._is_tracing = False
         with tf.device(HOST):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self._since = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-        self.several = False
 
     def measure(self, is_on: bool) -> bool:
         """Measures from now on, or no longer. Returns whether this is a change, so that steps must be retraced."""
         changes, self._is_on = is_on != self._is_on, is_on
         return changes
 
-    def call_begins(self) -> None:
-        """Starts the clock of a call of several steps."""
-        if self._is_on and self.several:
-            self._is_tracing, self._before = False, self.seconds.read_value()
-            self._since.assign(tf.timestamp())
-
-    def call_ends(self) -> None:
-        """Takes back the time of a call of several steps that also traced: it waited for more than its input."""
-        if self._is_on and self.several and self._is_tracing:
-            self.seconds.assign(self._before)
+    @contextlib.contextmanager
+    def in_call(self, steps: int) -> Iterator[None]:
+        """Measures in a call of so many steps, and in the functions that are traced in it."""
+        self._runs_several = steps > 1
+        if not (self._is_on and self._runs_several):
+            yield
+            return
+        before = self.seconds.read_value()
+        self._is_tracing = False
+        self._since.assign(tf.timestamp())
+        yield
+        if self._is_tracing:
+            # The first step has waited for more than its input.
+            self.seconds.assign(before)
 
     def batch_is_there(self, batch: Any) -> None:
         """Adds the time until the batch of a step is there, in the function that is being traced."""
-        if not self._is_on:
-            return
-        self._is_tracing = True
-        begin = self._since.read_value() if self.several else tf.timestamp()
-        with tf.control_dependencies(_tensors(batch)):
-            self.seconds.assign_add(tf.timestamp() - begin)
+        if self._is_on:
+            self._is_tracing = True
+            begin = self._since.read_value() if self._runs_several else tf.timestamp()
+            with tf.control_dependencies(_tensors(batch)):
+                self.seconds.assign_add(tf.timestamp() - begin)
 
     def step_ends(self, result: Any) -> None:
         """Starts the clock of the next step when a result is there, in the function that is being traced."""
-        if self._is_on and self.several:
+        if self._is_on and self._runs_several:
             with tf.control_dependencies(_tensors(result)):
                 self._since.assign(tf.timestamp())
 

@@ -1,6 +1,6 @@
 """Run `keras-dp`, or `python -m keras_dp`, with a package for each of its commands.
 
-The command itself does not import TensorFlow, because that takes seconds. Work that needs TensorFlow runs in other processes.
+`keras-dp` itself does not import TensorFlow, because that takes seconds. Work that needs TensorFlow runs in other processes.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Make the report of a training step."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,38 +12,54 @@ import tensorflow as tf
 from keras_dp.arithmetic.share import ArithmeticOfRows
 from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.devices import variable_homes
+from keras_dp.error_notes import add_note
 from keras_dp.keras_internals import keras_models
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tracing.user_lines import current_user_line, user_line
 from keras_dp.reports.communication import communication_report
+from keras_dp.reports.explaining import counted
 from keras_dp.reports.report import NOTABLE, ComputedOnce, Report
+from keras_dp.reports.step_graph import refuse_what_has_no_graph
 from keras_dp.reports.wrapped import Wrapped
-from keras_dp.steps.random_states import same_random_states
 
 _LARGE = 10**6  # bytes of a weight
 _WEIGHTS_LISTED = 3
 
 
-def report_of(parallel: Wrapped, batch: Any) -> Report:
+def report_of(parallel: Wrapped, batch: Any = None, batch_rows: int | None = None) -> Report:
     """Reports how a training step runs on N devices.
 
     Traces the step, and runs it once to see what devices send each other. All variables are restored afterwards.
 
     Args:
         parallel: a compiled `DataParallelModel`.
-        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight).
+        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight). None makes one of ones and zeros,
+            with the types of the batches of the last training.
+        batch_rows: B of the last training, if it is known.
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or no batch can be made up.
     """
+    refuse_what_has_no_graph("report()", parallel)
+    if batch is not None:
+        return _report(parallel, batch)
+    types = parallel.tower_steps.batch_types.get("train")
+    if types is None:
+        raise ValueError("The model was not trained yet: pass a batch, report((x, y)). Received: batch=None")
+    try:
+        report = _report(parallel, types.stand_in(batch_rows))
+    except tf.errors.OpError as error:
+        add_note(error, "keras_dp: report() has run the step on ones and zeros. Pass a batch that fits: report((x, y)).")
+        raise
+    return dataclasses.replace(report, is_assumed=types.batch_rows is None and batch_rows is None)
+
+
+def _report(parallel: Wrapped, batch: Any) -> Report:
     sent = communication_report(parallel, batch)
     steps, model = parallel.tower_steps, parallel.inner_model
     own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
     slices = steps.slices_of(batch)
-    with same_random_states():
-        traced = steps.trace("train", slices)
-        partition = traced.partition(steps.home)
-        arithmetic = traced.arithmetic(partition)
+    partition, arithmetic = counted(steps, "train", slices)
     kinds: Counter[str] = Counter()
     for row in sent.copies:
         kinds[row.kind] += row.bytes

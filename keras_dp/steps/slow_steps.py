@@ -66,7 +66,7 @@ class SlowSteps:
             # Medians: a filled shuffle buffer is not typical.
             comment = _comment(median(self._seconds) / executions, median(self._waits) / executions, partition, jit_compile)
             if comment is not None:
-                logger.info(comment)
+                logger.info("%s See docs/questions.md.", comment)
 
 
 def _comment(step: float, wait: float, partition: Partition | None, jit_compile: bool) -> str | None:

@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from keras_dp import choices
+from keras_dp.batches.batch_types import BatchTypes
 from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.other_rows import refuse_other_rows
 from keras_dp.batches.slicing import Slice, as_tensor, cut
-from keras_dp.batches.stand_in import BatchTypes
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note

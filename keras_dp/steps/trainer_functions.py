@@ -35,8 +35,8 @@ class PredictFunction:
 
     def __call__(self, batches: Any) -> Any:
         """Returns the outputs, in the order of the rows."""
-        self._steps.inputs.waiting.call_begins()
-        with self._steps.naming_failures(), self._verified(batches[0]):
+        waiting = self._steps.inputs.waiting
+        with self._steps.naming_failures(), self._verified(batches[0]), waiting.in_call(len(batches)):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
             if isinstance(first, Slice) and isinstance(first.source, Shard):
                 self._trace_for_any_sizes(len(batches))
@@ -79,13 +79,11 @@ class StepFunction:
         self._function, self._name, self._verification = function, name, verification
         self._steps = steps
         self._executions = range(steps_per_execution)
-        steps.inputs.waiting.several = steps_per_execution > 1
         self._on_batch = tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True)
 
     def __call__(self, iterator: Any) -> Any:
         """Runs the steps, and returns the result of the last one."""
-        self._steps.inputs.waiting.call_begins()
-        with self._steps.naming_failures():
+        with self._steps.naming_failures(), self._steps.inputs.waiting.in_call(len(self._executions)):
             if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 result = self._of_dataset(iterator)
             else:
@@ -93,7 +91,6 @@ class StepFunction:
                     with self._verified(types_of(batch), batch):
                         result = self._on_batch(batch)
         self._steps.calls += 1
-        self._steps.inputs.waiting.call_ends()
         if self._name == "train":
             self._steps.slow_steps.note_call(self._steps.partition("train"), len(self._executions), self._steps.jit_compile)
         if self._steps.calls == _EARLY_CALLS and self._steps.inputs.different_batches is not None:

@@ -328,7 +328,9 @@ def test_old_and_new_are_compared_with_the_noise_of_rounds(tmp_path, capsys):
     old = written("old.json", keras_dp=[10.0, 11.0, 12.0], mirrored=[20.0, 20.0, 20.0], single=[7.0])
     new = written("new.json", keras_dp=[11.5, 13.0, 14.0], mirrored=[10.0, 12.0, 11.0], single=[6.0], ceiling=[7.0])
     assert main(["bench", "--compare", old, new]) == 0
-    _, *lines = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 128
+    _, _, *lines = (" ".join(line.split()) for line in shown)
     assert lines == [
         "keras_dp 2 8 11.00 (10.00 to 12.00) 13.00 (11.50 to 14.00) 1.18 no difference beyond noise",
         "mirrored 2 8 20.00 (20.00 to 20.00) 11.00 (10.00 to 12.00) 0.55 faster",

@@ -305,6 +305,9 @@ def _results(value: str) -> tuple[Path, dict[str, Any]]:
     path = Path(value)
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        return path, {"title": results["command"], **{name: results[name] for name in ("rows", "runs")}, **results}
+        missing = [name for name in ("command", "rows", "runs") if name not in results]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        return path, {"title": results["command"], **results}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"must be a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error

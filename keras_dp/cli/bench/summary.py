@@ -179,22 +179,47 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         for name in ("command", "environment")
         if old.get(name) != new.get(name)
     ]
-    lines.append(f"{'engine':<9}{'towers':>7}{'batch':>8}{'old, ms':>28}{'new, ms':>28}{'new / old':>11}")
-    for cell in common:
-        ratio = statistics.median(after[cell]) / statistics.median(before[cell])
-        shown = "".join(f"{_with_range(times):>28}" for times in (before[cell], after[cell]))
-        verdict = _change(before[cell], after[cell], ratio)
-        lines.append(f"{cell.engine:<9}{cell.towers:>7}{cell.batch_size:>8}{shown}{ratio:>11.2f}  {verdict}")
+    changes = [Change(cell, before[cell], after[cell]) for cell in common]
+    lines += [tables.heading(COMPARED), *(tables.line(COMPARED, change) for change in changes)]
     return "\n".join(lines)
 
 
-def _change(before: Sequence[float], after: Sequence[float], ratio: float) -> str:
-    if min(len(before), len(after)) < _LEAST_ROUNDS:
-        return f"too few rounds to tell: {_LEAST_ROUNDS} are needed"
-    overlaps = min(after) <= max(before) and min(before) <= max(after)
-    if overlaps or abs(ratio - 1) < _SMALL_CHANGE:
-        return "no difference beyond noise"
-    return "faster" if ratio < 1 else "slower"
+class Change(NamedTuple):
+    """Holds the median step times of a cell's rounds in two benchmarks, in milliseconds."""
+
+    cell: Cell
+    before: Sequence[float]
+    after: Sequence[float]
+
+    @property
+    def ratio(self) -> float:
+        """The time after, divided by the time before."""
+        return statistics.median(self.after) / statistics.median(self.before)
+
+    @property
+    def verdict(self) -> str:
+        """Whether steps are faster, slower, or neither."""
+        if min(len(self.before), len(self.after)) < _LEAST_ROUNDS:
+            return f"too few rounds to tell: {_LEAST_ROUNDS} are needed"
+        overlaps = min(self.after) <= max(self.before) and min(self.before) <= max(self.after)
+        if overlaps or abs(self.ratio - 1) < _SMALL_CHANGE:
+            return "no difference beyond noise"
+        return "faster" if self.ratio < 1 else "slower"
+
+
+def _with_range(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+
+
+COMPARED = (
+    Column("engine  ", "", 8, lambda change: f"{change.cell.engine:<8}"),
+    Column("towers", "", 7, lambda change: str(change.cell.towers)),
+    Column("batch", "", 7, lambda change: str(change.cell.batch_size)),
+    Column("old", "ms", 28, lambda change: _with_range(change.before)),
+    Column("new", "ms", 28, lambda change: _with_range(change.after)),
+    Column("new / old", "", 11, lambda change: f"{change.ratio:.2f}"),
+    Column("", "", 39, lambda change: change.verdict),
+)
 
 
 def _medians_of_rounds(results: Mapping[str, Any]) -> dict[Cell, list[float]]:
@@ -203,10 +228,6 @@ def _medians_of_rounds(results: Mapping[str, Any]) -> dict[Cell, list[float]]:
         cell = Cell(*(run[name] for name in Cell._fields))
         medians.setdefault(cell, []).append(statistics.median(run["step_milliseconds"]))
     return medians
-
-
-def _with_range(times: Sequence[float]) -> str:
-    return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
 
 
 def machine(environment: Mapping[str, Any]) -> str:

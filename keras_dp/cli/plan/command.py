@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--constants",
         type=argument(_constants),
+        default={},
         metavar="check.json",
         help="latency and bandwidth of the link as keras-dp check --json has measured them",
     )
@@ -141,8 +142,8 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
         gpu=options.gpu,
         link=options.link,
         launch_microseconds=options.launch_microseconds,
-        latency_microseconds=options.latency_microseconds or (options.constants or {}).get("latency_microseconds"),
-        gigabytes_per_second=options.gigabytes_per_second or (options.constants or {}).get("gigabytes_per_second"),
+        latency_microseconds=options.latency_microseconds or options.constants.get("latency_microseconds"),
+        gigabytes_per_second=options.gigabytes_per_second or options.constants.get("gigabytes_per_second"),
         memory_bytes=options.memory,
     )
 

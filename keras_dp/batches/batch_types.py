@@ -1,4 +1,4 @@
-"""Make a batch that stands for batches of known types."""
+"""Hold the types of batches, and make a batch of them."""
 
 import dataclasses
 from typing import Any
@@ -47,6 +47,6 @@ def _numbers(spec: tf.TypeSpec | None) -> Any:
     if spec is None:
         return None
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
-        raise ValueError(f"The sizes of this model's batches differ: pass one of them, report((x, y)). Received: {spec}")
+        raise ValueError(f"No batch can be made up if sizes differ, or tensors are not dense: pass a batch. Received: {spec}")
     with tf.device(HOST):
         return (tf.ones if spec.dtype.is_floating else tf.zeros)(spec.shape, spec.dtype)

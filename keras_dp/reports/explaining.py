@@ -1,0 +1,50 @@
+"""Explain how a step of a model is partitioned, and warn of rows that it gathers."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from keras_dp import choices
+from keras_dp.arithmetic.share import ArithmeticOfRows
+from keras_dp.batches.slicing import Slice
+from keras_dp.partition.inspecting.explanation import Explanation, explain
+from keras_dp.partition.inspecting.picture import bytes_in_words
+from keras_dp.partition.step import Partition
+from keras_dp.steps.random_states import same_random_states
+from keras_dp.steps.towers import TowerSteps
+
+logger = logging.getLogger("keras_dp")
+
+
+def explanation_of(steps: TowerSteps, batch: Any, step: choices.Step) -> Explanation:
+    """Explains a step for a global batch, with the share of the arithmetic that towers divide."""
+    slices = steps.slices_of(batch)
+    partition, arithmetic = counted(steps, step, slices)
+    explanation = explained(partition, steps, int(slices[0].batch_rows))
+    return dataclasses.replace(explanation, share_of_arithmetic=arithmetic.share if arithmetic else None)
+
+
+def counted(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice]) -> tuple[Partition, ArithmeticOfRows | None]:
+    """Partitions a step without running it, and counts its arithmetic; None for arithmetic that is not known."""
+    with same_random_states():
+        traced = steps.trace(step, slices)
+        partition = traced.partition(steps.home)
+        return partition, traced.arithmetic(partition)
+
+
+def explained(partition: Partition, steps: TowerSteps, batch_rows: int) -> Explanation:
+    """Explains a partition for so many rows."""
+    return explain(partition, steps.inputs.devices, steps.home, batch_rows, steps.jit_compile)
+
+
+def warn_of_gathered_rows(explanation: Explanation) -> bool:
+    """Warns about operations that gather many rows. Returns whether there is any."""
+    notable = explanation.notable()
+    for once in notable:
+        logger.warning(
+            "%s gathers %s of rows in each step, and is computed once: %s%s. An operation on each row by itself, or a sum "
+            "over rows, stays on the towers. print(parallel.explain(batch)) lists all operations that gather rows.",
+            *(once.type, bytes_in_words(once.bytes or 0), once.reason, f" ({once.line})" if once.line else ""),
+        )
+    return bool(notable)
