@@ -15,9 +15,12 @@ from packaging.version import Version
 from tensorflow.python.framework import ops
 
 import keras_dp
+from keras_dp.cli import tables
 from keras_dp.keras_internals import versions
 
 keras_dp.use_logical_cpus(4)
+# Workers of pytest say that their terminals have 80 columns: tests see the widest tables, wherever they run.
+os.environ["COLUMNS"] = str(tables.WIDEST)
 # Imported modules stay alive: the garbage collector need not scan them after each test.
 gc.freeze()
 

@@ -43,3 +43,10 @@ def test_large_packages_have_an_index():
     large = [path for path in PACKAGE.rglob("*") if is_package(path) and len(list(path.glob("*.py"))) > 6]
     assert len(large) > 4
     assert [path.name for path in large if not (path / "README.md").exists()] == []
+
+
+def test_folders_that_are_collected_together_share_one_conftest():
+    """Collecting docstrings, pytest takes a second conftest.py for the first, and stops after all tests have run."""
+    with_settings_of_their_own = {"ecosystem", "host"}
+    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("conftest.py")}
+    assert folders == {"."} | with_settings_of_their_own
