@@ -111,7 +111,6 @@ class DataParallelModel(CompiledWrapper):
         self._told_eager = False
         self._announced = self._told_called = False
         self._told_gathered = False
-        self._batch_rows: int | None = None
         self._workers = current_workers()
         self._joint_calls = calls_of(self._workers)
         self._predicts_shard = False
@@ -299,7 +298,7 @@ class DataParallelModel(CompiledWrapper):
         """Runs one training step on one global batch; see `keras.Model.train_on_batch`."""
         with self._workers.reporting_lost_workers():
             batch = self._host_batch(x, y, sample_weight, method="fit")
-            self._batch_rows = known_rows(batch, self._feed.whole)
+            self._feed.usual_rows = known_rows(batch, self._feed.whole)
             return super().train_on_batch(*batch, class_weight=class_weight, return_dict=return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
@@ -389,7 +388,7 @@ class DataParallelModel(CompiledWrapper):
             ValueError: if the model is not compiled or runs eagerly, or needs a batch: it was not trained yet, or its batches
                 differ in more than their rows.
         """
-        return report_of(self, batch, self._batch_rows)
+        return report_of(self, batch, self._feed.usual_rows)
 
     @property
     def devices(self) -> list[str]:
@@ -480,7 +479,7 @@ class DataParallelModel(CompiledWrapper):
         result, partition = self._steps.run(name, slices)
         self._joint_calls.synchronize_others(known, partition.variables)
         if name == "train" and not self._told_gathered:
-            rows = partition.propagation.batch_rows or self._batch_rows or BATCH_SIZE
+            rows = partition.propagation.batch_rows or self._feed.usual_rows or BATCH_SIZE
             self._told_gathered = warn_of_gathered_rows(explained(partition, self._steps, rows))
         return own_rows(result, slices) if name == "predict" and self._predicts_shard else result
 
@@ -559,7 +558,7 @@ class DataParallelModel(CompiledWrapper):
     def _announce(self, arguments: dict[str, Any]) -> None:
         data = arguments.get("x"), arguments.get("batch_size")
         rows = None if self._feed.takes_shards else rows_of_batches(*data, self._feed.named)
-        self._batch_rows = rows
+        self._feed.usual_rows = rows
         if self._announced or arguments.get("verbose") == 0 or self._is_eager() or not self._workers.is_chief:
             return
         self._announced = True

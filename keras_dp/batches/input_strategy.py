@@ -67,6 +67,7 @@ class InputStrategy:
         shard_types: the types of the slices of the last dataset that held only this worker's own batches.
         cuts_in_step: whether steps cut the batches of the next datasets. TensorFlow traces such a step by the type of the whole
             batch, as it does for one device.
+        usual_rows: B in most batches of the next data; None if it is not known.
         has_all_names: whether the next data have all tensors that are named, as those of training do.
         different_batches: the count of batches that differ between workers; None for a single worker.
         prefetches: whether each tower's next slice may be sent to its device while the towers work on the last one. It is true
@@ -91,6 +92,7 @@ class InputStrategy:
         self.takes_shards = False
         self.shard_types: Any = None
         self.cuts_in_step = False
+        self.usual_rows: int | None = None
         self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)

@@ -152,7 +152,7 @@ def propagate(traced: Traced, arguments: Sequence[Argument], rows: RowCounts) ->
     # The one row of a batch is not cut.
     batch_rows = rows.known.batch_rows if rows.known and rows.known.batch_rows > 1 else None
     with _garbage_collection_put_off():
-        return Propagation(traced, facts, batch_rows=batch_rows)
+        return Propagation(traced, facts, batch_rows=batch_rows, tower_rows=rows.tower_rows)
 
 
 def build(

@@ -41,11 +41,15 @@ class KindsOfCopies:
             return "gradients" if self._updates_weights(self._known(receivers)) else "other"
         if name in self._inputs or name.startswith("inputs/"):
             return "inputs"
-        if self._is_read(source):
+        if self._is_of_weights(source):
             return "weights"
         if not self._comes_from_towers(source):
             return "other"
-        after = self._at_home_after(self._known(receivers))
+        taken = self._known(receivers)
+        if taken and all(self._is_of_weights(operation) for operation in taken):
+            # The indices of a lookup that runs where its table is.
+            return "other"
+        after = self._at_home_after(taken)
         if any(map(_is_on_tower, after)):
             return "moments"
         if not _is_on_tower(source):
@@ -66,11 +70,11 @@ class KindsOfCopies:
     def _known(self, names: Iterable[str]) -> list[tf.Operation]:
         return [self._operations[name] for name in names if name in self._operations]
 
-    def _is_read(self, operation: tf.Operation) -> bool:
-        """Returns whether an operation gives the value of a trainable weight."""
-        while operation.type in _PASSED_ON:
+    def _is_of_weights(self, operation: tf.Operation) -> bool:
+        """Returns whether an operation gives the value of a trainable weight, or entries that it looks up there."""
+        while operation.type in (*_PASSED_ON, "GatherV2"):
             operation = operation.inputs[0].op
-        return operation.type == "ReadVariableOp" and operation.inputs[0].name in self._weights
+        return operation.type in ("ReadVariableOp", "ResourceGather") and operation.inputs[0].name in self._weights
 
     def _comes_from_towers(self, operation: tf.Operation) -> bool:
         found = {operation.name}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ def on_slices(
     devices: Sequence[str],
     collectives: OneWorker | None = None,
     variables_made: Callable[[], None] = lambda: None,
+    usual_rows: int | None = None,
 ) -> StepOnSlices:
     """Traces a step, written for one device and a whole batch, to run on N slices of a batch.
 
@@ -99,9 +101,10 @@ def on_slices(
         devices: the devices of the N towers.
         collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
         variables_made: is called when a first trace has made variables, before a second one.
+        usual_rows: B in most batches; None if it is not known.
     """
     collectives = collectives or OneWorker()
-    rows = rows_of(slices, collectives)
+    rows = rows_of(slices, collectives, usual_rows)
     of_batch, arguments = arguments_of(step, slices, whole, collectives)
     trace = Trace(of_batch, [argument.spec for argument in arguments], variables_made)
     if collectives.count > 1:
@@ -128,11 +131,15 @@ def _of_towers(argument: Argument, towers: Sequence[int]) -> Argument:
     return dataclasses.replace(argument, slices=[argument.slices[tower] for tower in towers])
 
 
-def rows_of(slices: Sequence[Slice], collectives: OneWorker) -> RowCounts:
-    """Returns the numbers of the towers' rows, as integers if the number of rows of the batch is known."""
+def rows_of(slices: Sequence[Slice], collectives: OneWorker, usual_rows: int | None = None) -> RowCounts:
+    """Returns the numbers of the towers' rows, as integers if the number of rows of the batch is known.
+
+    The arguments are those of `on_slices`.
+    """
     batch_rows, count = slices[0].batch.shape[0], len(slices) * collectives.count
     if batch_rows is None:
-        return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices])
+        of_tower = None if usual_rows is None else math.ceil(usual_rows / count)
+        return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices], of_tower)
     first = len(slices) * collectives.index
     ends = [batch_rows * (first + i) // count for i in range(len(slices) + 1)]
     return RowCounts(batch_rows, ends[:-1], [end - begin for begin, end in itertools.pairwise(ends)])

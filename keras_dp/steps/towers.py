@@ -109,7 +109,8 @@ class TowerSteps:
             collectives: as in `on_slices`.
         """
         whole = slices[0].whole
-        return on_slices(self.plain(name, whole), slices, whole, self.inputs.devices, collectives, self.variables_made)
+        plain, devices, usual = self.plain(name, whole), self.inputs.devices, self.inputs.usual_rows
+        return on_slices(plain, slices, whole, devices, collectives, self.variables_made, usual)
 
     def partition(self, name: choices.Step) -> Partition | None:
         """Returns the partition of a step as it was last traced; None if it was not."""

@@ -15,6 +15,7 @@ from keras_dp.partition.building.exchanges import Exchange, Exchanges
 from keras_dp.partition.building.forms import Forms
 from keras_dp.partition.building.homes import Homes
 from keras_dp.partition.building.instances import Feeds, Instances
+from keras_dp.partition.building.lookups import Lookups
 from keras_dp.partition.building.needed import Kind, NeededInstances, local_need
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS
@@ -117,6 +118,7 @@ class Builder:
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
         needed = self._needed.of(wanted, effects)
+        self._lookups = Lookups(self.propagation, needed)
         self.exchanges.early = self._needed.early(needed)
         makers: dict[Kind, Callable[[Any], Any]] = {
             Kind.SHAPES: self._make_local_shapes,
@@ -162,7 +164,13 @@ class Builder:
             inputs = [self.forms.whole(output, device) for output in self.propagation.sources[definition.name]]
             if definition.op in LOOPS:
                 inputs = self._beside_loop(definition, inputs, device)
-            self._instances.home[definition.name] = self.graph.copy(definition, device, inputs, self._awaited(definition.name))
+            controls = self._awaited(definition.name)
+
+            def copied() -> str:
+                return self.graph.copy(definition, device, inputs, controls)
+
+            is_read = definition.op == "ReadVariableOp"
+            self._instances.home[definition.name] = self._read_once(inputs[0], controls, copied) if is_read else copied()
 
     def _make_on_towers(self, definition: Any) -> None:
         plan, outputs = self.propagation.plans[definition.name], self.propagation.sources[definition.name]
@@ -172,7 +180,10 @@ class Builder:
             inputs = [self.forms.form(output, need, tower, plan.readings.get(i)) for i, (output, need) in needs]
             if definition.op in LOOPS:
                 inputs = self._beside_loop(definition, inputs, device, tower)
-            if plan.instance:
+            if self._lookups.is_at_table(definition):
+                device = self._homes.of_node(self.propagation.nodes[outputs[0][0]])
+                made.append(self.graph.copy(definition, device, inputs, self._awaited(definition.name)))
+            elif plan.instance:
                 made.append(plan.instance(self, definition, tower, inputs))
             else:
                 own = self._bodies.on_tower(definition, plan, tower) if self._bodies and plan.functions else definition
@@ -268,10 +279,15 @@ class Builder:
     def read(self, name: str, resource: str, dtype: tf.DType) -> str:
         """Reads the value of a variable, once for all towers."""
         controls = sorted(set(self._awaited(name)))
-        return self.graph.once(
-            ("read", name),
-            lambda: self.graph.add("ReadVariableOp", [resource, *controls], "", f"home/{name}/read", dtype=dtype),
-        )
+
+        def written() -> str:
+            return self.graph.add("ReadVariableOp", [resource, *controls], "", f"home/{name}/read", dtype=dtype)
+
+        return self._read_once(resource, controls, written)
+
+    def _read_once(self, resource: str, controls: Iterable[str], read: Callable[[], str]) -> str:
+        """Reads a variable with `read`, unless it was read after the same effects."""
+        return str(self.graph.once(("read", resource, *sorted(set(controls))), read))
 
     def copy(self, definition: Any, tower: int, inputs: Sequence[str], operation: str | None = None) -> str:
         """Copies a traced node to a tower, with other inputs, after the nodes that it waits for."""

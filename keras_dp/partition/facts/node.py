@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.facts.placements import Facts, ListOf, Need, Partial, Shard
+from keras_dp.partition.facts.row_counts import USUAL_ROWS
 from keras_dp.partition.facts.rows import Number, Rows, counts_all
 from keras_dp.partition.facts.tower_builder import Instance
 
@@ -84,6 +85,7 @@ class Node:
         results: the `Static` of each output, as far as TensorFlow knows it.
         in_body: whether the node is in the body of a loop or branch that each tower runs by itself.
         batch_rows: B, if it was known while the step was traced; else None.
+        tower_rows: the number of rows for which a tower's work is planned.
         scope: the beginning of the names of sizes that the node makes, which no other graph has.
     """
 
@@ -95,6 +97,7 @@ class Node:
         results: list[Static],
         in_body: bool = False,
         batch_rows: int | None = None,
+        tower_rows: int = USUAL_ROWS,
         scope: str = "",
     ):
         self.definition = definition
@@ -105,6 +108,7 @@ class Node:
         self.results = results
         self.in_body = in_body
         self.batch_rows = batch_rows
+        self.tower_rows = tower_rows
         self.scope = scope
 
     @property
@@ -114,7 +118,8 @@ class Node:
 
     def with_inputs(self, inputs: list[Facts]) -> "Node":
         """Returns the node with other facts of its inputs."""
-        return Node(self.definition, inputs, self.statics, self.results, self.in_body, self.batch_rows, self.scope)
+        numbers = self.batch_rows, self.tower_rows
+        return Node(self.definition, inputs, self.statics, self.results, self.in_body, *numbers, self.scope)
 
     def counts_all(self, number: Number, blocks: Sequence[Any]) -> bool:
         """Returns whether a number is known to count the entries of all rows, of which each has `blocks`."""

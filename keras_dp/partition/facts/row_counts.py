@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+USUAL_ROWS = 32  # a guess, if the number is not known before there is a batch
+
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
@@ -13,13 +15,20 @@ class RowCounts:
         batch_rows: B.
         begins: the index of each tower's first row, N numbers.
         own_rows: the number of each tower's rows, N numbers. A tower with 0 rows has borrowed one row.
+        usual_rows: the largest number of a tower's rows in most batches, as far as it is known.
     """
 
     batch_rows: Any
     begins: Sequence[Any]
     own_rows: Sequence[Any]
+    usual_rows: int | None = None
 
     @property
     def known(self) -> "RowCounts | None":
         """The counts, if they are known while the step is traced; else None."""
         return self if isinstance(self.batch_rows, int) else None
+
+    @property
+    def tower_rows(self) -> int:
+        """The number of rows for which a tower's work is planned. It decides between ways to the same result."""
+        return max(self.own_rows) if self.known else self.usual_rows or USUAL_ROWS

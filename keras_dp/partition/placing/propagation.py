@@ -19,9 +19,11 @@ from keras_dp.partition.facts.placements import (
     Shard,
     array_of,
 )
+from keras_dp.partition.facts.row_counts import USUAL_ROWS
 from keras_dp.partition.facts.rows import Size
 from keras_dp.partition.facts.sizes import LARGEST, BroadcastAxes, evaluate
 from keras_dp.partition.placing import control_flow
+from keras_dp.partition.placing.gathered_rows import compute_once_from_gathered_rows
 from keras_dp.partition.placing.lists_at_home import lists_wanted_at_home
 from keras_dp.partition.placing.measuring import Measures
 from keras_dp.partition.placing.moments import mean_of_variance, plan_of_variance
@@ -55,6 +57,7 @@ class Propagation:
         arguments: the facts of its placeholders, by name.
         in_body: whether the graph is the body of a loop or branch, which each tower runs by itself.
         batch_rows: B, if it was known while the step was traced; else None.
+        tower_rows: the number of rows for which a tower's work is planned.
 
     Attributes:
         facts: the facts of each output.
@@ -74,10 +77,12 @@ class Propagation:
         arguments: Mapping[str, Facts],
         in_body: bool = False,
         batch_rows: int | None = None,
+        tower_rows: int = USUAL_ROWS,
     ):
         self.traced = traced
         self.in_body = in_body
         self.batch_rows = batch_rows
+        self.tower_rows = tower_rows
         self.facts: dict[Output, Facts] = {}
         self.plans: dict[str, Plan] = {}
         self.nodes = {node.name: node for node in traced.nodes}
@@ -92,6 +97,8 @@ class Propagation:
         self._recomputation = Recomputation(self.nodes, self.sources, traced.outputs)
         self._row_sources = None if batch_rows is None else RowSources(self.nodes, self.sources, traced.statics, arguments)
         self._propagate(arguments)
+        if not in_body:
+            compute_once_from_gathered_rows(self)
 
     def _propagate(self, arguments: Mapping[str, Facts]) -> None:
         """Plans the nodes in order, and again from the first list that a later node turns out to need at home."""
@@ -152,7 +159,7 @@ class Propagation:
         inputs = [self.facts[source] for source in sources]
         statics = [self.static(source) for source in sources]
         results = self.traced.statics[definition.name]
-        return Node(definition, inputs, statics, results, self.in_body, self.batch_rows, self.traced.scope)
+        return Node(definition, inputs, statics, results, self.in_body, self.batch_rows, self.tower_rows, self.traced.scope)
 
     def body(
         self, name: str, arguments: Sequence[Facts], statics: Sequence[Static], known_shapes: bool
@@ -181,7 +188,7 @@ class Propagation:
             self._functions[key] = traced_function(self.traced, name, shapes, handles)
         traced = self._functions[key]
         placed = dict(zip(traced.arguments, arguments, strict=True))
-        propagation = Propagation(traced, placed, in_body=True, batch_rows=self.batch_rows)
+        propagation = Propagation(traced, placed, in_body=True, batch_rows=self.batch_rows, tower_rows=self.tower_rows)
         self.bodies.append(propagation)
         results = []
         for output in map(output_of, traced.outputs):

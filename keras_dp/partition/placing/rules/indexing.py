@@ -102,7 +102,6 @@ def _with_own_shape(node: Node, plan: Plan) -> Plan | None:
     return dataclasses.replace(plan, needs=[*(plan.needs or ())[:2], LOCAL_SHAPE])
 
 
-_ROWS_OF_A_TOWER = 32  # a guess: the number is not known before there is a batch
 _SEGMENTS = {f"UnsortedSegment{name}": name.lower() for name in ("Sum", "Max", "Min", "Prod")}
 
 
@@ -126,14 +125,14 @@ def segments(node: Node) -> Plan | None:
 
 
 def _has_more_segments_than_entries(node: Node) -> bool:
-    """Returns whether there are more segments than entries on a tower of `_ROWS_OF_A_TOWER` rows."""
+    """Returns whether there are more segments than entries on a tower."""
     placement, count, shape = node.inputs[1].placement, node.inputs[2].integers, node.shape(1)
     if not isinstance(placement, Shard) or count is None or shape is None:
         return False
     others = [size for axis, size in enumerate(shape) if axis != placement.axis]
     if not all(isinstance(size, int) for size in (*placement.blocks, *others)):
         return False
-    return bool(count[0] > _ROWS_OF_A_TOWER * sum(placement.blocks) * math.prod(others))
+    return bool(count[0] > node.tower_rows * sum(placement.blocks) * math.prod(others))
 
 
 @rule("DenseBincount")

@@ -1,0 +1,78 @@
+"""Compute once, from gathered rows, tensors of which no tower needs its own rows.
+
+Adam squares the rows of a sparse gradient. Only its update, at home, takes the squares, and it takes the gradient as well. So
+the rows of the gradient are gathered, and squared at home. If towers squared them, both would be sent.
+"""
+
+from collections import defaultdict
+from typing import Any, Protocol
+
+from keras_dp.partition.facts.node import Plan
+from keras_dp.partition.facts.operations import SHAPES_AND_RANK
+from keras_dp.partition.facts.placements import REPLICATE, Facts, Shard
+from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
+from keras_dp.partition.tracing.names import Output
+
+# These take no time of their own, or tell something of the tensor.
+_OTHERS = {"Cast", "EnsureShape", "Identity", "OnesLike", "PreventGradient", "StopGradient", "ZerosLike"}
+_OF_ENTRIES = {*UNARY, *BINARY} - _OTHERS
+
+
+class Planned(Protocol):
+    """Defines the parts of a propagation that are read and changed here."""
+
+    facts: dict[Output, Facts]
+    plans: dict[str, Plan]
+    nodes: dict[str, Any]
+    sources: dict[Any, list[Output]]
+
+
+def compute_once_from_gathered_rows(planned: Planned) -> None:
+    """Plans at home all operations on entries whose rows are gathered anyway, and whose results are only taken at home."""
+    takers: dict[Output, list[str]] = defaultdict(list)
+    for name, sources in planned.sources.items():
+        for output in sources:
+            takers[output].append(name)
+
+    def is_only_taken_at_home(name: str, moved: set[str]) -> bool:
+        return bool(takers[name, 0]) and all(_takes_whole(taker, planned) or taker in moved for taker in takers[name, 0])
+
+    def is_gathered(output: Output, moved: set[str]) -> bool:
+        return output[0] in moved or any(_takes_whole(taker, planned) for taker in takers[output])
+
+    moved: set[str] = set()
+    for name in reversed(planned.nodes):
+        if _is_of_entries(name, planned) and is_only_taken_at_home(name, moved):
+            moved.add(name)
+    count = -1
+    while len(moved) != count:
+        count = len(moved)
+        moved = {
+            name
+            for name in moved
+            if is_only_taken_at_home(name, moved) and all(is_gathered(output, moved) for output in _rows(name, planned))
+        }
+    for name in moved:
+        planned.plans[name] = Plan([Facts()])
+        planned.facts[name, 0] = Facts()
+
+
+def _takes_whole(name: str, planned: Planned) -> bool:
+    """Returns whether a node takes its inputs whole. A shape is known without them."""
+    return planned.plans[name].is_at_home and planned.nodes[name].op not in SHAPES_AND_RANK
+
+
+def _rows(name: str, planned: Planned) -> list[Output]:
+    """Returns the inputs of a node that have rows."""
+    return [output for output in planned.sources[name] if isinstance(planned.facts[output].placement, Shard)]
+
+
+def _is_of_entries(name: str, planned: Planned) -> bool:
+    """Returns whether towers compute a node on entries of their rows, each from its own rows and from tensors at home."""
+    plan, rows = planned.plans[name], _rows(name, planned)
+    is_plain = plan.needs is not None and not (plan.instance or plan.readings or plan.gathers)
+    if planned.nodes[name].op not in _OF_ENTRIES or not rows or not is_plain:
+        return False
+    others = [output for output in planned.sources[name] if output not in rows]
+    are_there = all(planned.facts[o].placement == REPLICATE and planned.plans[o[0]].is_at_home for o in others)
+    return are_there and isinstance(planned.facts[name, 0].placement, Shard) and planned.facts[name, 0].entries is None

@@ -1,0 +1,90 @@
+"""A large table is looked up where it lives: what is sent grows with the batch, not with the table."""
+
+import keras
+import numpy as np
+import pytest
+from comparison import assert_same_training
+from keras import layers, ops
+
+import keras_dp
+
+LENGTH, WIDTH = 5, 4
+rng = np.random.default_rng(0)
+
+
+def build(vocabulary, optimizer="adam", times=1, is_tied=False):
+    """Builds a model that looks up each of the tokens in a table, and may also multiply by the whole table."""
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    table = layers.Embedding(vocabulary, WIDTH)
+    found = ops.tanh(sum(table(tokens) for _ in range(times)))
+    outputs = layers.Dense(2)(layers.Dropout(0.2)(layers.Flatten()(found)))
+    if is_tied:
+        outputs = ops.sum(found @ ops.transpose(table.embeddings), -1, keepdims=True)[:, 0] + outputs
+    return keras.Model(tokens, outputs)
+
+
+def batch(vocabulary, rows):
+    return rng.integers(vocabulary, size=(rows, LENGTH)), rng.normal(size=(rows, 2))
+
+
+def sent(vocabulary, rows=9, num_towers=3, optimizer="sgd", **model):
+    """Returns the bytes of weights that are sent in a step, and all bytes."""
+    parallel = keras_dp.DataParallelModel(build(vocabulary, **model), devices=num_towers)
+    parallel.compile(optimizer, "mse")
+    report = keras_dp.communication_report(parallel, batch(vocabulary, rows))
+    return report.bytes_of("weights"), report.total_bytes
+
+
+def table_bytes(vocabulary):
+    return vocabulary * WIDTH * 8
+
+
+@pytest.mark.parametrize("arguments", [{}, {"pack_copies": True}, {"parameter_device": "sharded"}], ids=lambda a: "-".join(a))
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
+def test_a_large_table_trains_as_on_one_device(optimizer, arguments):
+    vocabulary = 400
+    data = [(batch(vocabulary, rows), 4) for rows in (11, 2)]
+    assert_same_training(lambda: build(vocabulary), lambda: {"optimizer": optimizer, "loss": "mse"}, data, 3, arguments)
+
+
+def test_bytes_do_not_grow_with_the_table():
+    small, large = sent(2_000), sent(20_000)
+    assert small == large
+    assert large[1] < table_bytes(20_000) / 20
+
+
+def test_bytes_grow_with_the_batch():
+    assert sent(20_000, rows=9)[0] < sent(20_000, rows=90)[0] < table_bytes(20_000)
+
+
+def test_a_table_that_is_smaller_than_its_entries_is_sent():
+    """Each of 3 towers would get 30 * 5 entries from a table of 20."""
+    dense = (LENGTH * WIDTH * 2 + 2) * 8
+    assert sent(20, rows=90)[0] == 2 * (table_bytes(20) + dense)
+
+
+def test_a_table_that_two_lookups_read_is_sent_once():
+    assert sent(20, rows=90, times=2)[0] == sent(20, rows=90)[0]
+
+
+def test_a_table_that_is_multiplied_as_well_is_sent_once():
+    """The product needs the whole table on each tower, so that the lookup has it there, too."""
+    vocabulary = 400
+    data = [(batch(vocabulary, 9), 4)]
+    assert_same_training(lambda: build(vocabulary, is_tied=True), lambda: {"optimizer": "sgd", "loss": "mse"}, data, 3)
+    assert sent(vocabulary, is_tied=True)[1] < 4.5 * table_bytes(vocabulary)
+
+
+def test_fit_knows_the_rows_of_batches_of_any_number():
+    """Arrays of 100 rows in batches of 90 are traced for any number of rows; the table of 60 entries is smaller than these."""
+    parallel = keras_dp.DataParallelModel(build(60), devices=3)
+    parallel.compile("sgd", "mse")
+    x, y = batch(60, 100)
+    parallel.fit(x, y, batch_size=90, verbose=0)
+    assert parallel._feed.usual_rows == 90
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "adagrad"])
+def test_the_squares_of_a_sparse_gradient_are_not_sent_beside_it(optimizer):
+    """The rows of the gradient and their indices are sent, and nothing more: no more than for SGD."""
+    assert sent(2_000, optimizer=optimizer)[1] <= sent(2_000, optimizer="sgd")[1]
