@@ -1,7 +1,8 @@
 """Compute once, from gathered rows, tensors of which no tower needs its own rows.
 
 Adam squares the rows of a sparse gradient. Only its update, at home, takes the squares, and it takes the gradient as well. So
-the rows of the gradient are gathered, and squared at home. If towers squared them, both would be sent.
+the rows of the gradient are gathered, and squared at home. If towers squared them, both would be sent. Where to cut between
+towers and home is a minimum cut in general. Here each group of connected operations moves as a whole, or stays.
 """
 
 from collections import defaultdict
@@ -28,33 +29,38 @@ class Planned(Protocol):
 
 
 def compute_once_from_gathered_rows(planned: Planned) -> None:
-    """Plans at home all operations on entries whose rows are gathered anyway, and whose results are only taken at home."""
+    """Plans at home the operations on entries whose results are only taken at home, where fewer tensors are gathered so."""
     takers: dict[Output, list[str]] = defaultdict(list)
     for name, sources in planned.sources.items():
         for output in sources:
             takers[output].append(name)
-
-    def is_only_taken_at_home(name: str, moved: set[str]) -> bool:
-        return bool(takers[name, 0]) and all(_takes_whole(taker, planned) or taker in moved for taker in takers[name, 0])
-
-    def is_gathered(output: Output, moved: set[str]) -> bool:
-        return output[0] in moved or any(_takes_whole(taker, planned) for taker in takers[output])
-
-    moved: set[str] = set()
+    movable: set[str] = set()
     for name in reversed(planned.nodes):
-        if _is_of_entries(name, planned) and is_only_taken_at_home(name, moved):
-            moved.add(name)
-    count = -1
-    while len(moved) != count:
-        count = len(moved)
-        moved = {
-            name
-            for name in moved
-            if is_only_taken_at_home(name, moved) and all(is_gathered(output, moved) for output in _rows(name, planned))
-        }
-    for name in moved:
-        planned.plans[name] = Plan([Facts()])
-        planned.facts[name, 0] = Facts()
+        taken_by = takers[name, 0]
+        if taken_by and _is_of_entries(name, planned) and all(_takes_whole(t, planned) or t in movable for t in taken_by):
+            movable.add(name)
+
+    def is_gathered(output: Output) -> bool:
+        return any(_takes_whole(taker, planned) for taker in takers[output])
+
+    for together in _connected(movable, planned):
+        results = [name for name in together if is_gathered((name, 0))]
+        rows = {output for name in together for output in _rows(name, planned) if output[0] not in together}
+        if len([output for output in rows if not is_gathered(output)]) < len(results):
+            for name in together:
+                planned.plans[name] = Plan([Facts()])
+                planned.facts[name, 0] = Facts()
+
+
+def _connected(names: set[str], planned: Planned) -> list[set[str]]:
+    """Returns the nodes in groups: nodes are together if one takes the other's result, or both take the same rows."""
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        joined = {name, *(output[0] for output in _rows(name, planned))}
+        joined = joined.union(*(groups[member] for member in joined if member in groups))
+        groups |= dict.fromkeys(joined, joined)
+    distinct = {id(group): group for group in groups.values()}
+    return [group.intersection(names) for group in distinct.values()]
 
 
 def _takes_whole(name: str, planned: Planned) -> bool:
