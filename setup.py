@@ -11,6 +11,7 @@ README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
 def absolute(link):
+    """Returns a link of Markdown with the address of its file, or of its picture, in the repository."""
     is_picture, text, path = link.groups()
     return f"{is_picture}[{text}]({PICTURES if is_picture else FILES}/{path})"
 
