@@ -43,7 +43,7 @@ fuzz: $(VENV)/dev.installed  ## Draw random programs, and compare them on towers
 mutants: $(VENV)/mutation.installed  ## Put small faults into the partitioner, and print those that no test notices; OPTIONS="--count 200 --seed 5".
 	PYTHONPATH=tests $(BIN)/python -m mutation $(OPTIONS)
 
-gpu-audit: $(VENV)/examples.installed  ## Audit and simulate steps on GPUs, without one, for the tables of docs/gpu.md; goes on where it was interrupted.
+gpu-audit: $(VENV)/examples.installed  ## Audit and simulate steps on GPUs, without one, for the tables of docs/gpu_audit.md; goes on where it was interrupted.
 	$(BIN)/python examples/benchmarks/gpu_audit.py --check $(if $(WRITE),--write)
 
 # The libraries of CUDA are large: only machines with a driver for GPUs need them.

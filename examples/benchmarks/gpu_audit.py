@@ -2,7 +2,7 @@
 
 The audit and the simulation use the graph that TensorFlow makes for logical CPUs, which stand for a host and its GPUs. Each
 model and number of GPUs has a process of its own. Results are kept in --out, so that an interrupted run goes on. The check of
-the simulator runs steps on logical CPUs, and compares their times with simulated ones. See docs/gpu.md.
+the simulator runs steps on logical CPUs, and compares their times with simulated ones. See docs/gpu_audit.md.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from keras_dp.reports.step_graph import graph_of_step
 DIRECTORY = Path(__file__).parent
 # Of the processes. oneDNN has other kernels than those whose speed is measured here.
 ENVIRONMENT = {"TF_ENABLE_ONEDNN_OPTS": "0", "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-PAGE = DIRECTORY.parents[1] / "docs" / "gpu.md"
+PAGE = DIRECTORY.parents[1] / "docs" / "gpu_audit.md"
 # The rows of a global batch, for which the steps are simulated.
 BATCH_SIZES = {
     "mlp": 4_096,
@@ -327,7 +327,7 @@ def _answer(option, question):
 
 
 def show(name, table, writes):
-    """Prints a table, and writes it between its markers in docs/gpu.md if that is wanted."""
+    """Prints a table, and writes it between its markers in docs/gpu_audit.md if that is wanted."""
     print(f"{table}\n", flush=True)
     if writes:
         page = PAGE.read_text(encoding="utf-8")
@@ -343,7 +343,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="check the simulator on this machine, too")
     parser.add_argument("--out", type=Path, default=Path("results/gpu_audit"), help="where results are kept")
     parser.add_argument("--kept", action="store_true", help="show what --out holds of the models, and plan nothing")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/gpu_audit.md")
     for option in ("--one", "--measure", "--check-one"):
         parser.add_argument(option, type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

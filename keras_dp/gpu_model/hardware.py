@@ -126,7 +126,7 @@ LINKS = {
     "A10": {"pcie": PCIE},
     "A100": {"nvlink": NVLINK_3, "pcie": PCIE},
     "A100-80GB": {"nvlink": NVLINK_3, "pcie": PCIE},
-    # An H100 has PCIe 5.0; the tables of docs/gpu.md were simulated for hosts with 4.0.
+    # An H100 has PCIe 5.0; the tables of docs/gpu_audit.md were simulated for hosts with 4.0.
     "H100": {"nvlink": NVLINK_4, "pcie": PCIE},
     "H200": {"nvlink": NVLINK_4, "pcie": PCIE_5},
     "RTX3090": {"pcie": PCIE},

@@ -13,7 +13,7 @@ from keras_dp.partition.step import Partition
 SKIPPED, OBSERVED = 10, 50
 LARGE_WAIT = 0.1  # of a step
 LARGE_WAIT_SECONDS = 1e-3  # it takes a part of a millisecond to take a batch that is ready
-# A GPU begins an operation about every 5 µs, however small it is; docs/gpu.md measures it.
+# A GPU begins an operation about every 5 µs, however small it is: the assumption of docs/gpu_audit.md.
 LAUNCH_SECONDS = 5e-6
 MOSTLY_LAUNCHES = 0.5  # of a step
 LARGE_SHARE_ONCE = 0.25  # of the products of matrices

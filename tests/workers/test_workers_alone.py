@@ -362,3 +362,12 @@ def test_progress_is_expected_where_workers_wait_for_each_other():
     check.note_progress.assert_called_once_with()
     check.expecting_progress().__exit__.assert_called_once()
     WorkerGroup().note_progress()
+
+
+def test_eager_steps_are_refused_on_several_workers(monkeypatch):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    parallel = keras_dp.DataParallelModel(model, devices=1)
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    monkeypatch.setattr(parallel, "_workers", mock.Mock(count=2, reporting_lost_workers=contextlib.nullcontext))
+    with pytest.raises(ValueError, match="run_eagerly=True is for debugging.*Received: run_eagerly=True on 2 workers"):
+        parallel.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))

@@ -2,7 +2,7 @@
 
 Logical CPUs stand for the GPUs. TensorFlow makes the graph of a step for them, and the command counts what would cost time on
 GPUs: copies, control edges, visits to the host, operations without a GPU kernel. Then it simulates the step on the GPUs that
---gpu and --link name. The times are predictions, not measurements; docs/gpu.md says how far to trust them.
+--gpu and --link name. The times are predictions, not measurements; docs/gpu_audit.md says how far to trust them.
 """
 
 import argparse
