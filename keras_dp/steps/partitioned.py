@@ -113,7 +113,8 @@ def on_slices(
         # Towers that are known to have no rows take no part.
         used = [tower for tower, own in enumerate(rows.own_rows) if own]
         arguments = [_of_towers(argument, used) for argument in arguments]
-        rows = RowCounts(rows.batch_rows, [rows.begins[tower] for tower in used], [rows.own_rows[tower] for tower in used])
+        begins, own_rows = ([numbers[tower] for tower in used] for numbers in (rows.begins, rows.own_rows))
+        rows = dataclasses.replace(rows, begins=begins, own_rows=own_rows)
         devices = [devices[tower] for tower in used]
     return StepOnSlices(trace, arguments, rows, devices)
 
@@ -138,11 +139,12 @@ def rows_of(slices: Sequence[Slice], collectives: OneWorker, usual_rows: int | N
     """
     batch_rows, count = slices[0].batch.shape[0], len(slices) * collectives.count
     if batch_rows is None:
-        of_tower = None if usual_rows is None else math.ceil(usual_rows / count)
-        return RowCounts(slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices], of_tower)
+        numbers = slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices]
+        return RowCounts(*numbers) if usual_rows is None else RowCounts(*numbers, math.ceil(usual_rows / count))
     first = len(slices) * collectives.index
     ends = [batch_rows * (first + i) // count for i in range(len(slices) + 1)]
-    return RowCounts(batch_rows, ends[:-1], [end - begin for begin, end in itertools.pairwise(ends)])
+    rows = [end - begin for begin, end in itertools.pairwise(ends)]
+    return RowCounts(batch_rows, ends[:-1], rows, math.ceil(batch_rows / count))
 
 
 def arguments_of(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-USUAL_ROWS = 32  # a guess, if the number is not known before there is a batch
+USUAL_ROWS = 32  # of a tower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,20 +15,16 @@ class RowCounts:
         batch_rows: B.
         begins: the index of each tower's first row, N numbers.
         own_rows: the number of each tower's rows, N numbers. A tower with 0 rows has borrowed one row.
-        usual_rows: the largest number of a tower's rows in most batches, as far as it is known.
+        tower_rows: the largest number of a tower's rows in most batches, the same on all workers; a guess if it is not known.
+            It decides between ways to the same result.
     """
 
     batch_rows: Any
     begins: Sequence[Any]
     own_rows: Sequence[Any]
-    usual_rows: int | None = None
+    tower_rows: int = USUAL_ROWS
 
     @property
     def known(self) -> "RowCounts | None":
         """The counts, if they are known while the step is traced; else None."""
         return self if isinstance(self.batch_rows, int) else None
-
-    @property
-    def tower_rows(self) -> int:
-        """The number of rows for which a tower's work is planned. It decides between ways to the same result."""
-        return max(self.own_rows) if self.known else self.usual_rows or USUAL_ROWS
