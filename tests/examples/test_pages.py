@@ -24,9 +24,9 @@ UNNAMED = "page.py"
 def programs(page):
     """Returns the programs of a page, and the lines that the page shows of their output: two dictionaries by file names.
 
-    A block that the page asks to save "as `train.py`" is a program of that name. All other blocks of Python are one program,
-    in their order. A block of text directly after a block of Python is its output, and so is what follows "$ python train.py"
-    in a console.
+    A block that the page asks to save "as `train.py`" begins a program of that name, and the other blocks continue the program
+    before them. A block of text directly after a block of Python is its output, and so is what follows "$ python train.py" in a
+    console.
     """
     code, shown, end, last = {}, {}, 0, UNNAMED
     for fence in FENCE.finditer(page):
@@ -34,15 +34,22 @@ def programs(page):
         block = textwrap.dedent(fence[3])
         if fence[2] == "python":
             named = re.findall(r"as\s+`(\w+\.py)`", before)
-            last = named[-1] if named else UNNAMED
+            last = named[-1] if named else last
             code[last] = code.get(last, "") + block
             shown.setdefault(last, [])
         elif fence[2] == "text" and code and not before.strip():
             shown[last] += block.splitlines()
         elif fence[2] == "console":
-            for name, output in re.findall(r"^\$ \S*python (\w+\.py)\n(.*?)(?=^\$ |\Z)", block, re.DOTALL | re.MULTILINE):
-                shown[name] += output.splitlines()
+            for command, output in commands(block):
+                name = re.fullmatch(r"\S*python (\w+\.py)", command)
+                if name and name[1] in shown:
+                    shown[name[1]] += output.splitlines()
     return code, shown
+
+
+def commands(console):
+    """Returns the commands of a console, each with what follows it."""
+    return re.findall(r"^\$ ([^\n]*)\n(.*?)(?=^\$ |\Z)", console, re.DOTALL | re.MULTILINE)
 
 
 def missing(shown, output):
@@ -59,15 +66,15 @@ def missing(shown, output):
     return None
 
 
-def run(name, directory):
-    """Runs a program in a process of its own, on a machine without GPUs, and returns all that it prints."""
+def run(directory, *arguments):
+    """Runs Python in a process of its own, on a machine without GPUs, and returns all that it prints."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
     environment.pop("COLUMNS", None)  # set for the tests
-    command = [sys.executable, "-u", name]
+    command = [sys.executable, "-u", *arguments]
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     finished = subprocess.run(command, cwd=directory, env=environment, stdout=pipe, stderr=both, text=True, check=False)
     assert finished.returncode == 0, finished.stdout[-3000:]
-    return finished.stdout
+    return finished.stdout.replace(f"{directory}{os.sep}", "")
 
 
 @pytest.mark.processes
@@ -81,24 +88,36 @@ def test_page_runs_as_it_stands(page, tmp_path):
     for name, program in code.items():
         (tmp_path / name).write_text(program, encoding="utf-8")
     for name in code:
-        output = run(name, tmp_path)
+        output = run(tmp_path, name)
         assert missing(shown[name], output) is None, output[-3000:]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "$ keras-dp launch" in text])
+def test_workers_of_a_page_run_as_it_stands(page, tmp_path):
+    for name, program in programs(PAGES[page])[0].items():
+        (tmp_path / name).write_text(program, encoding="utf-8")
+    consoles = [fence[3] for fence in FENCE.finditer(PAGES[page]) if fence[2] == "console"]
+    for command, shown in (found for console in consoles for found in commands(console)):
+        if command.startswith("keras-dp launch --workers"):
+            output = run(tmp_path, "-m", "keras_dp", *command.split()[1:])
+            assert missing(shown.splitlines(), output) is None, output[-3000:]
 
 
 def test_pages_that_do_not_run_yet_exist():
     assert PAGES.keys() >= NOT_YET
 
 
-def test_blocks_are_one_program_but_for_those_with_a_name():
-    page = "```python\na = 1\n```\nSave this as `b.py`:\n\n```python\nb = 2\n```\n\n```python\nprint(a)\n```\n\n```text\n1\n```\n"
-    page += "```console\n$ python b.py\n2\n$ ls\nb.py\n```\n"
+def test_blocks_continue_a_program_but_for_those_with_a_name():
+    page = "```python\na = 1\n```\n\n```python\nprint(a)\n```\n\n```text\n1\n```\n"
+    page += "Save this as `b.py`:\n\n```python\nb = 2\n```\n\n```console\n$ python b.py\n2\n$ ls\nb.py\n```\n"
     assert programs(page) == ({"page.py": "a = 1\nprint(a)\n", "b.py": "b = 2\n"}, {"page.py": ["1"], "b.py": ["2"]})
 
 
 def test_a_block_that_needs_names_fails(tmp_path):
     (tmp_path / "page.py").write_text("print(model)")
     with pytest.raises(AssertionError, match="NameError"):
-        run("page.py", tmp_path)
+        run(tmp_path, "page.py")
 
 
 @pytest.mark.parametrize(
