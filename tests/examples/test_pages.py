@@ -25,14 +25,16 @@ def programs(page):
     """Returns the programs of a page, and the lines that the page shows of their output: two dictionaries by file names.
 
     A block that the page asks to save "as `train.py`" begins a program of that name, and the other blocks continue the program
-    before them. A block of text directly after a block of Python is its output, and so is what follows "$ python train.py" in a
-    console.
+    before them. A block of differences counts with its new lines. A block of text directly after a block of Python is its
+    output, and so is what follows "$ python train.py" in a console.
     """
     code, shown, end, last = {}, {}, 0, UNNAMED
     for fence in FENCE.finditer(page):
         before, end = page[end : fence.start()], fence.end()
         block = textwrap.dedent(fence[3])
-        if fence[2] == "python":
+        if fence[2] == "diff":
+            block = "".join(line[1:] for line in block.splitlines(keepends=True) if line[0] != "-")
+        if fence[2] in ("python", "diff"):
             named = re.findall(r"as\s+`(\w+\.py)`", before)
             last = named[-1] if named else last
             code[last] = code.get(last, "") + block
@@ -112,6 +114,11 @@ def test_blocks_continue_a_program_but_for_those_with_a_name():
     page = "```python\na = 1\n```\n\n```python\nprint(a)\n```\n\n```text\n1\n```\n"
     page += "Save this as `b.py`:\n\n```python\nb = 2\n```\n\n```console\n$ python b.py\n2\n$ ls\nb.py\n```\n"
     assert programs(page) == ({"page.py": "a = 1\nprint(a)\n", "b.py": "b = 2\n"}, {"page.py": ["1"], "b.py": ["2"]})
+
+
+def test_differences_count_with_their_new_lines():
+    page = "```python\na = 1\n```\n\n```diff\n-a = b\n+a = 2\n print(a)\n```\n"
+    assert programs(page)[0] == {"page.py": "a = 1\na = 2\nprint(a)\n"}
 
 
 def test_a_block_that_needs_names_fails(tmp_path):
