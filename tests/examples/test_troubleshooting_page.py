@@ -1,4 +1,4 @@
-"""Each literal message of docs/troubleshooting.md and docs/out_of_memory.md is one that a user gets."""
+"""Each literal message of docs/troubleshooting.md and the first of docs/out_of_memory.md is one that a user gets."""
 
 import itertools
 import logging
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from test_pages import FENCE, missing
 from worker_processes import free_ports, tf_config
 
 import keras_dp
-from test_pages import FENCE, missing
 from keras_dp.devices import announcement, available, nvidia
 from keras_dp.keras_internals import keras_models
 from keras_dp.partition.facts.node import Plan
@@ -255,6 +255,13 @@ def test_messages_are_those_that_users_get(heading, monkeypatch, tmp_path, caplo
     everything = "\n".join([*told, *logged, *(f"keras_dp: {line}" for line in logged), printed.out, printed.err])
     for line in messages("troubleshooting.md")[heading]:
         assert missing([line], everything) is None, everything[-4000:]
+
+
+def test_memory_that_runs_out():
+    page = (DOCS / "out_of_memory.md").read_text(encoding="utf-8")
+    shown = next(fence[3] for fence in FENCE.finditer(page) if fence[2] == "text")
+    keras.config.set_floatx("float32")
+    assert missing(shown.splitlines(), error(wrapped(Large()).fit, X, Y, verbose=0)) is None
 
 
 def test_every_symptom_is_provoked():
