@@ -185,7 +185,7 @@ def _notice_other_launchers() -> None:
         _warn_once(
             f"{launched.name} has started {launched.processes} processes, but no TF_CONFIG says who they are. Each trains "
             "a model of its own on all of the data, and overwrites the others' files. Start them with keras-dp launch, with "
-            "srun, or with a TF_CONFIG for each, and call connect_workers() at the top of the script (docs/multi_worker.md). "
+            "srun, or with a TF_CONFIG for each, and call connect_workers() at the top of the script (docs/launching.md). "
             f"Ignore this if each process is meant to train alone. Received: {launched.variable}={launched.processes}"
         )
 
@@ -200,7 +200,7 @@ def connect_workers(
 ) -> WorkerGroup:
     """Connects this process to the other workers, so that every `DataParallelModel` trains on all of them together.
 
-    TF_CONFIG or Slurm's variables describe the workers; see docs/multi_worker.md and `keras-dp launch`. Without these, or with
+    TF_CONFIG or Slurm's variables describe the workers; see docs/launching.md and `keras-dp launch`. Without these, or with
     one worker, nothing happens, and the script runs in a single process. Call it at the top of the script, before TensorFlow
     does anything, but after `use_logical_cpus`:
 

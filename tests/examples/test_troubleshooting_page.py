@@ -1,0 +1,268 @@
+"""Each literal message of docs/troubleshooting.md and the first of docs/out_of_memory.md is one that a user gets."""
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from test_pages import FENCE, missing
+from worker_processes import free_ports, tf_config
+
+import keras_dp
+from keras_dp.devices import announcement, available, nvidia
+from keras_dp.keras_internals import keras_models
+from keras_dp.partition.facts.node import Plan
+from keras_dp.partition.placing.rules import RULES
+from keras_dp.steps import slow_steps
+from keras_dp.workers import group, health_check
+
+DOCS = Path(__file__).parents[2] / "docs"
+X, Y = np.ones((16, 4), "float32"), np.ones((16, 1), "float32")
+STEPS = slow_steps.SKIPPED + slow_steps.OBSERVED + 1
+
+
+def messages(page):
+    """Returns the lines of the blocks of text of a page, by the headings above them."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = {}
+    for section in text.split("\n## ")[1:]:
+        lines = [line for fence in FENCE.finditer(section) if fence[2] == "text" for line in fence[3].splitlines()]
+        if lines:
+            found[section.splitlines()[0]] = lines
+    return found
+
+
+class Sorted(layers.Layer):
+    """Sorts each column of the batch, so that rows meet rows, and multiplies by a large matrix."""
+
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(shape[-1], 256))
+
+    def call(self, x):
+        return tf.matmul(tf.sort(x, axis=0), self.matrix)
+
+
+class Large(layers.Layer):
+    """Makes a tensor that no memory holds."""
+
+    def call(self, x):
+        return x + tf.reduce_sum(tf.zeros((tf.shape(x)[0] * 2**20, 2**20), x.dtype) + x[0, 0])
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class OwnFit(keras.Sequential):
+    def fit(self, x, y):
+        self(x)
+
+
+def wrapped(*stack, model=keras.Sequential, features=4, optimizer="sgd", run_eagerly=False, **arguments):
+    """Returns a wrapped and compiled model, on two towers unless the arguments say otherwise."""
+    network = model([keras.Input((features,)), *stack, layers.Dense(1, name="last")])
+    parallel = keras_dp.DataParallelModel(network, **({"devices": 2} | arguments))
+    parallel.compile(optimizer, "mse", run_eagerly=run_eagerly)
+    return parallel
+
+
+def error(function, *arguments, **named):
+    """Returns the message of the error that a function raises, with its notes."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011  The page says which one.
+        function(*arguments, **named)
+    return "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+
+
+def second_gpu(patch, tmp_path):
+    patch.setattr(nvidia, "DRIVER", tmp_path)
+    (tmp_path / "0000:01:00.0").mkdir()
+    for variable in (None, ""):
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False) if variable is None else patch.setenv(
+            "CUDA_VISIBLE_DEVICES", variable
+        )
+        keras_dp.DataParallelModel(keras.Sequential([layers.Dense(1)]))
+    announced = announcement.training(["GPU:0"], workers=1, batch_rows=256, batch_norm=None)
+    patch.setattr(available, "available_devices", lambda: ["GPU:0", "CPU:0"])
+    return [f"keras_dp: {announced}", error(wrapped, devices=2), error(wrapped, devices=["GPU:1"])]
+
+
+def on_one_device(patch, tmp_path):
+    parallel = wrapped()
+    with tf.GradientTape():
+        parallel(X)
+    wrapped().inner_model.fit(X, Y, verbose=0)
+    wrapped(model=OwnFit).fit(X, Y)
+    wrapped(run_eagerly=True).fit(X, Y, verbose=0)
+    return []
+
+
+def slower(patch, tmp_path):
+    def batches():
+        while True:
+            time.sleep(0.02)
+            yield X, Y
+
+    types = tf.TensorSpec(X.shape, X.dtype), tf.TensorSpec(Y.shape, Y.dtype)
+    slow, ready = tf.data.Dataset.from_generator(batches, output_signature=types), tf.data.Dataset.from_tensors((X, Y)).repeat()
+    wrapped().fit(slow, steps_per_epoch=STEPS, verbose=2, shuffle=False)
+    patch.setattr(slow_steps, "LARGE_WAIT", 1.0)
+    wrapped(Sorted()).fit(ready, steps_per_epoch=STEPS, verbose=2, shuffle=False)
+    many = np.ones((4096, 64), "float32")
+    wrapped(Sorted(), features=64).fit(many, many[:, :1], batch_size=4096, verbose=0)
+    network = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    network.compile("sgd", "mse", jit_compile=True)
+    patch.setattr(keras_models, "was_told_to_use_xla", lambda model: False)
+    keras_dp.DataParallelModel(network, devices=2)
+    # 800 operations take 4 ms to begin on a GPU.
+    launches = SimpleNamespace(plans={str(i): Plan([], needs=[]) for i in range(800)})
+    on_gpus = SimpleNamespace(devices=["GPU:0", "GPU:1"], propagation=launches, gathered=[])
+    observed, clock = slow_steps.SlowSteps(tf.Variable(0.0)), itertools.count(step=0.004)
+    observed.is_wanted = True
+    patch.setattr(slow_steps.time, "perf_counter", lambda: next(clock))
+    for _ in range(STEPS):
+        observed.note_call(on_gpus, 1)
+    return []
+
+
+def nan(patch, tmp_path):
+    optimizer = keras.optimizers.SGD(1e200)
+    wrapped(optimizer=optimizer).fit(X, Y, batch_size=8, epochs=3, verbose=2, callbacks=[keras.callbacks.TerminateOnNaN()])
+    tf.debugging.enable_check_numerics()
+    try:
+        return [error(wrapped(optimizer=keras.optimizers.SGD(1e200)).fit, X, Y, batch_size=8, epochs=3, verbose=0)]
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+def zero(patch, tmp_path):
+    wrapped(model=OwnStep).fit(X, Y, verbose=2)
+    return []
+
+
+def out_of_memory(patch, tmp_path):
+    return [error(wrapped(Large()).fit, X, Y, verbose=0)]
+
+
+def differs(patch, tmp_path):
+    same = keras_dp.check_step(wrapped(), (X, Y))
+    right = RULES["Mean"]
+
+    def wrong(node):
+        plan = right(node)
+        plan.instance = None
+        return plan
+
+    patch.setitem(RULES, "Mean", wrong)
+
+    class MeanOfRows(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.reduce_mean((self(x, training=True) - y) ** 2, axis=1))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"distance": loss}
+
+    return [str(same), error(wrapped(model=MeanOfRows, verify=True).fit, X, Y, verbose=0)]
+
+
+def hangs(patch, tmp_path):
+    patch.setattr(health_check, "MESSAGE_SECONDS", 0.5)
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    waiting = health_check.HealthCheck(addresses, 0, timeout=1.0)
+    try:
+        return [error(waiting.wait_for_all, 1.5)]
+    finally:
+        waiting.stop()
+
+
+def other_rows(patch, tmp_path):
+    inputs = {"nodes": keras.Input((4,), name="nodes"), "edges": keras.Input((2,), name="edges")}
+    outputs = layers.Dense(1)(inputs["nodes"]) + keras.ops.sum(inputs["edges"])
+    told = []
+    for whole in ([], ["edge"]):
+        parallel = keras_dp.DataParallelModel(keras.Model(inputs, outputs), devices=2, whole=whole)
+        parallel.compile("sgd", "mse")
+        told.append(error(parallel.train_on_batch, {"nodes": X, "edges": np.ones((30, 2), "float32")}, Y))
+    return told
+
+
+def too_late(patch, tmp_path):
+    tf.zeros(())
+    return [error(keras_dp.use_logical_cpus, 2)]
+
+
+def refused(patch, tmp_path):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        inside = error(wrapped)
+        mirrored = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    patch.setitem(os.environ, "KERAS_BACKEND", "jax")
+    command = [sys.executable, "-c", "import keras_dp"]
+    on_jax = subprocess.run(command, capture_output=True, text=True, check=False, cwd=DOCS.parent).stderr
+    told = [error(keras_dp.DataParallelModel, model) for model in (mirrored, lambda: None)]
+    return [inside, *told, on_jax.replace("ImportError: ", ""), error(wrapped, device=2)]
+
+
+def alone(patch, tmp_path):
+    group._warn_once.cache_clear()
+    patch.setenv("HOROVOD_SIZE", "2")
+    group.current_workers()
+    patch.setenv("TF_CONFIG", tf_config(free_ports(2), 0))
+    group.current_workers()
+    return []
+
+
+PROVOKED = {
+    "The second GPU is not used": second_gpu,
+    "Training runs on one device": on_one_device,
+    "Slower than one GPU": slower,
+    "Loss is nan": nan,
+    "Loss is 0": zero,
+    "Out of memory": out_of_memory,
+    "Results differ from one device": differs,
+    "Hangs at the start": hangs,
+    "Numbers of rows differ": other_rows,
+    "Something was called too late": too_late,
+    "The model is refused": refused,
+    "Each process trains alone": alone,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("heading", messages("troubleshooting.md"))
+def test_messages_are_those_that_users_get(heading, monkeypatch, tmp_path, caplog, capfd):
+    keras.config.set_floatx("float32")
+    available._warn_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="keras_dp"):
+        told = PROVOKED[heading](monkeypatch, tmp_path)
+    printed = capfd.readouterr()
+    logged = [record.getMessage() for record in caplog.records]
+    # The console writes the package's name in front of what fit announces.
+    everything = "\n".join([*told, *logged, *(f"keras_dp: {line}" for line in logged), printed.out, printed.err])
+    for line in messages("troubleshooting.md")[heading]:
+        assert missing([line], everything) is None, everything[-4000:]
+
+
+def test_memory_that_runs_out():
+    page = (DOCS / "out_of_memory.md").read_text(encoding="utf-8")
+    shown = next(fence[3] for fence in FENCE.finditer(page) if fence[2] == "text")
+    keras.config.set_floatx("float32")
+    assert missing(shown.splitlines(), error(wrapped(Large()).fit, X, Y, verbose=0)) is None
+
+
+def test_every_symptom_is_provoked():
+    assert messages("troubleshooting.md").keys() == PROVOKED.keys()
