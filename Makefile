@@ -43,7 +43,7 @@ fuzz: $(VENV)/dev.installed  ## Draw random programs, and compare them on towers
 mutants: $(VENV)/mutation.installed  ## Put small faults into the partitioner, and print those that no test notices; OPTIONS="--count 200 --seed 5".
 	PYTHONPATH=tests $(BIN)/python -m mutation $(OPTIONS)
 
-benchmarks: $(VENV)/examples.installed  ## Measure the tables of docs/benchmarks.md, in an hour; goes on where it was interrupted; TABLES="mlp lstm" for some.
+benchmarks: $(VENV)/examples.installed  ## Measure the tables of docs/benchmarks.md; goes on where it was interrupted; TABLES="mlp lstm" for some.
 	$(BIN)/python examples/benchmarks/write_tables.py $(TABLES)
 
 gpu-audit: $(VENV)/examples.installed  ## Audit and simulate steps on GPUs, without one, for the tables of docs/gpu.md; goes on where it was interrupted.

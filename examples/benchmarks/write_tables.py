@@ -2,8 +2,8 @@
 
     python examples/benchmarks/write_tables.py mlp lstm
 
-A table stands between two comments with its name, `<!-- mlp -->` and `<!-- end of mlp -->`. Its command is the last one in
-front of it, in backquotes or in a block of code. The results of each command are kept in --out, so that an interrupted run
+A table stands between two comments with its name, `<!-- mlp -->` and `<!-- end of mlp -->`. Its command is in front of it, in
+backquotes or in a block of code. The results of each command are kept in --out, so that an interrupted run
 goes on, and are measured again if the command changes or their file is deleted. The table in README.md shows figures of the
 same results; it is written if all of them are there. Let nothing else run on the machine meanwhile.
 """
@@ -25,7 +25,7 @@ from keras_dp.cli.bench.kinds import KINDS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
-COMMAND = re.compile(r"(?:^|`)((?:keras-dp|python) [^`\n]+)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^|`)((?:keras-dp|python) [^`\n]+)\s*`+\s*\Z", re.MULTILINE)
 PROGRAMS = {"keras-dp": [sys.executable, "-m", "keras_dp"], "python": [sys.executable]}
 # The lines of the table in README.md.
 SPEEDS = {
@@ -51,10 +51,10 @@ def commands(page):
     found = {}
     for table in re.finditer(r"<!-- end of (.+) -->", text):
         begin = text.find(f"<!-- {table[1]} -->")
-        before = COMMAND.findall(text[: max(begin, 0)])
-        if begin < 0 or not before:
-            raise ValueError(f"{page}: the table {table[1]!r} needs a comment with its name, and a command in front of it.")
-        found[table[1]] = before[-1]
+        command = COMMAND.search(text[: max(begin, 0)].replace("\\\n", " "))
+        if command is None:
+            raise ValueError(f"{page}: the table {table[1]!r} needs a comment with its name, right behind a command.")
+        found[table[1]] = command[1]
     return found
 
 

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = """The command `keras-dp bench --model other` has no table. A program:
 
 ```sh
-python count.py --twice
+python count.py \\
+    --twice
 ```
 
 <!-- counted -->
@@ -110,9 +111,9 @@ def test_what_cannot_be_written_is_refused(write_tables, tmp_path, monkeypatch, 
     with pytest.raises(SystemExit):
         write_tables.main()
     assert "The tables of page.md are counted, mlp. Received: 'lstm'" in capsys.readouterr().err
-    for text in ("`keras-dp bench`\n\n<!-- end of mlp -->", "<!-- mlp -->\n<!-- end of mlp -->"):
+    for text in ("`keras-dp bench --model mlp`\n\n<!-- end of mlp -->", "<!-- mlp -->\n<!-- end of mlp -->"):
         (tmp_path / "page.md").write_text(text)
-        with pytest.raises(ValueError, match=r"the table 'mlp' needs a comment with its name, and a command in front of it"):
+        with pytest.raises(ValueError, match=r"the table 'mlp' needs a comment with its name, right behind a command"):
             write_tables.main()
 
 
