@@ -168,15 +168,13 @@ def run(options: argparse.Namespace) -> int:
 def _refuse_contradictions(options: argparse.Namespace) -> None:
     """Refuses arguments that contradict each other, and chooses the towers if none are named."""
     options.towers = options.towers or ([options.workers] if options.workers else TOWERS)
-    problem = None
-    for name, default in (OF_STEPS if options.end_to_end else OF_TRAININGS).items():
-        if getattr(options, name) != default:
-            reason = (
-                "whole trainings use --data as it is. Leave it out"
-                if options.end_to_end
-                else "steps have none. Add --end-to-end"
-            )
-            problem = f"--{name.replace('_', '-')}: {reason}."
+    others, advice = (
+        (OF_STEPS, "is for steps, not for whole trainings. Leave it out")
+        if options.end_to_end
+        else (OF_TRAININGS, "is for whole trainings. Add --end-to-end")
+    )
+    misplaced = [f"--{name.replace('_', '-')}" for name, default in others.items() if getattr(options, name) != default]
+    problem = f"{misplaced[0]} {advice}." if misplaced else None
     if options.end_to_end and options.data is None:
         problem = "--end-to-end needs the data to train on. Add --data my_module:batches."
     elif options.profile and options.out is None:
@@ -202,7 +200,7 @@ def _survey(options: argparse.Namespace) -> Survey:
             say(NO_FIGURE.format(installation.command("bench")))
     names = [name for name in (options.model, options.data, options.validation) if name is not None]
     say(f"inspecting {', '.join(names)} and this machine")
-    option = "--data" if options.end_to_end else "--model"
+    option = "--end-to-end" if options.end_to_end else "--model"
     try:
         survey = runs.survey_in_new_process(*names)
     except RunFailedError as error:
