@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz mutants gpu-audit gpu-test lint recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz mutants benchmarks gpu-audit gpu-test lint recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -42,6 +42,9 @@ fuzz: $(VENV)/dev.installed  ## Draw random programs, and compare them on towers
 
 mutants: $(VENV)/mutation.installed  ## Put small faults into the partitioner, and print those that no test notices; OPTIONS="--count 200 --seed 5".
 	PYTHONPATH=tests $(BIN)/python -m mutation $(OPTIONS)
+
+benchmarks: $(VENV)/examples.installed  ## Measure the tables of docs/benchmarks.md; goes on where it was interrupted; TABLES="mlp lstm" for some.
+	$(BIN)/python examples/benchmarks/write_tables.py $(TABLES)
 
 gpu-audit: $(VENV)/examples.installed  ## Audit and simulate steps on GPUs, without one, for the tables of docs/gpu_audit.md; goes on where it was interrupted.
 	$(BIN)/python examples/benchmarks/gpu_audit.py --check $(if $(WRITE),--write)

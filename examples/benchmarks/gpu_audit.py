@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
+from write_tables import write_table
 
 import keras_dp
 from keras_dp.cli import models, runs, synthetic
@@ -330,9 +330,7 @@ def show(name, table, writes):
     """Prints a table, and writes it between its markers in docs/gpu_audit.md if that is wanted."""
     print(f"{table}\n", flush=True)
     if writes:
-        page = PAGE.read_text(encoding="utf-8")
-        between = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        PAGE.write_text(between.sub(lambda markers: f"{markers[1]}\n{table}\n\n{markers[2]}", page), encoding="utf-8")
+        write_table(PAGE, name, table)
 
 
 def main():

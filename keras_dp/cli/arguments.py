@@ -41,6 +41,14 @@ def model_name(value: str) -> str:
     return value
 
 
+def function_name(value: str) -> str:
+    """Returns the name of a function in a module, which a command line names."""
+    module, _, function = value.partition(":")
+    if not (module and function):
+        raise ValueError(f"must be my_module:function. Received: {value!r}")
+    return value
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the model, the numbers of towers, and the rows of their batches."""
     parser.add_argument(

@@ -51,6 +51,13 @@ def line(columns: Sequence[Column], row: Any) -> str:
     return "".join(f"{column.show(row):>{column.width}}" for column in columns)
 
 
+def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
+    """Returns a table of all columns for a page in Markdown."""
+    headings = [f"{column.heading.strip()} {column.unit}".strip() for column in columns]
+    lines = [headings, ["---"] * len(columns), *([column.show(row).strip() for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(entries)} |" for entries in lines)
+
+
 def legend(texts: Sequence[str], width: int) -> str:
     """Returns explanations of columns, each wrapped to so many characters."""
     return "\n".join(textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False) for text in texts)

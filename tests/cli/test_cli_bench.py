@@ -14,16 +14,18 @@ import pytest
 from keras import layers
 
 import keras_dp
-from keras_dp.cli import environment, main, models, runs, synthetic
+from keras_dp.cli import environment, main, models, runs, synthetic, tables
 from keras_dp.cli.arguments import MODELS
 from keras_dp.cli.bench import command as bench
-from keras_dp.cli.bench import measurement, summary
+from keras_dp.cli.bench import engines, loopback, measurement, step_summary, summary, training, training_summary
 from keras_dp.cli.bench.summary import Cell
 from keras_dp.cli.bench.survey import survey
-from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
+from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey, Training, TrainingMeasurement
 
 USER_MODULE = """
 import keras
+import numpy as np
+import tensorflow as tf
 
 def small():
     return keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
@@ -40,6 +42,33 @@ def compiled_for_several_steps():
 
 def broken():
     raise RuntimeError("this model cannot be built")
+
+def batches(rows=20):
+    random = np.random.default_rng(rows)
+    x = random.normal(size=(rows, 3)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :2] ** 2)).shuffle(rows).batch(8)
+
+def validation():
+    return batches(9)
+
+def arrays():
+    return np.zeros((4, 3)), np.zeros((4, 2))
+
+def endless():
+    return batches().repeat()
+
+def rows():
+    return tf.data.Dataset.range(5)
+
+def nothing():
+    return batches().take(0)
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.zeros((5, 3)), np.zeros((5, 2))
 
 def of_any_length():
     return keras.Sequential([keras.Input((None, 3)), keras.layers.Dense(1)])
@@ -59,6 +88,12 @@ def user_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     sys.modules.pop("user_models", None)
+
+
+def started(setup):
+    """Starts a measurement in the process of the tests, which has its devices already."""
+    keras.utils.set_random_seed(engines.SEED)
+    return [f"CPU:{index}" for index in range(setup.towers)]
 
 
 def measured(milliseconds, **changes):
@@ -165,11 +200,63 @@ def test_model_of_the_user(user_directory):
 
 @pytest.mark.parametrize("name", ["small", "compiled"])
 def test_engines_train_the_same(user_directory, monkeypatch, name):
-    monkeypatch.setattr(measurement, "_devices", lambda count: [f"CPU:{index}" for index in range(count)])
-    engines = ("single", "keras_dp", "mirrored")
-    measurements = [measurement.measure(Run(engine, 2, 6, f"user_models:{name}", steps=4, warm_up=2)) for engine in engines]
+    monkeypatch.setattr(engines, "start", started)
+    runs = [Run(engine, 2, 6, f"user_models:{name}", steps=4, warm_up=2) for engine in ("single", "keras_dp", "mirrored")]
+    measurements = [measurement.measure(run) for run in runs]
     assert np.ptp([measurement.loss for measurement in measurements]) < 1e-9
     assert [len(measurement.step_milliseconds) for measurement in measurements] == [4, 4, 4]
+
+
+def test_whole_trainings_are_those_of_plain_keras(user_directory, monkeypatch):
+    """The data are shuffled, and the last batch is uneven: MirroredStrategy trains something else."""
+    monkeypatch.setattr(engines, "start", started)
+    single, parallel, mirrored = (
+        training.measure(
+            Training(
+                engine,
+                2,
+                8,
+                "user_models:compiled",
+                data="user_models:batches",
+                validation="user_models:validation",
+                epochs=3,
+            )
+        )
+        for engine in ("single", "keras_dp", "mirrored")
+    )
+    assert parallel.logs == pytest.approx(single.logs, rel=1e-5)
+    assert parallel.logs.keys() == {"loss", "val_loss"}
+    assert mirrored.logs != pytest.approx(single.logs, rel=1e-3)
+    assert (single.batches, len(single.later_epoch_seconds), len(single.evaluation_seconds)) == (3, 2, 3)
+    parts = single.first_epoch_seconds + sum(single.later_epoch_seconds) + sum(single.evaluation_seconds)
+    assert 0.9 * single.total_seconds < parts <= single.total_seconds
+
+
+def test_a_training_without_evaluation(user_directory, monkeypatch):
+    monkeypatch.setattr(engines, "start", started)
+    measured = training.measure(Training("single", 1, 8, "user_models:compiled", data="user_models:batches"))
+    assert (measured.later_epoch_seconds, measured.evaluation_seconds, measured.logs.keys()) == ([], [], {"loss"})
+
+
+@pytest.mark.processes
+def test_workers_share_the_towers(user_directory):
+    """Two processes train as one device does, and the first one answers."""
+    of_workers = Run("workers", 2, 6, "user_models:small", workers=2, steps=3, warm_up=1)
+    measured = runs.measure_in_new_process(of_workers)
+    alone = runs.measure_in_new_process(dataclasses.replace(of_workers, engine="single", workers=1))
+    assert measured.loss == pytest.approx(alone.loss, rel=1e-5)
+    assert len(measured.step_milliseconds) == 3
+    if loopback.DEVICES.exists():
+        assert measured.communication_bytes > 0
+    with pytest.raises(RunFailedError, match="this model cannot be built"):
+        runs.measure_in_new_process(dataclasses.replace(of_workers, model="user_models:broken"))
+
+
+def test_bytes_in_a_step_after_the_first_ones():
+    counted = loopback.LoopbackBytes()
+    assert counted.in_each_step(after=1) is None
+    counted.sent = [1_000, 5_000, 6_000, 8_000]
+    assert counted.in_each_step(after=2) == 1_500
 
 
 def test_bytes_that_are_not_known(user_directory, monkeypatch):
@@ -178,7 +265,7 @@ def test_bytes_that_are_not_known(user_directory, monkeypatch):
     def unknown(parallel, batch):
         return known(parallel, batch)._replace(unsized=("cond/then/mul",))
 
-    monkeypatch.setattr(measurement, "_devices", lambda count: ["CPU:0", "CPU:1"])
+    monkeypatch.setattr(engines, "start", started)
     monkeypatch.setattr(keras_dp, "communication_report", unknown)
     run = Run("keras_dp", 2, 6, "user_models:small", steps=1, warm_up=1, count_bytes=True)
     assert measurement.measure(run).communication_bytes is None
@@ -187,7 +274,7 @@ def test_bytes_that_are_not_known(user_directory, monkeypatch):
 
 
 def test_steps_are_timed_one_by_one(user_directory, monkeypatch):
-    monkeypatch.setattr(measurement, "_devices", lambda count: ["CPU:0"])
+    monkeypatch.setattr(engines, "start", started)
     with pytest.raises(ValueError, match=r"Received: a model that is compiled with steps_per_execution=2\. Compile it without"):
         measurement.measure(Run("single", 1, 6, "user_models:compiled_for_several_steps"))
 
@@ -197,7 +284,7 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
     inner_model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dense(2)])
     model = keras.Sequential([keras.Input((3,)), inner_model, layers.BatchNormalization()])
     run = Run("mirrored", 2, 4, "mlp", batch_norm="sync" if synchronized else "local")
-    assert measurement._on_engine(run, model, ["CPU:0", "CPU:1"]) is model
+    assert engines._on_engine(run, model, ["CPU:0", "CPU:1"]) is model
     assert inner_model.layers[0].synchronized is model.layers[1].synchronized is synchronized
 
 
@@ -217,6 +304,14 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
         ("--against miror", "Did you mean 'mirrored'? Received: 'miror'"),
         ("--batch-norm global", "argument --batch-norm: invalid choice: 'global'"),
         ("--parameter-device shard", """must be a device, such as CPU:0 or GPU:1, or "sharded". Did you mean 'sharded'?"""),
+        ("--workers 2 --towers 2,3", "--towers: 2 workers share the towers evenly. Received: 2, 3 towers. Use multiples of 2."),
+        ("--workers 0", "argument --workers: must be an integer of at least 1. Received: '0'"),
+        ("--data batches", "argument --data: must be my_module:function. Received: 'batches'"),
+        ("--data a:b", "--data is for whole trainings. Add --end-to-end."),
+        ("--epochs 5", "--epochs is for whole trainings. Add --end-to-end."),
+        ("--end-to-end", "--end-to-end needs the data to train on. Add --data my_module:batches."),
+        ("--end-to-end --data a:b --warm-up 3", "--warm-up is for steps, not for whole trainings. Leave it out."),
+        ("--end-to-end --data a:b --batch 3", "--batch is for steps, not for whole trainings. Leave it out."),
         ("--profile", "--profile needs a directory to write to. Add --out DIRECTORY."),
         ("--out user_models.py/results", "--out: nothing can be written there"),
         ("--redraw none.json", "must be a bench.json that keras-dp bench has written. Received: 'none.json'"),
@@ -244,6 +339,29 @@ def test_models_that_cannot_be_measured_are_found_out_first(user_directory, name
     assert problem in survey(f"user_models:{name}").problem
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            "arrays",
+            "must return a tf.data.Dataset of batches, or a keras.utils.PyDataset. Received: tuple. Arrays become batches",
+        ),
+        ("endless", "The batches of user_models:endless never end, so that no epoch ends. Leave out repeat()"),
+        ("rows", "must return batches of rows. Received: tensors of shapes (). Add .batch(64)."),
+        ("nothing", "must return batches of rows. Received: no batch."),
+        ("missing", "The module user_models has no function 'missing'."),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_found_out_first(user_directory, name, problem):
+    assert problem in survey("user_models:without_inputs", "user_models:batches", f"user_models:{name}").problem
+
+
+def test_batches_of_the_user(user_directory):
+    for name, rows in (("batches", 8), ("Sequence", 5)):
+        found = survey("user_models:without_inputs", f"user_models:{name}")
+        assert (found.problem, found.batch_size) == (None, rows)
+
+
 @pytest.mark.thorough
 def test_what_is_found_out_first(user_directory):
     assert "No module named 'no_such_module'. Received: 'no_such_module:build'" in survey("no_such_module:build").problem
@@ -266,7 +384,7 @@ FOUND = Survey(environment.environment(), gpus=0, batch_size=256)
     ],
 )
 def test_nothing_is_measured_if_it_would_fail(found, message, monkeypatch, capsys):
-    def look(model):
+    def look(*names):
         if isinstance(found, Exception):
             raise found
         return found
@@ -307,12 +425,12 @@ def test_ratios_are_taken_within_rounds():
         {keras_dp_cell: measured([90.0] * 3), ceiling: measured([80.0] * 3), single.measured: measured([100.0] * 3)},
         {keras_dp_cell: measured([70.0] * 3), single.measured: measured([100.0] * 3)},
     ]
-    row = summary.summarize(single, rounds)
+    row = step_summary.summarize(single, rounds)
     assert (row.keras_dp_ratio_low, row.keras_dp_ratio, row.keras_dp_ratio_high) == (0.5, 0.7, 0.9)
     assert (row.towers, row.median_milliseconds, row.communication_megabytes) == (2, 100.0, 0.0)
     speed_ups = 40 / 20, 100 / 90, 100 / 70
-    assert summary.summarize(keras_dp_cell, rounds).speed_up == pytest.approx(sorted(speed_ups)[1])
-    assert summary.summarize(ceiling, rounds).speed_up == pytest.approx((40 / 10 + 100 / 80) / 2)
+    assert step_summary.summarize(keras_dp_cell, rounds).speed_up == pytest.approx(sorted(speed_ups)[1])
+    assert step_summary.summarize(ceiling, rounds).speed_up == pytest.approx((40 / 10 + 100 / 80) / 2)
 
 
 def test_old_and_new_are_compared_with_the_noise_of_rounds(tmp_path, capsys):
@@ -336,6 +454,14 @@ def test_old_and_new_are_compared_with_the_noise_of_rounds(tmp_path, capsys):
         "mirrored 2 8 20.00 (20.00 to 20.00) 11.00 (10.00 to 12.00) 0.55 faster",
         "single 2 8 7.00 (7.00 to 7.00) 6.00 (6.00 to 6.00) 0.86 too few rounds to tell: 3 are needed",
     ]
+    trainings = {"round": 1, "engine": "single", "towers": 2, "batch_size": 8, "total_seconds": 9.0}
+    written_trainings = {"command": "keras-dp bench", "measures": "trainings", "rows": [], "runs": [trainings] * 3}
+    (tmp_path / "trainings.json").write_text(json.dumps(written_trainings))
+    assert main(["bench", "--compare", *[str(tmp_path / "trainings.json")] * 2]) == 0
+    assert "9000.00 (9000.00 to 9000.00)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["bench", "--compare", old, str(tmp_path / "trainings.json")])
+    assert "One benchmark is of steps, and the other of trainings." in capsys.readouterr().err
     other = written("other.json", ceiling=[7.0])
     with pytest.raises(SystemExit):
         main(["bench", "--compare", old, other])
@@ -351,28 +477,88 @@ def results():
         }
     ]
     cells = [Cell(engine, 2, 256) for engine in ("keras_dp", "ceiling", "single")]
-    return [summary.summarize(cell, rounds) for cell in cells], rounds, {cells[1]: "ValueError: no"}
+    return [step_summary.summarize(cell, rounds) for cell in cells], rounds, {cells[1]: "ValueError: no"}
 
 
 def test_table():
     rows, _, _ = results()
-    *_, keras_dp_line, ceiling_line, single_line = summary.table(rows).splitlines()
+    *_, keras_dp_line, ceiling_line, single_line = summary.table(step_summary.COLUMNS, rows).splitlines()
     assert " ".join(keras_dp_line.split()) == "keras_dp 2 256 6.00 5.20 to 7.60 - 2.00 (100 %) 1.5 700 2.50 2.3000"
     assert " ".join(ceiling_line.split()) == "ceiling 2 256 failed - - - - - - -"
     assert " ".join(single_line.split()) == "single 2 256 12.00 10.40 to 13.60 0.50 (0.50 to 0.50) - 1.5 700 0.00 2.3000"
     for width in (128, 120, 80):
-        lines = summary.table(rows, width).splitlines()
+        lines = summary.table(step_summary.COLUMNS, rows, width).splitlines()
         assert max(map(len, lines)) <= width
         assert all(name in lines[0] for name in ("engine", "towers", "batch", "step", "speed-up"))
-    assert "loss" in summary.table(rows, 128)
-    assert "loss" not in summary.table(rows, 120)
+    assert "loss" in summary.table(step_summary.COLUMNS, rows, 128)
+    assert "loss" not in summary.table(step_summary.COLUMNS, rows, 120)
+
+
+def trained(seconds, loss, **changes):
+    values = {
+        "total_seconds": seconds,
+        "first_epoch_seconds": 4.0,
+        "later_epoch_seconds": [2.0, 1.0],
+        "evaluation_seconds": [3.0, 0.5],
+    }
+    values |= {"batches": 10, "peak_memory_megabytes": 700.0, "logs": {"loss": loss, "val_accuracy": 0.9}}
+    return TrainingMeasurement(**values | changes)
+
+
+def test_rows_of_trainings():
+    parallel, single, mirrored = (Cell(engine, 2, 8) for engine in ("keras_dp", "single", "mirrored"))
+    rounds = [
+        {parallel: trained(5.0, 1.0), single.measured: trained(10.0, 1.0)},
+        {parallel: trained(6.0, 1.0, later_epoch_seconds=[]), single.measured: trained(18.0, 1.25)},
+    ]
+    row = training_summary.summarize(parallel, rounds)
+    assert (row.total_seconds, row.speed_up, row.first_epoch_seconds, row.later_epoch_seconds) == (5.5, 2.5, 4.0, 1.5)
+    assert (row.later_epoch_low_seconds, row.later_epoch_high_seconds) == (1.0, 2.0)
+    assert (row.evaluation_seconds, row.rows_per_second, row.difference) == (0.5, 10 * 8 / 1.5, 0.2)
+    rows = [row, training_summary.summarize(single, rounds), training_summary.summarize(mirrored, rounds)]
+    assert rows[1].difference == 0
+    columns = training_summary.columns(rows)
+    for width in (128, 80):
+        assert max(map(len, summary.table(columns, rows, width).splitlines())) <= width
+    wide = summary.table(columns, rows).splitlines()
+    assert [name in wide[1] for name in ("loss", "val_accuracy", "from single")] == [True] * 3
+    assert " ".join(wide[-1].split()) == "mirrored 2 8 failed - - - - - - - -"
+    first, _, line, *_ = tables.markdown(columns, rows).splitlines()
+    assert first.startswith(
+        "| engine | towers | batch | training s | keras_dp over it (range by round) | speed-up (efficiency) |"
+    )
+    assert line.startswith(
+        "| keras_dp | 2 | 8 | 5.50 | - | 2.50 (125 %) | 4.00 | 1.50 | 1.00 to 2.00 | 0.50 | 53 | 700 | 1.0000 |"
+    )
+
+
+def test_whole_trainings_take_turns(tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda *names: dataclasses.replace(FOUND, batch_size=8))
+    monkeypatch.setattr(runs, "train_in_new_process", lambda training: seen.append(training) or trained(5.0, 1.0))
+    arguments = "bench --end-to-end --model a:b --data c:d --workers 2 --rounds 1 --epochs 4 --json"
+    assert main([*arguments.split(), "--out", str(tmp_path)]) == 0
+    assert [(training.engine, training.towers, training.batch_size, training.workers) for training in seen] == [
+        ("keras_dp", 2, 8, 1), ("workers", 2, 8, 2), ("single", 1, 8, 1), ("mirrored", 2, 8, 1),
+    ]  # fmt: skip
+    assert {(training.model, training.data, training.validation, training.epochs) for training in seen} == {
+        ("a:b", "c:d", None, 4)
+    }
+    output = capsys.readouterr()
+    assert json.loads(output.out) == json.loads((tmp_path / "bench.json").read_text())
+    assert "difference from single: " in output.err
+    assert not (tmp_path / "bench.png").exists()
+    with (tmp_path / "bench.csv").open(encoding="utf-8") as file:
+        assert next(csv.DictReader(file))["val_accuracy"] == "0.9"
+    assert main(["bench", "--redraw", str(tmp_path / "bench.json")]) == 0
+    assert capsys.readouterr().out in output.err
 
 
 @pytest.mark.parametrize("with_matplotlib", [True, False])
 def test_files(tmp_path, monkeypatch, capsys, with_matplotlib):
     if not with_matplotlib:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    options = argparse.Namespace(command="keras-dp bench", model="mlp", scaling="strong")
+    options = argparse.Namespace(command="keras-dp bench", model="mlp", scaling="strong", end_to_end=False)
     _, rounds, failures = results()
     cells = [Cell(engine, 2, 256) for engine in ("keras_dp", "ceiling", "single")]
     written = bench._results_of(options, FOUND, cells, rounds, failures)
@@ -393,7 +579,7 @@ def test_files(tmp_path, monkeypatch, capsys, with_matplotlib):
 
 def test_redraw(tmp_path, monkeypatch, capsys):
     """The table, the figure and the CSV file are made again from the measurements."""
-    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda *names: FOUND)
     monkeypatch.setattr(runs, "measure_in_new_process", lambda run: measured([10.0, 11.0]))
     arguments = ["bench", "--towers", "2", "--rounds", "2", "--out", str(tmp_path)]
     assert main(arguments) == 0
@@ -421,7 +607,7 @@ def test_an_interrupted_benchmark_shows_what_it_has(runs_until, shown_rounds, tm
         done.append(run)
         return measured([10.0])
 
-    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda *names: FOUND)
     monkeypatch.setattr(runs, "measure_in_new_process", measure)
     assert main(["bench", "--towers", "2", "--rounds", "3", "--out", str(tmp_path)]) == 130
     output = capsys.readouterr()
@@ -447,7 +633,7 @@ def test_results_are_written_after_each_round(tmp_path, monkeypatch):
         seen.append(len(json.loads((tmp_path / "bench.json").read_text())["runs"]) if path.exists() else None)
         return measured([10.0])
 
-    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda *names: FOUND)
     monkeypatch.setattr(runs, "measure_in_new_process", measure)
     assert main(["bench", "--towers", "1", "--rounds", "3", "--against", "none", "--out", str(tmp_path)]) == 0
     assert seen == [None, None, 2, 2, 4, 4]
@@ -462,7 +648,7 @@ def test_engines_take_turns(monkeypatch, capsys):
             raise RunFailedError("ValueError: not today")
         return measured([10.0, 11.0])
 
-    monkeypatch.setattr(bench.runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(bench.runs, "survey_in_new_process", lambda *names: FOUND)
     monkeypatch.setattr(bench.runs, "measure_in_new_process", fake)
     arguments = "bench --model unet --towers 4,2,2 --batch 8 --scaling weak --rounds 2 --steps 7 --batch-norm local"
     assert main(arguments.split()) == 1
@@ -480,14 +666,33 @@ def test_engines_take_turns(monkeypatch, capsys):
     assert arguments in output.out
 
 
+def test_workers_are_compared_with_the_same_towers(monkeypatch):
+    seen = []
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda *names: FOUND)
+    monkeypatch.setattr(runs, "measure_in_new_process", lambda run: seen.append(run) or measured([10.0]))
+    assert main(["bench", "--workers", "2", "--towers", "2,4", "--rounds", "1", "--against", "none"]) == 0
+    assert [(run.engine, run.towers, run.workers) for run in seen] == [
+        ("keras_dp", 2, 1), ("ceiling", 2, 1), ("workers", 2, 2), ("keras_dp", 4, 1), ("ceiling", 4, 1), ("workers", 4, 2),
+    ]  # fmt: skip
+
+
 def test_plain_keras_is_measured_once_for_all_towers(monkeypatch):
     seen = []
-    monkeypatch.setattr(runs, "survey_in_new_process", lambda model: FOUND)
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda *names: FOUND)
     monkeypatch.setattr(runs, "measure_in_new_process", lambda run: seen.append(run) or measured([10.0]))
     assert main(["bench", "--towers", "1,2", "--rounds", "1", "--against", "single"]) == 0
     assert [(run.engine, run.towers, run.batch_size) for run in seen] == [
         ("keras_dp", 1, 256), ("ceiling", 1, 256), ("single", 1, 256), ("keras_dp", 2, 256), ("ceiling", 2, 256),
     ]  # fmt: skip
+
+
+@pytest.mark.processes
+def test_a_whole_training_in_processes(user_directory, capsys):
+    arguments = "bench --end-to-end --model user_models:compiled --data user_models:batches --towers 2 --rounds 1 --epochs 2"
+    assert main([*arguments.split(), "--against", "none", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["engine"], row["towers"], row["batch_size"]) == ("keras_dp", 2, 8)
+    assert row["first_epoch_seconds"] > row["later_epoch_seconds"] > 0
 
 
 @pytest.mark.thorough

@@ -15,8 +15,6 @@ PAGES = {
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     if "```python" in (text := page.read_text(encoding="utf-8"))
 }
-NOT_YET = {"README.md", "docs/batch_normalization.md"}  # pages whose blocks do not run by themselves yet
-
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 UNNAMED = "page.py"
 
@@ -92,9 +90,7 @@ def run(directory, *arguments):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.xfail(strict=True)] if page in NOT_YET else []) for page in PAGES]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_page_runs_as_it_stands(page, tmp_path):
     code, shown = programs(PAGES[page])
     if "mlxtend" in PAGES[page]:
@@ -117,10 +113,6 @@ def test_workers_of_a_page_run_as_it_stands(page, tmp_path):
             output = run(tmp_path, "-m", "keras_dp", *command.split()[1:])
             # Workers, and the two streams of each, are printed in any order.
             assert [line for line in shown.splitlines() if missing([line], output)] == [], output[-3000:]
-
-
-def test_pages_that_do_not_run_yet_exist():
-    assert PAGES.keys() >= NOT_YET
 
 
 def test_blocks_continue_a_program_but_for_those_with_a_name():

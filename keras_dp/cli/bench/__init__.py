@@ -1,1 +1,1 @@
-"""Measure steps per second: `keras-dp bench`."""
+"""Measure steps, or whole trainings: `keras-dp bench`."""

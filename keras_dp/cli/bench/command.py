@@ -6,11 +6,15 @@ one logical device per tower. The engines:
 
   keras_dp   keras_dp.DataParallelModel
   ceiling    the same towers without exchange; the extra time of other engines is the cost of data parallelism
+  workers    with --workers: the same towers, shared by several processes, which keras-dp launch starts
   single     plain Keras on one device, with all cores
   mirrored   tf.distribute.MirroredStrategy
 
+With --end-to-end, whole trainings are measured in place of steps: your data, epochs and evaluation. The table shows whether the
+final loss and metrics are those of plain Keras.
+
 With --out, results are written after each round. Ctrl-C ends a benchmark and shows the results so far. --redraw makes the
-table and the figure again from a bench.json. --compare says whether steps are faster in one bench.json than in another.
+table and the figure again from a bench.json. --compare says whether one bench.json is faster than another.
 """
 
 import argparse
@@ -21,20 +25,24 @@ import json
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from keras_dp import choices, installation
 from keras_dp.cli import runs, tables
-from keras_dp.cli.arguments import add_model_arguments, argument, positive
-from keras_dp.cli.bench import plot, summary
+from keras_dp.cli.arguments import add_model_arguments, argument, function_name, positive
+from keras_dp.cli.bench import comparison, plot, step_summary, summary
+from keras_dp.cli.bench.kinds import KINDS
+from keras_dp.cli.bench.rounds import devices, measure_in_turns, say
 from keras_dp.cli.bench.summary import Cell
-from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
+from keras_dp.cli.runs import Measurement, Run, RunFailedError, Setup, Survey, Training, TrainingMeasurement
 
-ALWAYS = ("keras_dp", "ceiling")
 OTHERS = ("single", "mirrored")
+TOWERS = [1, 2, 4, 8]
+# The arguments of one kind of benchmark, with their defaults.
+OF_STEPS = {"batch": None, "scaling": "strong", "steps": 50, "warm_up": 10, "profile": False}
+OF_TRAININGS = {"data": None, "validation": None, "epochs": 3}
 INTERRUPTED = 130  # the exit code of a process that SIGINT ends
 NO_FIGURE = "bench.png is not drawn, because matplotlib is missing. Run {}, and draw it with --redraw."
 
@@ -44,6 +52,23 @@ _DEVICE = re.compile(r"(/?device:)?(CPU|GPU):\d+", re.IGNORECASE)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add_model_arguments(parser)
+    parser.set_defaults(towers=None)
+    parser.add_argument(
+        "--workers",
+        type=argument(positive),
+        metavar="N",
+        help="also measure N worker processes that share the towers (default: of --towers, then: N)",
+    )
+    parser.add_argument(
+        "--end-to-end", action="store_true", help="measure whole trainings with --data, --validation and --epochs, not steps"
+    )
+    for name, purpose in (("data", "the batches of an epoch, such as a tf.data.Dataset"), ("validation", "those to evaluate")):
+        parser.add_argument(
+            f"--{name}", type=argument(function_name), metavar="MODULE:FUNCTION", help=f"with --end-to-end: returns {purpose}"
+        )
+    parser.add_argument(
+        "--epochs", type=argument(positive), default=OF_TRAININGS["epochs"], help="with --end-to-end (default: %(default)s)"
+    )
     parser.add_argument(
         "--against",
         type=argument(_engines),
@@ -69,11 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, default, purpose in (
         ("rounds", 3, "number of runs of each engine"),
-        ("steps", 50, "timed steps in each run"),
-        ("warm-up", 10, "untimed steps at the start of each run"),
+        ("steps", OF_STEPS["steps"], "timed steps in each run"),
+        ("warm-up", OF_STEPS["warm_up"], "untimed steps at the start of each run"),
     ):
         parser.add_argument(f"--{name}", type=argument(positive), default=default, help=f"{purpose} (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write bench.json, bench.csv and bench.png")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, as in bench.json")
     parser.add_argument(
         "--profile", action="store_true", help="record steps of keras_dp in DIRECTORY/profile, for TensorBoard; needs --out"
     )
@@ -88,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=argument(_results),
         nargs=2,
         metavar=("old.json", "new.json"),
-        help="measure nothing; compare the step times of two bench.json, with the noise of their rounds",
+        help="measure nothing; compare the times of two bench.json, with the noise of their rounds",
     )
 
 
@@ -106,57 +132,81 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.redraw is not None:
         path, results = options.redraw
-        _show(results)
+        _show(results, options)
         _write(results, options.out or path.parent)
         return 0
     if options.compare is not None:
         try:
-            print(summary.compare(*(results for _, results in options.compare)))
+            print(comparison.compare(*(results for _, results in options.compare)))
         except (ValueError, KeyError, TypeError) as error:
             raise argparse.ArgumentError(None, f"--compare: {error}") from error
         return 0
+    _refuse_contradictions(options)
     survey = _survey(options)
     cells = _cells(options, survey)
-    rounds: list[dict[Cell, Measurement]] = []
+    rounds: list[dict[Cell, Any]] = []
     failures: dict[Cell, str] = {}
     results = functools.partial(_results_of, options, survey, cells, rounds, failures)
     interrupted = False
     try:
-        for _ in _measure(options, cells, rounds, failures):
+        for _ in measure_in_turns(cells, options.rounds, functools.partial(_measure, options), rounds, failures):
             if options.out is not None:
                 _write(results(), options.out)
     except KeyboardInterrupt:
         interrupted = True
     if not any(rounds) and not failures:
-        _say("\ninterrupted: nothing was measured")
+        say("\ninterrupted: nothing was measured")
         return INTERRUPTED
     if interrupted:
-        _say("\ninterrupted: these are the results so far")
+        say("\ninterrupted: these are the results so far")
         if options.out is not None:
             _write(results(), options.out)
-    _show(results())
+    _show(results(), options)
     return INTERRUPTED if interrupted else int(bool(failures))
+
+
+def _refuse_contradictions(options: argparse.Namespace) -> None:
+    """Refuses arguments that contradict each other, and chooses the towers if none are named."""
+    options.towers = options.towers or ([options.workers] if options.workers else TOWERS)
+    others, advice = (
+        (OF_STEPS, "is for steps, not for whole trainings. Leave it out")
+        if options.end_to_end
+        else (OF_TRAININGS, "is for whole trainings. Add --end-to-end")
+    )
+    misplaced = [f"--{name.replace('_', '-')}" for name, default in others.items() if getattr(options, name) != default]
+    problem = f"{misplaced[0]} {advice}." if misplaced else None
+    if options.end_to_end and options.data is None:
+        problem = "--end-to-end needs the data to train on. Add --data my_module:batches."
+    elif options.profile and options.out is None:
+        problem = "--profile needs a directory to write to. Add --out DIRECTORY."
+    elif options.workers and any(towers % options.workers for towers in options.towers):
+        problem = (
+            f"--towers: {options.workers} workers share the towers evenly. Received: {', '.join(map(str, options.towers))} "
+            f"towers. Use multiples of {options.workers}."
+        )
+    if problem is not None:
+        raise argparse.ArgumentError(None, problem)
 
 
 def _survey(options: argparse.Namespace) -> Survey:
     """Surveys the model and the machine, and refuses options that would stop the benchmark later."""
-    if options.profile and options.out is None:
-        raise argparse.ArgumentError(None, "--profile needs a directory to write to. Add --out DIRECTORY.")
     if options.out is not None:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=options.out).close()
         except OSError as error:
             raise argparse.ArgumentError(None, f"--out: nothing can be written there: {error}") from error
-        if importlib.util.find_spec("matplotlib") is None:
-            _say(NO_FIGURE.format(installation.command("bench")))
-    _say(f"inspecting the model {options.model} and this machine")
+        if importlib.util.find_spec("matplotlib") is None and not options.end_to_end:
+            say(NO_FIGURE.format(installation.command("bench")))
+    names = [name for name in (options.model, options.data, options.validation) if name is not None]
+    say(f"inspecting {', '.join(names)} and this machine")
+    option = "--end-to-end" if options.end_to_end else "--model"
     try:
-        survey = runs.survey_in_new_process(options.model)
+        survey = runs.survey_in_new_process(*names)
     except RunFailedError as error:
-        raise argparse.ArgumentError(None, f"--model: {options.model} cannot be built:\n{error}") from error
+        raise argparse.ArgumentError(None, f"{option}: {' and '.join(names)} cannot be built:\n{error}") from error
     if survey.problem is not None:
-        raise argparse.ArgumentError(None, f"--model: {survey.problem}")
+        raise argparse.ArgumentError(None, f"{option}: {survey.problem}")
     if survey.gpus and max(options.towers) > survey.gpus:
         raise argparse.ArgumentError(
             None,
@@ -167,90 +217,58 @@ def _survey(options: argparse.Namespace) -> Survey:
 
 
 def _cells(options: argparse.Namespace, survey: Survey) -> list[Cell]:
-    """Lists the cells to measure, in the order of the table."""
+    """Lists the cells to measure, in the order of the table. The ceiling's training is useless: it only counts for steps."""
     batch_size = options.batch or survey.batch_size
+    engines = ["keras_dp"]
+    engines += [] if options.end_to_end else ["ceiling"]
+    engines += ["workers"] if options.workers else []
     return [
         Cell(engine, towers, batch_size * towers if options.scaling == "weak" else batch_size)
         for towers in options.towers
-        for engine in (*ALWAYS, *options.against)
+        for engine in (*engines, *options.against)
     ]
 
 
-def _measure(
-    options: argparse.Namespace,
-    cells: Sequence[Cell],
-    rounds: list[dict[Cell, Measurement]],
-    failures: dict[Cell, str],
-) -> Any:
-    """Fills in the measurements and the failures of each round, and yields after each round.
-
-    A cell that has failed is not run again.
-    """
-    measured = list(dict.fromkeys(cell.measured for cell in cells))
-    begin, done = time.monotonic(), 0
-    for number in range(1, options.rounds + 1):
-        rounds.append({})
-        for cell in measured:
-            if cell in failures:
-                continue
-            left = (len(measured) - len(failures)) * options.rounds - done
-            remaining = f", about {_duration((time.monotonic() - begin) / done * left)} to go" if done else ""
-            _say(f"round {number} of {options.rounds}: {cell.engine} on {_devices(cell)}{remaining}")
-            try:
-                rounds[-1][cell] = runs.measure_in_new_process(_run(options, cell, number))
-            except RunFailedError as error:
-                failures[cell] = str(error)
-            done += 1
-        yield
-
-
-def _say(text: str) -> None:
-    """Prints a line about the progress on stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def _run(options: argparse.Namespace, cell: Cell, number: int) -> Run:
-    """Returns the run of a cell in a round. Only the first round counts bytes and records a profile."""
-    once = cell.engine == "keras_dp" and number == 1
-    return Run(
+def _measure(options: argparse.Namespace, cell: Cell, number: int) -> Measurement | TrainingMeasurement:
+    """Measures a cell in a round. Only the first round counts bytes and records a profile."""
+    setup = Setup(
         *cell,
         model=options.model,
+        workers=options.workers if cell.engine == "workers" else 1,
         parameter_device=options.parameter_device,
         batch_norm=options.batch_norm,
         gradient_dtype=options.gradient_dtype,
         jit_compile=options.jit_compile,
-        steps=options.steps,
-        warm_up=options.warm_up,
-        count_bytes=once,
-        profile_directory=str(options.out / "profile" / f"{cell.towers}_towers") if options.profile and once else None,
     )
-
-
-def _devices(cell: Cell) -> str:
-    if cell.engine == "single":
-        return f"one device, batch {cell.batch_size}"
-    return f"{cell.towers} tower{'s' if cell.towers > 1 else ''}"
+    common = dataclasses.asdict(setup)
+    if options.end_to_end:
+        return runs.train_in_new_process(
+            Training(**common, data=options.data, validation=options.validation, epochs=options.epochs)
+        )
+    once = cell.engine == "keras_dp" and number == 1
+    profile = str(options.out / "profile" / f"{cell.towers}_towers") if options.profile and once else None
+    return runs.measure_in_new_process(
+        Run(**common, steps=options.steps, warm_up=options.warm_up, count_bytes=once, profile_directory=profile)
+    )
 
 
 def _results_of(
     options: argparse.Namespace,
     survey: Survey,
     cells: Sequence[Cell],
-    rounds: Sequence[Mapping[Cell, Measurement]],
+    rounds: Sequence[Mapping[Cell, Any]],
     failures: Mapping[Cell, str],
 ) -> dict[str, Any]:
     """Returns all results, as bench.json holds them."""
     known = {*failures, *(cell for measurements in rounds for cell in measurements)}
+    measures = "trainings" if options.end_to_end else "steps"
+    summarize = KINDS[measures].summarize
     return {
         "command": options.command,
+        "measures": measures,
         "title": f"{options.model}, {options.scaling} scaling",
         "environment": survey.environment,
-        "rows": [dataclasses.asdict(summary.summarize(cell, rounds)) for cell in cells if cell.measured in known],
+        "rows": [dataclasses.asdict(summarize(cell, rounds)) for cell in cells if cell.measured in known],
         "runs": [
             {"round": number, **cell._asdict(), **dataclasses.asdict(measurement)}
             for number, measurements in enumerate(rounds, 1)
@@ -260,29 +278,36 @@ def _results_of(
     }
 
 
-def _show(results: Mapping[str, Any]) -> None:
-    """Prints the table and the failures."""
-    rows = [summary.Row(**row) for row in results["rows"]]
+def _show(results: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Prints the table and the failures; on stderr, if the results are printed as JSON."""
+    kind = KINDS[results["measures"]]
+    rows = [kind.row(**row) for row in results["rows"]]
     rounds = max((run["round"] for run in results["runs"]), default=0)
     width = tables.terminal_width()
-    print(f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(rows, width)}\n")
-    print(tables.legend(summary.LEGEND, width))
-    print(f"measured in {rounds} round{'' if rounds == 1 else 's'}")
+    out = functools.partial(print, file=sys.stderr if options.json else sys.stdout)
+    out(
+        f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(kind.columns(rows), rows, width)}\n"
+    )
+    out(tables.legend(kind.legend, width))
+    out(f"measured in {rounds} round{'' if rounds == 1 else 's'}")
     for failure in results["failures"]:
         cell = Cell(*(failure[name] for name in Cell._fields))
-        print(f"\n{cell.engine} on {_devices(cell)} failed:\n{failure['message']}")
+        out(f"\n{cell.engine} on {devices(cell)} failed:\n{failure['message']}")
+    if options.json:
+        print(json.dumps(results, indent=1))
 
 
 def _write(results: Mapping[str, Any], directory: Path) -> None:
-    """Writes bench.json, bench.csv and, if matplotlib is installed, bench.png."""
+    """Writes bench.json, bench.csv and, for steps and if matplotlib is installed, bench.png."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows = [summary.Row(**row) for row in results["rows"]]
     (directory / "bench.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    summary.write_csv(rows, directory / "bench.csv")
+    summary.write_csv(results["rows"], directory / "bench.csv")
+    if results["measures"] != "steps":
+        return
     try:
-        plot.write_figure(rows, results["title"], directory / "bench.png")
+        plot.write_figure([step_summary.Row(**row) for row in results["rows"]], results["title"], directory / "bench.png")
     except ImportError:
-        _say(NO_FIGURE.format(installation.command("bench")))
+        say(NO_FIGURE.format(installation.command("bench")))
 
 
 def _engines(value: str) -> list[str]:
@@ -308,6 +333,6 @@ def _results(value: str) -> tuple[Path, dict[str, Any]]:
         missing = [name for name in ("command", "rows", "runs") if name not in results]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        return path, {"title": results["command"], **results}
+        return path, {"title": results["command"], "measures": "steps", **results}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"must be a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error

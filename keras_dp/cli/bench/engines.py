@@ -1,0 +1,82 @@
+"""Build the model that an engine trains."""
+
+import contextlib
+import resource
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+import keras_dp
+from keras_dp.cli import models
+from keras_dp.cli.bench.independent_towers import independent_towers
+from keras_dp.cli.runs import Setup
+from keras_dp.keras_internals import keras_models
+
+SEED = 0
+WRAPPERS: dict[str, Callable[..., keras.Model]] = {
+    "keras_dp": keras_dp.DataParallelModel,
+    "workers": keras_dp.DataParallelModel,
+    "ceiling": independent_towers,
+}
+
+
+class Engine(NamedTuple):
+    """Holds the model inside, and the model that is trained, which may be the same."""
+
+    inner_model: keras.Model
+    trained_model: keras.Model
+
+
+def start(setup: Setup) -> list[str] | None:
+    """Seeds this process, in which TensorFlow must not have started yet, and returns its devices; None for a worker's own."""
+    if setup.workers > 1:
+        keras_dp.connect_workers()
+        devices = None
+    elif tf.config.list_physical_devices("GPU"):
+        devices = [f"GPU:{index}" for index in range(setup.towers)]
+    else:
+        # They share the cores.
+        keras_dp.use_logical_cpus(setup.towers)
+        devices = [f"CPU:{index}" for index in range(setup.towers)]
+    keras.utils.set_random_seed(SEED)
+    return devices
+
+
+def build(setup: Setup, devices: list[str] | None) -> Engine:
+    """Builds and compiles the model on its engine."""
+    workload = models.workload(setup.model)
+    mirrored = setup.engine == "mirrored"
+    with tf.distribute.MirroredStrategy(devices).scope() if mirrored else contextlib.nullcontext():
+        inner_model = workload.build()
+        trained_model = _on_engine(setup, inner_model, devices)
+        if not inner_model.compiled:
+            optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+            trained_model.compile(optimizer, jit_compile=setup.jit_compile, **workload.objective())
+    return Engine(inner_model, trained_model)
+
+
+def _on_engine(setup: Setup, model: keras.Model, devices: list[str] | None) -> keras.Model:
+    """Returns the model that an engine trains: `model` itself, or a wrapper."""
+    if setup.engine in WRAPPERS:
+        return WRAPPERS[setup.engine](
+            model,
+            devices=devices,
+            parameter_device=setup.parameter_device,
+            batch_norm=setup.batch_norm,
+            gradient_dtype=setup.gradient_dtype,
+        )
+    if setup.engine == "mirrored":
+        for layer in keras_models.flatten_layers(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer.synchronized = setup.batch_norm == "sync"
+    return model
+
+
+def peak_memory_megabytes() -> float:
+    """Returns the peak size of this process in the host's memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The unit is bytes on macOS, and kilobytes elsewhere.
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

@@ -1,0 +1,133 @@
+"""The tables of docs/benchmarks.md are written by the commands above them."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from keras_dp.cli.bench import command as bench
+from keras_dp.cli.bench.step_summary import Row
+
+ROOT = Path(__file__).parents[2]
+
+PAGE = """The command `keras-dp bench --model other` has no table. A program:
+
+```sh
+python count.py \\
+    --twice
+```
+
+<!-- counted -->
+
+old
+
+<!-- end of counted -->
+
+MLP: `keras-dp bench --model mlp --towers 2`
+
+<!-- mlp -->
+<!-- end of mlp -->
+
+after
+"""
+
+COUNT = """
+from pathlib import Path
+calls = Path("calls")
+calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+print("a table\\nof two lines")
+"""
+
+
+@pytest.fixture
+def write_tables(tmp_path, monkeypatch):
+    """The program, with a page and programs of the test, in the directory of the test."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    program = importlib.import_module("write_tables")
+    rows = [
+        dataclasses.asdict(Row(engine, 2, 256, median, median, median, 0.7, 0.6, 0.8))
+        for engine, median in (("keras_dp", 7.0), ("single", 8.04), ("mirrored", 99.6))
+    ]
+    printed = json.dumps({"measures": "steps", "rows": rows})
+    (tmp_path / "bench.py").write_text(f"import sys\nassert sys.argv[-1] == '--json'\nprint({printed!r})\n")
+    (tmp_path / "count.py").write_text(COUNT)
+    (tmp_path / "page.md").write_text(PAGE)
+    for name, value in (("ROOT", tmp_path), ("PAGE", tmp_path / "page.md")):
+        monkeypatch.setattr(program, name, value)
+    monkeypatch.setitem(program.PROGRAMS, "keras-dp", [sys.executable, "bench.py"])
+    monkeypatch.setattr(program.summary, "machine", lambda environment: "this machine")
+    monkeypatch.setattr(sys, "argv", ["write_tables.py", "--out", str(tmp_path / "out")])
+    return program
+
+
+def body(page, name):
+    return page.read_text().split(f"<!-- {name} -->\n")[1].split(f"<!-- end of {name} -->")[0].strip().splitlines()
+
+
+@pytest.mark.processes
+def test_each_command_writes_its_table(write_tables, tmp_path, monkeypatch):
+    assert write_tables.main() == 0
+    *lines, _, origin = body(tmp_path / "page.md", "counted")
+    assert lines == ["```", "a table", "of two lines", "```"]
+    assert origin.endswith("; this machine.")
+    heading, _, keras_dp, _, mirrored, *_ = body(tmp_path / "page.md", "mlp")
+    assert heading.startswith(
+        "| engine | towers | batch | step ms | 10 % to 90 % of steps, ms | keras_dp over it (range by round) |"
+    )
+    assert keras_dp.startswith("| keras_dp | 2 | 256 | 7.00 | 7.00 to 7.00 | - |")
+    assert mirrored.startswith("| mirrored | 2 | 256 | 99.60 | 99.60 to 99.60 | 0.70 (0.60 to 0.80) |")
+    assert (tmp_path / "page.md").read_text().endswith("\nafter\n")
+
+    written = (tmp_path / "page.md").read_text()
+    assert write_tables.main() == 0
+    assert (tmp_path / "page.md").read_text() == written
+    assert (tmp_path / "calls").read_text() == "."  # the results were kept
+
+    (tmp_path / "page.md").write_text(written.replace("--twice", "--thrice"))
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "counted"])
+    assert write_tables.main() == 0
+    assert (tmp_path / "calls").read_text() == ".."  # another command
+
+
+@pytest.mark.processes
+def test_a_command_that_fails_leaves_its_table(write_tables, tmp_path, capsys):
+    (tmp_path / "count.py").write_text("raise SystemExit(3)")
+    assert write_tables.main() == 1
+    assert "counted failed: " in capsys.readouterr().err
+    assert body(tmp_path / "page.md", "counted") == ["old"]
+    assert body(tmp_path / "page.md", "mlp")[0].startswith("| engine")
+
+
+def test_what_cannot_be_written_is_refused(write_tables, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["write_tables.py", "lstm"])
+    with pytest.raises(SystemExit):
+        write_tables.main()
+    assert "The tables of page.md are counted, mlp. Received: 'lstm'" in capsys.readouterr().err
+    for text in ("`keras-dp bench --model mlp`\n\n<!-- end of mlp -->", "<!-- mlp -->\n<!-- end of mlp -->"):
+        (tmp_path / "page.md").write_text(text)
+        with pytest.raises(ValueError, match=r"the table 'mlp' needs a comment with its name, right behind a command"):
+            write_tables.main()
+
+
+def test_commands_of_the_page(monkeypatch):
+    """Each one could be run."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    write_tables = importlib.import_module("write_tables")
+    commands = write_tables.commands(write_tables.PAGE)
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    benches = 0
+    for command in commands.values():
+        program, first, *arguments = shlex.split(command)
+        if program == "python":
+            assert (ROOT / first).exists()
+        else:
+            assert first == "bench"
+            parser.parse_args(arguments)
+            benches += 1
+    assert benches > 5
