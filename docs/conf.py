@@ -1,5 +1,6 @@
 """Build the documentation's site with Sphinx, from the Markdown that GitHub shows as well."""
 
+import inspect
 import re
 from importlib import metadata
 
@@ -17,6 +18,7 @@ myst_heading_anchors = 4
 
 # Docstrings say in words which types arguments have. Their `names` are code, as in Markdown.
 autodoc_typehints = "none"
+autodoc_member_order = "bysource"
 default_role = "literal"
 nitpick_ignore_regex = [("py:.*", r"(?!keras_dp).*")]  # other projects are not linked
 
@@ -34,6 +36,15 @@ def link_to_repository(app, page, source):
     source[0] = re.sub(r"\]\(\.\./([^)]+)\)", rf"]({ADDRESSES['Homepage']}/blob/main/\1)", source[0])
 
 
+def show_own_arguments(app, kind, name, value, options, signature, returned):
+    """Shows the arguments of `__init__`: `__new__`, which Sphinx takes, has those of Keras's classes."""
+    if kind != "class":
+        return None
+    _, *parameters = inspect.signature(value.__init__).parameters.values()
+    return str(inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])), None
+
+
 def setup(app):
     """Registers what this file adds to Sphinx."""
     app.connect("source-read", link_to_repository)
+    app.connect("autodoc-process-signature", show_own_arguments)

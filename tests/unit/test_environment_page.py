@@ -10,7 +10,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "environment.md").read_text(encodin
 
 
 def variables_in(source):
-    """Returns the names of environment variables among the texts of a module: upper-case words that nothing else is called by."""
+    """Returns the names of environment variables among the texts of a module: upper-case words of no other use."""
     nodes = list(ast.walk(ast.parse(source)))
     others = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "metavar"}
     others |= {
