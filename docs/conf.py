@@ -26,7 +26,7 @@ html_theme = "furo"
 html_title = f"keras_dp {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_copy_source = html_show_sourcelink = html_show_copyright = html_show_sphinx = False
+html_use_index = html_copy_source = html_show_sourcelink = html_show_copyright = html_show_sphinx = False
 html_theme_options = {"source_edit_link": f"{ADDRESSES['Homepage']}/blob/main/docs/{{filename}}"}
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and output
 
