@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz mutants benchmarks gpu-audit gpu-test lint recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz mutants benchmarks gpu-audit gpu-test docs docs-serve lint recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -64,6 +64,14 @@ recipe-figures: $(VENV)/examples.installed  ## Train what docs/large_batches.md 
 recipe-smoke: $(VENV)/examples.installed  ## The same in a minute, to see that it runs.
 	$(COMPARE) --towers 4 --epochs 3 --warmup-epochs 1 --depth 8 --images 1024 \
 		--out results/smoke $(if $(DATA),--data $(DATA))
+
+SITE := -W --keep-going --nitpicky --quiet docs docs/_build/html
+
+docs: $(VENV)/docs.installed  ## Build the documentation's site in docs/_build/html; a link or an anchor that leads nowhere is an error.
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m sphinx $(SITE)
+
+docs-serve: $(VENV)/docs.installed  ## Show the site at http://127.0.0.1:8000, and build it again when a page changes.
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m sphinx_autobuild $(SITE)
 
 lint: $(VENV)/dev.installed  ## Check style, types and imports.
 	$(BIN)/ruff check .

@@ -23,6 +23,12 @@ def use_logical_cpus(count: int) -> None:
     Use it for experiments and tests on machines without GPUs. The logical devices share the CPU's cores. Call it before
     TensorFlow does anything else.
 
+    >>> import keras, keras_dp
+    >>> keras_dp.use_logical_cpus(4)
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> keras_dp.DataParallelModel(model).devices
+    ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
+
     Args:
         count: the number of logical CPUs, at least 1.
 

@@ -17,14 +17,14 @@ class LARS(keras_optimizers.SGDWithCoupledWeightDecay):
     """Applies SGD with momentum and a separate rate for each variable: layer-wise adaptive rate scaling.
 
     For a variable w with the gradient g, the learning rate γ, the momentum m, the trust coefficient η and the weight decay β
-    (You, Gitman and Ginsburg 2017, https://arxiv.org/abs/1708.03888, section 4, equation 6, and algorithm 1):
+    (You, Gitman and Ginsburg 2017, https://arxiv.org/abs/1708.03888, section 4, equation 6, and algorithm 1)::
 
         λ = η |w| / (|g| + β |w|)
         v <- m v + γ λ (g + β w)
         w <- w - v
 
     So each update is proportional to the norm of its variable, whatever the norm of the gradient. LARS is for batches so large
-    that linear scaling, with one rate for all variables, diverges. If |w| or |g| is 0, λ is 1.
+    that linear scaling, with one rate for all variables, diverges. If the norm of w or of g is 0, λ is 1.
 
     >>> import keras, keras_dp
     >>> weight = keras.Variable([3.0, 4.0])

@@ -141,6 +141,15 @@ class MomentumCorrection(keras.callbacks.Callback):
     (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 3, remark 2). The same holds for `LARS`, and for RMSprop with
     momentum. `LearningRateWarmup` makes the correction itself.
 
+    >>> import keras, keras_dp, numpy as np
+    >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
+    >>> parallel.compile(keras.optimizers.SGD(0.25, momentum=0.9), "mse")
+    >>> halving = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    >>> callbacks = [halving, keras_dp.callbacks.MomentumCorrection()]
+    >>> data = np.ones((8, 4)), np.ones((8, 1))
+    >>> parallel.fit(*data, epochs=2, callbacks=callbacks, verbose=0).history["learning_rate"]
+    [0.125, 0.0625]
+
     Give it as the last callback. It corrects for changes by earlier callbacks, by the optimizer's schedule, and between two
     calls of `fit`. A rate of 0 erases the velocity. If the optimizer has no velocity, or its velocity does not hold the rate
     (Adam), the callback does nothing and warns why.

@@ -42,11 +42,27 @@ logger = logging.getLogger("keras_dp")
 
 
 class WorkerLostError(RuntimeError):
-    """Says why workers cannot continue: another worker is lost, or does not reach the same step or operation."""
+    """Says why workers cannot continue: another worker is lost, or does not reach the same step or operation.
+
+    All workers must start again, as `keras-dp launch --max-restarts` does it.
+
+    >>> import sys, keras_dp
+    >>> try:
+    ...     keras_dp.connect_workers()
+    ... except keras_dp.WorkerLostError as error:
+    ...     sys.exit(f"A job that restarts this worker may try again: {error}")
+    WorkerGroup(index=0, count=1)
+    """
 
 
 class WorkerGroup:
     """The W processes that train together, and the number of this process among them. `connect_workers` makes it.
+
+    >>> import keras_dp
+    >>> workers = keras_dp.connect_workers()
+    >>> if workers.is_chief:
+    ...     print(f"{workers.count} worker(s) write to results/")
+    1 worker(s) write to results/
 
     Attributes:
         index: the number of this worker, 0 to W - 1.
