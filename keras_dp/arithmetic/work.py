@@ -52,12 +52,22 @@ def costed_nodes(graph: Any) -> graph_pb2.GraphDef:
     nodes = graph.as_graph_def(add_shapes=True)
     for node in nodes.node:
         if node.op == "ReadVariableOp":
-            node.op = "Placeholder"
-            controls = [name for name in node.input if name.startswith("^")]
-            del node.input[:]
-            node.input.extend(controls)
-            node.attr["shape"].shape.CopyFrom(node.attr["_output_shapes"].list.shape[0])
+            become_placeholder(node)
     return nodes
+
+
+def become_placeholder(node: Any) -> None:
+    """Turns a NodeDef with known shapes into a placeholder for its only output, which keeps its control dependencies."""
+    dtype = node.attr["dtype"].type
+    shape = node.attr["_output_shapes"].list.shape[0]
+    controls = [name for name in node.input if name.startswith("^")]
+    node.op = "Placeholder"
+    del node.input[:]
+    node.input.extend(controls)
+    for name in set(node.attr) - {"_output_shapes"}:
+        del node.attr[name]
+    node.attr["dtype"].type = dtype
+    node.attr["shape"].shape.CopyFrom(shape)
 
 
 def ends(nodes: graph_pb2.GraphDef) -> list[str]:

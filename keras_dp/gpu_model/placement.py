@@ -7,6 +7,7 @@ a tower, as on a machine with GPUs.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 from keras_dp.arithmetic.work import Work, work_of_operations
 from keras_dp.devices.available import short_name, use_logical_cpus
 from keras_dp.gpu_model.kernels import Kernel, gpu_kernel, in_device_memory
+from keras_dp.gpu_model.sizes import Sizes
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import control_inputs, data_inputs, output_of, source_of
 from keras_dp.reports.step_graph import StepGraph
@@ -126,6 +128,7 @@ class PlacedStep:
         variables: for each variable, the name of the tensor that refers to it, its device and its bytes.
         copies: the tensors that go from one memory to another. A tensor goes once to each memory.
         controls: the waits of one device for another. An operation is waited for once on each device.
+        rows_of_slice: the rows of the largest slice.
     """
 
     graph: tf.Graph
@@ -134,11 +137,17 @@ class PlacedStep:
     variables: tuple[tuple[str, str, int], ...]
     copies: tuple[Copy, ...]
     controls: tuple[Control, ...]
+    rows_of_slice: int
 
     @functools.cached_property
     def work(self) -> dict[str, Work]:
         """What each operation does, by name."""
         return work_of_operations(self.graph)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of the tensors."""
+        return Sizes(self.graph, self.rows_of_slice)
 
 
 def place_step(step: StepGraph, rows: int, towers: Sequence[str], on_gpus: bool = True) -> PlacedStep:
@@ -180,6 +189,7 @@ def place_step(step: StepGraph, rows: int, towers: Sequence[str], on_gpus: bool 
         variables=tuple(homes),
         copies=tuple(_copies(operations)),
         controls=tuple(_controls(operations)),
+        rows_of_slice=max(1, math.ceil(rows / len(towers))),
     )
 
 

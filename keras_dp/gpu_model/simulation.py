@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 
 from keras_dp.arithmetic.work import Work
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.loops import forward_inputs, rounds_of_operations
+from keras_dp.gpu_model.memory import SAME, peak_bytes
 from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep
 from keras_dp.gpu_model.schedule import Span, Task, schedule
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
@@ -17,11 +17,7 @@ _MATRIX_PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv2DBackpr
 _SHARED = "all devices"
 _HALF_TYPES = {14, 19}  # bfloat16 and float16, as TensorFlow numbers them
 # Operations that start no kernel: their result is their first input, a constant, or nothing.
-_FREE = {
-    *("Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "Snapshot", "Bitcast"),
-    *("Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond", "ReadVariableOp", "Const", "Placeholder", "NoOp"),
-}
-_MADE_BEFORE = ("Const", "Placeholder", "NoOp", "ReadVariableOp")
+_FREE = {*SAME, "ReadVariableOp", "Const", "Placeholder", "NoOp"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +27,14 @@ class Simulation:
     Attributes:
         seconds: the time of the step.
         busy: the share of this time in which each device runs an operation, by device.
-        peak_bytes: the most bytes of variables and tensors on each device at one time, by device.
+        peak_bytes: the most bytes of variables and tensors in the memory of each device at one time, by device.
+        spans: when each operation, copy and control dependency runs, by an operation's name or by the `Copy` or `Control`.
     """
 
     seconds: float
     busy: dict[str, float]
     peak_bytes: dict[str, int]
+    spans: dict[object, Span]
 
 
 def simulate(step: PlacedStep, machine: Machine) -> Simulation:
@@ -52,14 +50,15 @@ def simulate(step: PlacedStep, machine: Machine) -> Simulation:
         machine: the machine.
     """
     tasks, numbers = _tasks(step, machine)
-    spans = schedule(tasks)
-    seconds = max(span.finish for span in spans)
+    scheduled = schedule(tasks)
+    spans = {what: scheduled[i] for what, i in numbers.items()}
+    seconds = max(span.finish for span in scheduled)
     used: dict[str, float] = defaultdict(float)
     for task in tasks:
         for resource in task.resources:
             used[resource] += task.seconds
     busy = {device: used[_SHARED if machine.is_shared else device] / seconds for device in step.towers}
-    return Simulation(seconds, busy, _peak_bytes(step, {what: spans[i] for what, i in numbers.items()}))
+    return Simulation(seconds, busy, peak_bytes(step, spans, machine.is_shared), spans)
 
 
 def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object, int]]:
@@ -94,7 +93,7 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
         tasks.append(Task(seconds * rounds.get(name, 1), resources, waits_for, queue=queue, giving_seconds=giving))
     for copy in step.copies:
         maker = source_of(copy.tensor)
-        seconds, resources = _send(copy, machine, _bytes(copy.tensor, step.work))
+        seconds, resources = _send(copy, machine, step.sizes.bytes_of(copy.tensor))
         queue = "" if machine.is_shared or copy.from_host else copy.source
         tasks.append(Task(seconds * rounds.get(maker, 1), resources, (numbers[maker],), _streams(copy, machine), queue))
     tasks += [Task(machine.control_seconds, (), (numbers[control.operation],)) for control in step.controls]
@@ -136,67 +135,3 @@ def _streams(copy: Copy, machine: Machine) -> tuple[str, ...]:
         return ()
     ends = ((copy.source, copy.from_host), (copy.destination, copy.to_host))
     return tuple(device for device, is_host in ends if not is_host)
-
-
-def _bytes(tensor: str, work: Mapping[str, Work]) -> int:
-    name, _, port = tensor.partition(":")
-    outputs = work[name].outputs if name in work else ()
-    return outputs[int(port)] if int(port) < len(outputs) else 0
-
-
-def _peak_bytes(step: PlacedStep, spans: Mapping[object, Span]) -> dict[str, int]:
-    """Returns the most bytes on each device. A tensor is there from the start of what makes it to the end of what takes it.
-
-    No operation writes its result over its input here, as TensorFlow lets some do: this is an upper bound.
-    """
-    changes: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for device, size, begin, end in _buffers(step, spans):
-        changes[device] += [(begin, size), (end, -size)]
-    peaks: dict[str, int] = defaultdict(int)
-    for _, device, size in step.variables:
-        peaks[device] += size
-    for device, times in changes.items():
-        now = most = 0
-        for _, change in sorted(times):
-            now += change
-            most = max(most, now)
-        peaks[device] += most
-    return {device: peaks[device] for device in step.towers}
-
-
-def _buffers(step: PlacedStep, spans: Mapping[object, Span]) -> Iterator[tuple[str, int, float, float]]:
-    """Yields device, bytes, begin and end of the tensors in the memory of devices."""
-    owners: dict[str, str] = {}
-
-    def owner(tensor: str) -> str:
-        """Returns the tensor whose memory a tensor uses."""
-        chain: list[str] = []
-        while tensor not in owners:
-            operation = step.operations[source_of(tensor)]
-            chain.append(tensor)
-            if operation.type not in _FREE or operation.type in _MADE_BEFORE or operation.inputs[0] in chain:
-                owners[tensor] = tensor
-            else:
-                tensor = operation.inputs[0]
-        owners.update(dict.fromkeys(chain, owners[tensor]))
-        return owners[tensor]
-
-    taken: dict[tuple[str, str], float] = defaultdict(float)
-    begun: dict[tuple[str, str], float] = {}
-    for name, operation in step.operations.items():
-        for tensor, to_host in zip(operation.inputs, operation.kernel.inputs, strict=True):
-            if not to_host:
-                key = owner(tensor), operation.device
-                taken[key] = max(taken[key], spans[name].finish)
-        for port, on_host in enumerate(operation.kernel.outputs):
-            tensor = f"{name}:{port}"
-            if not on_host and owner(tensor) == tensor and operation.type not in ("ReadVariableOp", "NoOp"):
-                begun[tensor, operation.device] = spans[name].start
-    for copy in step.copies:
-        if not copy.from_host:
-            key = owner(copy.tensor), copy.source
-            taken[key] = max(taken[key], spans[copy].finish)
-        if not copy.to_host:
-            begun[owner(copy.tensor), copy.destination] = spans[copy].start
-    for (tensor, device), begin in begun.items():
-        yield device, _bytes(tensor, step.work), begin, max(taken[tensor, device], spans[source_of(tensor)].finish)

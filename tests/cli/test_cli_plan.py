@@ -65,6 +65,8 @@ def test_arguments_describe_the_run():
         ("--memory 24", "must be a size such as 24GB. Received: '24'"),
         ("--memory 0GB", "must be a size such as 24GB. Received: '0GB'"),
         ("--constants missing.json", "must be a file that keras-dp check --json has written on GPUs. Received: 'missing.json'"),
+        ("--gpu RTX4080", "or a JSON file with its numbers, such as my_gpu.json. Did you mean 'rtx4090'? Received: 'RTX4080'"),
+        ("--gpu missing.json", "The numbers of a GPU must be in a JSON file. Received: 'missing.json'"),
         ("--gpu RTX4090 --link nvlink", "The links of RTX 4090 are: pcie. Received: 'nvlink'"),
     ],
 )
@@ -128,6 +130,62 @@ def test_constants_that_cannot_be(numbers, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--constants", str(tmp_path / "check.json")])
     assert "must be a file that keras-dp check --json has written on GPUs" in capsys.readouterr().err
+
+
+NUMBERS = {"name": "My GPU", "memory_gigabytes": 48, "memory_gigabytes_per_second": 864, "teraflops": 38.7}
+
+
+def file_of(numbers, directory):
+    path = directory / "my_gpu.json"
+    path.write_text(json.dumps(numbers))
+    return str(path)
+
+
+def test_a_gpu_of_the_users_own_numbers(tmp_path):
+    machine = planned_of("--gpu", file_of(NUMBERS, tmp_path)).machine()
+    processor = machine.processor
+    assert (processor.name, processor.memory_bytes, processor.bandwidth) == ("My GPU", 48e9, 864e9)
+    assert processor.vector_flops == processor.matrix_flops == processor.half_flops == 38.7e12
+    assert (processor.launch_seconds, machine.link.latency_seconds) == pytest.approx((5e-6, 15e-6))
+    assert machine.link.bandwidth == machine.host_link.bandwidth == 25e9
+
+    more = {"matrix_teraflops": 77, "half_teraflops": 155, "launch_microseconds": 4, "link_gigabytes_per_second": 56}
+    more |= {"link_latency_microseconds": 10, "host_gigabytes_per_second": 30}
+    machine = planned_of("--gpu", file_of(NUMBERS | more, tmp_path), "--memory", "24GB").machine()
+    processor = machine.processor
+    assert (processor.matrix_flops, processor.half_flops, processor.memory_bytes) == (77e12, 155e12, 24e9)
+    assert (processor.launch_seconds, machine.link.latency_seconds) == pytest.approx((4e-6, 1e-5))
+    assert (machine.link.bandwidth, machine.host_link.bandwidth) == (56e9, 30e9)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (NUMBERS | {"teraflop": 40}, "has an unknown field 'teraflop'. Did you mean 'teraflops'? The fields are: name, "),
+        ({"name": "A", "teraflops": 1}, "must tell memory_gigabytes, memory_gigabytes_per_second. Received: name, teraflops"),
+        (NUMBERS | {"memory_gigabytes": "48GB"}, "must be a positive number. Received: '48GB'"),
+        (NUMBERS | {"half_teraflops": -1}, "must be a positive number. Received: -1"),
+        (NUMBERS | {"teraflops": float("inf")}, "must be a positive number. Received: inf"),
+        (NUMBERS | {"teraflops": True}, "must be a positive number. Received: True"),
+        (NUMBERS | {"name": 4090}, "must be a string. Received: 4090"),
+        ([48], "must hold an object with the fields name, memory_gigabytes"),
+    ],
+)
+def test_numbers_of_a_gpu_that_cannot_be(numbers, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--gpu", file_of(numbers, tmp_path)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_of_numbers_tells_the_link(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpu", file_of(NUMBERS, tmp_path), "--link", "nvlink"])
+    assert "tells what connects the GPUs: leave --link out. Received: 'nvlink'" in capsys.readouterr().err
+
+
+def test_names_of_gpus_may_be_in_small_letters():
+    assert planned_of("--gpu", "rtx4090").gpu == "RTX4090"
 
 
 @pytest.mark.parametrize("gpu", hardware.GPUS)

@@ -14,12 +14,13 @@ import statistics
 import sys
 from pathlib import Path
 
+from keras_dp import choices
 from keras_dp.cli import runs, tables
 from keras_dp.cli.arguments import add_model_arguments, argument
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
 from keras_dp.cli.plan.table import COLUMNS, LEGEND, Line, advice
 from keras_dp.cli.runs import RunFailedError
-from keras_dp.gpu_model import hardware
+from keras_dp.gpu_model import hardware, own_gpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='GPU where the variables live, such as GPU:0, or "sharded" over the GPUs',
     )
     parser.add_argument("--unpacked", action="store_true", help="send each tensor by itself, as with pack_copies=False")
-    parser.add_argument("--gpu", choices=tuple(hardware.GPUS), default="A100", help="the kind of GPU (default: %(default)s)")
+    parser.add_argument(
+        "--gpu",
+        type=argument(_gpu),
+        default="A100",
+        metavar="GPU",
+        help=f"{', '.join(hardware.GPUS)}, or a JSON file with the numbers of another GPU, such as my_gpu.json; "
+        "docs/gpu.md lists its fields (default: %(default)s)",
+    )
     parser.add_argument(
         "--link", choices=("nvlink", "pcie"), help="what connects the GPUs (default: NVLink, if the GPU has it)"
     )
@@ -162,6 +170,20 @@ def _constants(path: str) -> dict[str, float]:
         raise ValueError(
             f"must be a file that keras-dp check --json has written on GPUs. Received: {path!r} ({error})"
         ) from error
+
+
+def _gpu(value: str) -> str:
+    """Returns the name of a GPU that is known, or the file of another one's numbers."""
+    if own_gpus.is_file(value):
+        own_gpus.read(value)
+        return value
+    names = {name.lower(): name for name in hardware.GPUS}
+    if value.lower() not in names:
+        raise ValueError(
+            f"A GPU is one of {', '.join(hardware.GPUS)}, or a JSON file with its numbers, such as my_gpu.json."
+            f"{choices.question(value, list(names))} Received: {value!r}"
+        )
+    return names[value.lower()]
 
 
 def _memory(value: str) -> float:

@@ -103,6 +103,14 @@ def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: Gp
 
 def collect(planned: PlannedRun) -> tuple[keras_dp.DataParallelModel, StepGraph]:
     """Returns the model on logical CPUs that stand for GPUs, and the graph of its step."""
+    parallel = wrapped(planned)
+    with logical_cpus_for_gpus(planned.towers):
+        # The graph is the same for batches of all sizes.
+        return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(parallel.inner_model, 2 * planned.towers))))
+
+
+def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
+    """Returns the model, wrapped and compiled, on logical CPUs that stand for GPUs."""
     workload = models.workload(planned.model)
     with logical_cpus_for_gpus(planned.towers) as devices:
         model = workload.build()
@@ -113,5 +121,4 @@ def collect(planned: PlannedRun) -> tuple[keras_dp.DataParallelModel, StepGraph]
         parallel = keras_dp.DataParallelModel(model, devices=devices, parameter_device=home, pack_copies=planned.pack_copies)
         if not model.compiled:
             parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
-        # The graph is the same for batches of all sizes.
-        return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(model, 2 * planned.towers))))
+    return parallel

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from keras_dp.gpu_model import hardware
+from keras_dp.gpu_model import hardware, own_gpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class PlannedRun:
         batch_is_per_tower: whether each tower gets that many rows.
         parameter_device: None, "sharded", or a GPU such as "GPU:1".
         pack_copies: as in `keras_dp.DataParallelModel`.
-        gpu: a key of `keras_dp.gpu_model.hardware.GPUS`.
+        gpu: a key of `keras_dp.gpu_model.hardware.GPUS`, or a file for `keras_dp.gpu_model.own_gpus.read`.
         link: "nvlink" or "pcie"; None for the fastest that the GPU has.
         launch_microseconds: in place of the GPU's own, if it is not None.
         latency_microseconds: in place of the link's own, if it is not None.
@@ -43,7 +43,7 @@ class PlannedRun:
         Raises:
             ValueError: if there is no such GPU, or it has no such link.
         """
-        machine = hardware.machine_of(self.gpu, self.link)
+        machine = self._machine_of_gpu()
         processor, link = machine.processor, machine.link
         if self.launch_microseconds is not None:
             processor = dataclasses.replace(processor, launch_seconds=1e-6 * self.launch_microseconds)
@@ -54,6 +54,13 @@ class PlannedRun:
         if self.memory_bytes is not None:
             processor = dataclasses.replace(processor, memory_bytes=self.memory_bytes)
         return dataclasses.replace(machine, processor=processor, link=link)
+
+    def _machine_of_gpu(self) -> hardware.Machine:
+        if not own_gpus.is_file(self.gpu):
+            return hardware.machine_of(self.gpu, self.link)
+        if self.link is not None:
+            raise ValueError(f"{self.gpu} tells what connects the GPUs: leave --link out. Received: {self.link!r}")
+        return own_gpus.read(self.gpu).machine()
 
 
 @dataclasses.dataclass(frozen=True)

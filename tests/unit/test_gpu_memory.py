@@ -1,0 +1,95 @@
+"""The memory of simulated steps is that of TensorFlow's allocator: buffers are shared, written over, and kept by loops."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_dp
+from keras_dp.gpu_model import memory
+from keras_dp.gpu_model.hardware import machine_of
+from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
+from keras_dp.gpu_model.simulation import simulate
+from keras_dp.reports.step_graph import graph_of_step
+
+BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
+ROWS = 1_000
+
+
+def placed(model, rows=ROWS):
+    """The step of a model on one GPU, with the mean squared error and plain SGD."""
+    with logical_cpus_for_gpus(1) as devices:
+        parallel = keras_dp.DataParallelModel(model, devices=devices)
+        parallel.compile(keras.optimizers.SGD(0.1), "mse")
+        x, y = (np.ones((6, *tensor.shape[1:]), "float32") for tensor in (model.inputs[0], model.outputs[0]))
+        return place_step(graph_of_step(parallel, (x, y)), rows, parallel.devices)
+
+
+def peak(step):
+    return simulate(step, machine_of("A100")).peak_bytes["GPU:0"]
+
+
+@pytest.fixture(autouse=True)
+def float32():
+    keras.config.set_floatx("float32")
+
+
+def activations(step, monkeypatch):
+    """The peak, and the peak if nothing is written over another, in tensors of ROWS times 100 numbers of float32."""
+    own = peak(step)
+    monkeypatch.setattr(memory, "OVERWRITING", set())
+    return own / (4 * 100 * ROWS), peak(step) / (4 * 100 * ROWS)
+
+
+def test_results_are_written_over_inputs_that_nothing_else_takes(monkeypatch):
+    stack = [layers.Dense(100), *(layers.Activation(name) for name in ("relu", "tanh", "sigmoid"))]
+    step = placed(keras.Sequential([keras.Input((1,)), *stack, layers.Dense(1)]))
+    own, without = activations(step, monkeypatch)
+    # The results of the three activations, which their gradients take, and the gradient of the last.
+    assert own == pytest.approx(4, abs=0.5)
+    assert without > own + 0.5
+
+
+def test_inputs_that_are_taken_later_are_not_written_over(monkeypatch):
+    inputs = keras.Input((100,))
+    x = layers.Dense(100, use_bias=False)(inputs)
+    model = keras.Model(inputs, layers.Dense(1)(layers.Multiply()([x, keras.ops.exp(x)])))
+    own, _ = activations(placed(model), monkeypatch)
+    # The batch, the product, its exponential, and the result of the multiplication.
+    assert own > 3.9
+
+
+def test_loops_keep_what_their_gradients_take_for_each_round():
+    def recurrent(steps):
+        return keras.Sequential([keras.Input((steps, 1)), layers.LSTM(100, unroll=False), layers.Dense(1)])
+
+    few, many = (peak(placed(recurrent(steps))) for steps in (10, 30))
+    kept = (many - few) / 20 / (4 * 100 * ROWS)
+    # Four gates, the new state, its activation, and the output, which the layer's list holds as well.
+    assert kept == pytest.approx(7, abs=0.5)
+
+
+SCRIPT = """
+import json
+import plan_memory
+from keras_dp.cli.plan.prediction import PlannedRun
+cases = ("mlp", 2, 2_048), ("small", 1, 512), ("plan_memory:wide", 1, 64)
+print(json.dumps([plan_memory.in_allocator(PlannedRun(*case)) for case in cases]))
+"""
+
+
+@pytest.mark.processes
+def test_predictions_are_those_of_tensorflows_allocator():
+    environment = os.environ | {"TF_CPU_ALLOCATOR_USE_BFC": "true", "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, "-c", SCRIPT]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS, env=environment)
+    assert process.returncode == 0, process.stderr[-2_000:]
+    for predicted, tensors, allocated in json.loads(process.stdout.splitlines()[-1]):
+        assert predicted == pytest.approx(tensors, rel=0.15)
+        assert tensors <= allocated
