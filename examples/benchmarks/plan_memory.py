@@ -1,9 +1,9 @@
 """Hold the memory that `keras-dp plan` predicts against TensorFlow's allocator on CPUs, for ten models.
 
 Each step has a process of its own, in which TensorFlow's allocator counts what it allocates, as on GPUs
-(TF_CPU_ALLOCATOR_USE_BFC). Logical CPUs share one memory, and so do the simulated GPUs here. TensorFlow's profiler tells tensors
-from the scratch memory of kernels, which is that of CPUs. Another process, with TensorFlow's usual allocator, tells how much it
-grows; that needs Linux. See docs/gpu_audit.md.
+(TF_CPU_ALLOCATOR_USE_BFC). Logical CPUs share one memory, and so do the simulated GPUs here. TensorFlow's profiler tells
+tensors from the scratch memory of kernels, which is that of CPUs. Another process, with TensorFlow's usual allocator, tells how
+much it grows; that needs Linux. See docs/gpu_audit.md.
 """
 
 import argparse
