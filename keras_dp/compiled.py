@@ -34,6 +34,7 @@ class CompiledWrapper(ModelWrapper):
         # A function, not the metric itself: Keras would track it as this model's own, and refuses that on a quantized model.
         self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
         self._combining_optimizer: DataParallelOptimizer | None = None
+        self._optimizer_to_clone: DataParallelOptimizer | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self._is_read_by_keras = False
 
@@ -76,11 +77,26 @@ class CompiledWrapper(ModelWrapper):
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the inner model, and the towers around it, from a configuration that `get_compile_config()` returned."""
-        self.compile(**keras.saving.deserialize_keras_object(config))
+        arguments = keras.saving.deserialize_keras_object(config)
+        cloned, self._optimizer_to_clone = self._optimizer_to_clone, None
+        if cloned is not None and arguments.get("optimizer") is not None:
+            arguments["optimizer"] = cloned._alike(arguments["optimizer"])
+        self.compile(**arguments)
         # A configuration has Keras's choice in the place of "auto".
         self.jit_compile = keras_models.was_told_to_use_xla(self.inner_model)
         if self.inner_model.built and self.inner_model.optimizer is not None:
             self.inner_model.optimizer.build(self.inner_model.trainable_variables)
+
+    def _alike(self, inside: keras.Model) -> Any:
+        """Returns a wrapper of another model, with the settings of this one and of its optimizer."""
+        other = super()._alike(inside)
+        optimizer = self.optimizer if self.compiled else None
+        if optimizer is not None and inside.compiled:
+            other.optimizer = optimizer._alike(inside.optimizer)
+        else:
+            # Keras compiles a clone after it has made it.
+            other._optimizer_to_clone = optimizer
+        return other
 
     @property
     def optimizer(self) -> Any:

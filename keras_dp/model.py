@@ -55,8 +55,9 @@ class DataParallelModel(CompiledWrapper):
     rows is cut into N slices. A tower on each device computes its part of the loss of the global batch. The gradients are
     summed and applied once, where the variables live.
 
-    Training changes the inner model's own variables. `save`, `export` and checkpoints save the inner model, so that the files
-    load without keras_dp.
+    Training changes the inner model's own variables. `save`, `export`, checkpoints and pickles save the inner model, so that
+    the files load without keras_dp, on machines with other devices; wrap the model that they load. Copies and clones in the
+    same process, by `copy.deepcopy` or `keras.models.clone_model`, are wrappers with the same arguments.
 
     Args:
         inner_model: any `keras.Model`, built or not.

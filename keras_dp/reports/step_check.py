@@ -21,8 +21,9 @@ class StepCheck:
     Attributes:
         step: "train", "test" or "predict".
         comparison: the comparison of results, variables and tensors.
-        tolerance: the largest difference that counts as none, relative to the size of the numbers where these are large. More
-            counts as none where one device differs from itself if numbers are rounded otherwise.
+        tolerance: the largest difference that counts as none, relative to the size of the numbers where these are large, and to
+            the largest change of a variable in the step. More counts as none where one device differs from itself if numbers
+            are rounded otherwise.
     """
 
     step: str
@@ -42,11 +43,18 @@ class StepCheck:
     def __str__(self) -> str:
         comparison = self.comparison
         verdict = "the same" if self.is_exact else "different"
+        xla = ", compiled by XLA" if comparison.jit_compile else ""
         of_all = f"{len(comparison.tensors.differences):,} of {comparison.comparable:,} tensors inside"
+        of_all += ", without XLA, which fuses them" if comparison.jit_compile else ""
         kinds = {"results": comparison.results, "variables": comparison.variables, of_all: comparison.tensors}
-        lines = [f"{self.step} step on one device and on towers: {verdict} (tolerance {self.tolerance:.0e})"]
+        lines = [f"{self.step} step on one device and on towers{xla}: {verdict} (tolerance {self.tolerance:.0e})"]
         lines += [f"  {name}: {self._in_words(agreement)}" for name, agreement in kinds.items() if agreement.differences]
-        lines += [f"  variable {name!r} differs by {apart:.1e}" for name, apart in comparison.variables.different.items()]
+        lines += [
+            f"  variable {name!r} differs by {apart:.1e}, {comparison.variables.excesses[name]:.3g} times as much as is allowed"
+            for name, apart in comparison.variables.different.items()
+        ]
+        if comparison.only_with_xla:
+            lines.append("  without XLA, the step is the same: the difference comes from how XLA compiles the towers")
         if comparison.first is not None:
             lines.append(f"  first operation that differs although its inputs do not: {comparison.first}")
         return "\n".join(lines)
@@ -64,7 +72,10 @@ def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tole
 
     Compares results, variables, and tensors that are spread over the step. If anything differs, looks further until it can name
     the first operation that differs although its inputs do not, with the user's line. The model and its optimizers stay
-    unchanged. XLA compiles neither step, whatever `jit_compile` says.
+    unchanged.
+
+    Where the model is compiled with `jit_compile=True`, results and variables of the step whose towers XLA has compiled are
+    compared with plain Keras's on one device without XLA. The tensors inside are compared without XLA, which fuses them away.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
@@ -76,7 +87,8 @@ def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tole
         parallel: a compiled `DataParallelModel`.
         batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight).
         step: "train", "test" or "predict".
-        tolerance: the largest difference that counts as none; None for 1e-9 in float64, 1e-4 in float32.
+        tolerance: the largest difference that counts as none; None for 1e-9 in float64, 1e-4 in float32. For a variable, as a
+            share of its largest change in the step, so that small variables count as much as large ones.
 
     Raises:
         ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or the batch has no targets for

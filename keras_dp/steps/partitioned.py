@@ -78,9 +78,9 @@ class StepOnSlices:
             self.trace.of(specs)
         return arithmetic_of_rows(partition, with_more_rows)
 
-    def both_ways(self, home: str, tolerance: float, pack_copies: bool = False) -> BothWays:
+    def both_ways(self, home: str, tolerance: float, pack_copies: bool = False, jit_compile: bool = False) -> BothWays:
         """Returns the step on one device and on towers, to be compared. The slices are eager tensors."""
-        return BothWays(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies)
+        return BothWays(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, jit_compile)
 
 
 def on_slices(

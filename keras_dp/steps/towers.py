@@ -130,7 +130,7 @@ class TowerSteps:
 
     def both_ways(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> BothWays:
         """Returns a step for N slices of an eager batch, on one device and on towers, to be compared."""
-        return self.trace(name, slices).both_ways(self.home, tolerance, self.pack_copies)
+        return self.trace(name, slices).both_ways(self.home, tolerance, self.pack_copies, self.jit_compile)
 
     def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
         """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.

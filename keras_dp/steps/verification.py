@@ -69,11 +69,16 @@ class Verification:
             return
         for variable, value in before:
             variable.assign(value)
+        where = f"The first operation that differs: {comparison.first or 'none'}."
+        instead = "devices=1"
+        if comparison.only_with_xla:
+            where = "Without XLA, it is the same: the difference comes from how XLA compiles the towers."
+            instead = "jit_compile=False"
         raise RuntimeError(
             f"The first {name} step for these batches differs on towers from one device by "
-            f"{comparison.largest_difference:.1e}. The first operation that differs: {comparison.first or 'none'}. On one "
-            "device, rounding alone makes no such difference. The weights are as before the step. This is a fault of keras_dp: "
-            "please report it with the program, and train with devices=1 until it is mended. Received: verify=True"
+            f"{comparison.largest_difference:.1e}. {where} On one device, rounding alone makes no such difference. The weights "
+            "are as before the step. This is a fault of keras_dp: please report it with the program, and train with "
+            f"{instead} until it is mended. Received: verify=True"
         )
 
     def _variables(self) -> list[keras.Variable]:

@@ -122,6 +122,19 @@ class WorkerGroup:
         if self._health_check is not None:
             self._health_check.note_progress()
 
+    def answer_times(self) -> list[dict[int, float]]:
+        """Returns for each worker the seconds until each other one answers it; see `HealthCheck`. The workers ask in turns.
+
+        All workers must call it together.
+        """
+        if self._health_check is None:
+            return [{}]
+        rows = []
+        for turn in range(self.count):
+            own = self._health_check.answer_times() if turn == self.index else {}
+            rows.append(json.loads(self.collectives.exchange(json.dumps(list(own.items())).encode())[turn]))
+        return [dict(row) for row in rows]
+
     def _reason_of(self, error: tf.errors.OpError) -> str | None:
         if self._health_check is None:
             return None

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +129,22 @@ class HealthCheck:
             "reached the same step. Every worker must call fit(), evaluate(), predict() and the like. If a worker is only "
             "slow, wait longer: connect_workers(timeout=...)."
         )
+
+    def answer_times(self, questions: int = 10) -> dict[int, float]:
+        """Returns the least time until each other worker answers, in seconds, by its number; infinity if it does not answer.
+
+        Args:
+            questions: how many questions to ask each of them, one after the other.
+        """
+        return {i: min(self._answer_time(channel) for _ in range(questions)) for i, channel in self._channels.items()}
+
+    def _answer_time(self, channel: grpc.Channel) -> float:
+        begin = time.perf_counter()
+        try:
+            channel.unary_unary(_STATUS)(b"", timeout=PROBE_SECONDS)
+        except grpc.RpcError:
+            return math.inf
+        return time.perf_counter() - begin
 
     def stop(self) -> None:
         """Stops checking, and closes the connections."""

@@ -58,10 +58,10 @@ class Proxy(saving.SavedAs):
         return self._shown().__reduce__()
 
     def __copy__(self) -> Any:
-        return self._around(copy.copy(self._shown()))
+        return self._alike(copy.copy(self._shown()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._around(copy.deepcopy(self._shown(), memo))
+        return self._alike(copy.deepcopy(self._shown(), memo))
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
@@ -82,15 +82,19 @@ class Proxy(saving.SavedAs):
         So this object gets its own class, whose `from_config` rebuilds the object inside and wraps it with these arguments.
         """
         own_class: Any = type(self)
-        around = self._around = functools.partial(own_class, **arguments)
+        self._around = functools.partial(own_class, **arguments)
 
         def from_config(cls: type, config: Any, custom_objects: Any = None) -> Any:
-            return around(type(self._shown()).from_config(config))
+            return self._alike(type(self._shown()).from_config(config))
 
         names = {name: getattr(own_class, name) for name in ("__doc__", "__module__", "__qualname__")}
         class_of_its_own = type(own_class.__name__, (own_class,), {**names, "from_config": classmethod(from_config)})
         # Does `self.__class__ = ...`, even if a property `__class__` returns another class.
         vars(object)["__class__"].__set__(self, class_of_its_own)
+
+    def _alike(self, inside: Any) -> Any:
+        """Returns a proxy of another object, with the settings of this one."""
+        return self._around(inside)
 
     def _shown(self) -> Any:
         """Returns the object inside; None before there is one."""

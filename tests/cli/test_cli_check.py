@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 import socket
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -295,12 +297,54 @@ def test_workers_with_other_versions(monkeypatch):
 def test_sums_that_a_network_changes(changed, monkeypatch):
     """The collectives of worker 1 of 2 are replaced: the other one brings the same numbers."""
     collectives = SimpleNamespace(sum=lambda x: x / 2 * 3 + (1.0 if changed else 0.0))
+    group = SimpleNamespace(index=1, count=2, collectives=collectives, answer_times=lambda: [{1: 1e-4}, {0: 1e-4}])
     monkeypatch.setattr(workers, "find_cluster", lambda: "a cluster")
-    monkeypatch.setattr(
-        workers, "connect_workers", lambda **arguments: SimpleNamespace(index=1, count=2, collectives=collectives)
-    )
+    monkeypatch.setattr(workers, "connect_workers", lambda **arguments: group)
     _, found = workers.connected(1.0)
     assert found.verdict == ("fail" if changed else "pass")
+
+
+TIMES = {(i, j): 2e-4 for i in range(3) for j in range(3) if i != j}
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict", "said"),
+    [
+        ({}, "pass", "a worker answers in 0.20 ms"),
+        ({(2, 0): 9e-4}, "pass", "a worker answers in 0.90 ms"),
+        ({(0, 2): 0.03}, "warn", "most workers answer in 0.20 ms, but worker 2 answers 0 in 30.00 ms"),
+        ({(1, 2): math.inf}, "fail", "most workers answer in 0.20 ms, but worker 2 does not answer 1"),
+    ],
+)
+def test_a_pair_of_workers_that_is_slow_or_silent(times, verdict, said):
+    seconds = TIMES | times
+    found = workers.of_pairs([{j: time for (one, j), time in seconds.items() if one == i} for i in range(3)])
+    assert (found.verdict, found.seen) == (verdict, said)
+    assert found.table[0].split() == ["ms", "to", "worker", "0", "worker", "1", "worker", "2"]
+    assert found.data["milliseconds_of_an_answer"]["0 to 1"] == pytest.approx(0.2)
+    json.dumps(found.data, allow_nan=False)
+
+
+def test_two_workers_that_are_silent():
+    found = workers.of_pairs([{1: math.inf}, {0: math.inf}])
+    assert (found.verdict, found.seen) == ("fail", "worker 1 does not answer 0, worker 0 does not answer 1")
+
+
+def test_times_between_three_workers(tmp_path):
+    """Each worker measures its own row of the table, and all receive the same one."""
+    (tmp_path / "times.py").write_text(
+        "import json, keras_dp\n"
+        "group = keras_dp.connect_workers()\n"
+        "print('times', json.dumps(group.answer_times()), flush=True)\n"
+    )
+    command = [sys.executable, "-m", "keras_dp", "launch", "--workers", "3", str(tmp_path / "times.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    received = [line.partition("times ")[2] for line in printed.splitlines() if "times " in line]
+    assert len(received) == 3
+    assert len(set(received)) == 1
+    times = json.loads(received[0])
+    assert [sorted(row) for row in times] == [["1", "2"], ["0", "2"], ["0", "1"]]
+    assert all(0 < time < 5 for row in times for time in row.values())
 
 
 def test_too_few_devices(findings):

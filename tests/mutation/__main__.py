@@ -23,6 +23,7 @@ _OTHERS = {
     "agreement",
     "bodies",
     "both_ways",
+    "changes",
     "comparison",
     "compilation",
     "explanation",

@@ -1,5 +1,7 @@
 """With accumulate="rows", accumulated batches of different sizes give the result of one batch with all their rows."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -177,6 +179,28 @@ def test_state_that_is_restored_in_the_same_process():
         model.fit(X[8:20], Y[8:20], BATCH_SIZE, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     assert difference(*weights) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["Adam", "loss scaling"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, keras.models.clone_model])
+def test_copies_and_clones_weight_rows_too(copied, name):
+    """A file holds no such argument, and these pass through one: a copy once averaged over batches, in silence."""
+    model = accumulating(name, batch_norm="local")
+    train_in_parts(model, 1)
+    other = copied(model)
+    assert other.optimizer.accumulate == "rows"
+    if copied is keras.models.clone_model:
+        other.set_weights(build().get_weights())
+        fresh = accumulating(name)
+        for each in (fresh, other):
+            train_in_parts(each, 2)
+        assert difference(fresh.get_weights(), other.get_weights()) < 1e-12
+    else:
+        before = other.get_weights()
+        train_in_parts(model, 1)
+        assert difference(before, other.get_weights()) == 0.0
+        train_in_parts(other, 1)
+        assert difference(model.get_weights(), other.get_weights()) < 1e-12
 
 
 def test_what_overwrites_its_variable_is_not_weighted():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import traceback
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ from comparison import assert_same, assert_same_training, values
 from keras import layers
 
 import keras_dp
+from keras_dp.partition import step as step_module
 from keras_dp.partition.inspecting import both_ways
 from keras_dp.partition.placing.rules import RULES
 
@@ -276,6 +278,94 @@ def test_half_precision_excuses_only_what_depends_on_it(policy, moving):
     kind = layers.Dense if policy == "float32" else layers.Conv2D
     moving(next(layer for layer in parallel.inner_model.layers if isinstance(layer, kind)).bias, 0.05)
     assert not keras_dp.check_step(parallel, batch).comparison.variables.is_same
+
+
+@pytest.mark.parametrize("optimizer", [lambda: keras.optimizers.SGD(1e-6), lambda: keras.optimizers.Adam(1e-7)])
+def test_small_weights_are_judged_by_their_own_size(optimizer, moving):
+    """A millionth is always within an absolute tolerance: a weight of that size that moved by a tenth was the same."""
+    keras.config.set_floatx("float32")
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(2, use_bias=False)]), devices=2)
+    parallel.compile(optimizer(), "mse")
+    kernel = parallel.inner_model.layers[0].kernel
+    kernel.assign(kernel * 1e-6)
+    batch = X.astype("float32"), Y.astype("float32")
+    found = keras_dp.check_step(parallel, batch)
+    assert found.is_exact, found
+    moving(kernel, 1e-7)
+    found = keras_dp.check_step(parallel, batch)
+    (name,) = found.comparison.variables.different
+    assert "kernel" in name
+    assert re.search(r"variable '.*kernel:0' differs by 1.0e-07, [\d.e+]+ times as much as is allowed", str(found))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", keras.optimizers.Adam])
+def test_changes_that_are_rounding_alone_are_the_same(optimizer):
+    """The bias before a normalization, and the layer of zeros before balanced classes, change by what rounding leaves of 0."""
+    keras.config.set_floatx("float32")
+    stack = [layers.Dense(3), layers.BatchNormalization(), layers.Dense(3, "softmax", kernel_initializer="zeros")]
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), *stack]), devices=2)
+    parallel.compile(optimizer if isinstance(optimizer, str) else optimizer(0.01), "sparse_categorical_crossentropy")
+    found = keras_dp.check_step(parallel, (np.tile(X, (3, 1)).astype("float32"), np.arange(21) % 3))
+    assert found.is_exact, found
+
+
+@pytest.fixture
+def wrong_with_xla(monkeypatch):
+    """Makes XLA's towers compute another function than the program's; without XLA, they compute the right one."""
+    right = both_ways.compile_towers
+
+    def wrong(built):
+        for node in built.graph.function.node_def:
+            node.op = {"Tanh": "Sigmoid"}.get(node.op, node.op)
+        right(built)
+
+    for module in (both_ways, step_module):
+        monkeypatch.setattr(module, "compile_towers", wrong)
+
+
+def with_xla(jit_compile=True, **arguments):
+    inputs = keras.Input((4,))
+    hidden = layers.BatchNormalization()(layers.Dense(5, "tanh")(inputs))
+    parallel = keras_dp.DataParallelModel(keras.Model(inputs, layers.Dense(2)(hidden)), devices=3, **arguments)
+    parallel.compile("adam", "mse", jit_compile=jit_compile)
+    return parallel
+
+
+def test_towers_that_xla_compiles_are_compared_as_they_run(monkeypatch):
+    compiled = []
+    right = both_ways.compile_towers
+    monkeypatch.setattr(both_ways, "compile_towers", lambda built: compiled.append(right(built)))
+    found = keras_dp.check_step(with_xla(), (X, Y))
+    assert found.is_exact, found
+    assert "on one device and on towers, compiled by XLA: the same" in str(found)
+    assert "tensors inside, without XLA, which fuses them: the same" in str(found)
+    assert len(compiled) == 1
+    assert "XLA" not in str(keras_dp.check_step(with_xla(jit_compile=False), (X, Y)))
+    assert len(compiled) == 1
+
+
+def test_a_fault_of_xla_alone_is_found(wrong_with_xla):
+    found = keras_dp.check_step(with_xla(), (X, Y))
+    assert not found.is_exact
+    assert found.comparison.tensors.is_same
+    assert "without XLA, the step is the same: the difference comes from how XLA compiles the towers" in str(found)
+    assert keras_dp.check_step(with_xla(jit_compile=False), (X, Y)).is_exact
+
+
+def test_verification_finds_a_fault_of_xla_alone(wrong_with_xla):
+    parallel = with_xla(verify=True)
+    before = parallel.get_weights()
+    with pytest.raises(RuntimeError, match="Without XLA, it is the same.*train with jit_compile=False"):
+        parallel.fit(X, Y, verbose=0)
+    assert_same(before, parallel.get_weights(), 0.0)
+    with_xla(jit_compile=False, verify=True).fit(X, Y, verbose=0)
+
+
+def test_a_wrong_rule_is_named_where_xla_compiles_the_towers(wrong_mean):
+    found = keras_dp.check_step(with_xla(), (X, Y))
+    assert not found.is_exact
+    assert found.comparison.first.type == "Mean"
+    assert "without XLA, the step is the same" not in str(found)
 
 
 def test_numbers_that_mean_something_are_not_rounded_otherwise(moving):

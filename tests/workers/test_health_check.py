@@ -2,9 +2,11 @@
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from concurrent import futures
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -302,6 +304,20 @@ def test_nothing_is_told_after_the_end(group_of):
     assert (group.health_check.lost, group.losses) == (None, [])
     # A process that exits stops it again.
     group.health_check.stop()
+
+
+def test_the_time_of_answers(group_of):
+    """The worker that answers late, and the one that does not answer, are told apart."""
+    group = group_of(4)
+    group.begin()
+    late = group.servers[2]
+    late.may_answer = SimpleNamespace(wait=lambda seconds: time.sleep(0.05), set=lambda: None)
+    group.servers[3].may_answer.clear()
+    times = group.health_check.answer_times(2)
+    assert sorted(times) == [1, 2, 3]
+    assert 0 < times[1] < times[2]
+    assert 0.05 <= times[2] < math.inf
+    assert times[3] == math.inf
 
 
 def test_the_end_does_not_wait_for_an_answer(group_of):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.cli.check.findings import Finding
+from keras_dp.cli.check.findings import Finding, table_of_pairs
 
 _SMALL, _LARGE = 4 << 10, 32 << 20  # bytes
 _REPEATS = 5
@@ -91,6 +91,4 @@ def _seconds(tensor: Any, device: str) -> float:
 def _matrix(devices: Sequence[str], found: Sequence[Copy]) -> tuple[str, ...]:
     """Returns a table of GB/s, from the device of the row to that of the column."""
     rates = {(copy.source, copy.target): f"{copy.gigabytes_per_second:.1f}" for copy in found}
-    heading = f"{'GB/s to':<8}" + "".join(f"{device:>8}" for device in devices)
-    rows = [f"{source:<8}" + "".join(f"{rates.get((source, target), '-'):>8}" for target in devices) for source in devices]
-    return (heading, *rows)
+    return table_of_pairs("GB/s to", devices, rates)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 Verdict = Literal["pass", "warn", "fail"]
@@ -34,6 +35,15 @@ class Finding:
         lines = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
         lines[0] = f"{self.verdict:<5} {self.name:<13} {lines[0].lstrip()}"
         return "\n".join([*lines, *(f"{indent}{line}" for line in self.table)])
+
+
+def table_of_pairs(heading: str, names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
+    """Returns the lines of a table with a row and a column for each name, from the name of the row to that of the column."""
+    width = 1 + max(map(len, [heading, *names, *cells.values()]))
+    lines = [[source, *(cells.get((source, target), "-") for target in names)] for source in names]
+    return tuple(
+        first.ljust(width) + "".join(cell.rjust(width) for cell in others) for first, *others in [[heading, *names], *lines]
+    )
 
 
 def is_good(findings: list[Finding]) -> bool:

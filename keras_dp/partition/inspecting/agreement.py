@@ -66,6 +66,9 @@ class Comparison:
         tensors: the tensors within the step that were compared, by their names.
         first: the first operation that differs; None if there is none, or none was looked for.
         comparable: the number of tensors within the step that can be compared.
+        jit_compile: whether XLA compiled the towers. The tensors within the step are compared without XLA, which would fuse
+            them away.
+        only_with_xla: whether results or variables differ although the same step without XLA is the same.
     """
 
     results: Agreement
@@ -73,6 +76,8 @@ class Comparison:
     tensors: Agreement
     first: Difference | None
     comparable: int
+    jit_compile: bool = False
+    only_with_xla: bool = False
 
     @property
     def largest_difference(self) -> float:

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_dp.partition.building.builder import Built
 from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.inspecting.agreement import Agreement
+from keras_dp.partition.inspecting.changes import Change
 from keras_dp.partition.inspecting.rounding import LAST_PLACES, Rounding
+from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.step import Argument, build, given, propagate, run
 from keras_dp.partition.tracing.graph import Traced, traced_step
 from keras_dp.partition.tracing.names import Output, name_of, output_of, source_of
@@ -47,8 +50,9 @@ def agreement_of(measured: Mapping[str, Measured]) -> Agreement:
 class BothWays:
     """Runs a step on one device, on towers, and on one device with numbers that are rounded otherwise.
 
-    A tensor may differ by the tolerance. It may also differ by as much as it differs from itself on one device, up to a factor,
-    if the batch and the variables are rounded otherwise: some programs amplify rounding.
+    A tensor may differ by the tolerance, and a variable by this share of its change in the step. Each may also differ by as
+    much as it differs from itself on one device, up to a factor, if the batch and the variables are rounded otherwise: some
+    programs amplify rounding.
 
     Args:
         trace: the trace of the step.
@@ -58,8 +62,10 @@ class BothWays:
         home: the device of operations that are computed once.
         tolerance: the largest difference that is ignored.
         pack_copies: as in `run_partitioned`.
+        jit_compile: as in `run_partitioned`.
 
     Attributes:
+        jit_compile: whether XLA compiles the operations of towers when the step runs.
         graph: the graph of the trace.
         traced: the step.
         propagation: the placements of its tensors.
@@ -74,7 +80,9 @@ class BothWays:
         home: str,
         tolerance: float,
         pack_copies: bool,
+        jit_compile: bool,
     ):
+        self.jit_compile = jit_compile
         self.graph = trace.concrete.graph
         self.traced = traced_step(trace.concrete)
         self._rounding = Rounding(self.traced, int(rows.batch_rows))
@@ -89,14 +97,28 @@ class BothWays:
         self._captured = names[len(names) - len(trace.concrete.captured_inputs) :]
         self.propagation = propagate(self.traced, self._arguments, rows)
 
+    def ends(self) -> tuple[Agreement, Agreement]:
+        """Compares results and variables of the step as it runs, with XLA if that compiles it. Restores the state."""
+        built = self._built([])
+        if self.jit_compile:
+            compile_towers(built)
+        results, variables, _ = self._measured(built, [])
+        return results, variables
+
     def measured(self, wanted: Sequence[Output]) -> tuple[Agreement, Agreement, dict[Output, Measured]]:
-        """Compares results, variables, and tensors within the step. Restores the state."""
-        concrete, traced = self._trace.concrete, self.traced
+        """Compares results, variables, and tensors within the step, all without XLA. Restores the state."""
+        return self._measured(self._built(wanted), wanted)
+
+    def _built(self, wanted: Sequence[Output]) -> Built:
         built = build(
             *(self.propagation, self._arguments, self._rows, self._devices, self._home),
             [name_of(*output) for output in wanted],
         )
         hold_back_writes(built)
+        return built
+
+    def _measured(self, built: Built, wanted: Sequence[Output]) -> tuple[Agreement, Agreement, dict[Output, Measured]]:
+        concrete, traced = self._trace.concrete, self.traced
 
         @tf.function(autograph=False)
         def on_towers() -> list[Tensor]:
@@ -112,11 +134,12 @@ class BothWays:
 
         variables = list(concrete.variables)
         before = [np.asarray(variable.numpy()) for variable in variables]
+        before_otherwise = list(map(self._rounded_otherwise, variables, before))
         received: list[list[np.ndarray]] = []
         try:
             for way in (on_one_device, on_towers, rounded_otherwise):
                 if way is rounded_otherwise:
-                    _assign(variables, [self._rounding.of(value) for value in before])
+                    _assign(variables, before_otherwise)
                 try:
                     tensors = [np.asarray(tensor.numpy()) for tensor in way()]
                 except tf.errors.OpError:
@@ -124,6 +147,7 @@ class BothWays:
                         raise
                     # A check of the program may refuse such numbers. Then they explain nothing.
                     received.append(received[0])
+                    before_otherwise = before
                     break
                 received.append([*tensors, *(np.asarray(variable.numpy()) for variable in variables)])
                 _assign(variables, before)
@@ -131,22 +155,32 @@ class BothWays:
             _assign(variables, before)
         handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
         outputs = [output_of(name)[0] for name in traced.outputs]
-        names = [*outputs, *(name for name, _ in wanted), *(handles.get(id(one.handle), "") for one in variables)]
-        # A variable keeps most of its value in a step: only what the step adds to it is rounded.
-        starts = [*(None for _ in (*outputs, *wanted)), *before]
-        measured = [self._measure(*five) for five in zip(names, starts, *received, strict=True)]
         ends = len(outputs), len(outputs) + len(wanted)
+        names = [*outputs, *(name for name, _ in wanted)]
+        measured = [self._measure(*four) for four in zip(names, *(one[: ends[1]] for one in received), strict=True)]
         results = {str(place): one for place, one in enumerate(measured[: ends[0]])}
-        inside = dict(zip(wanted, measured[ends[0] : ends[1]], strict=True))
-        of_variables = dict(zip(_unique([one.name for one in variables]), measured[ends[1] :], strict=True))
+        inside = dict(zip(wanted, measured[ends[0] :], strict=True))
+        plain, partitioned, otherwise = (one[ends[1] :] for one in received)
+        changes = list(map(Change, before, plain, partitioned, before_otherwise, otherwise))
+        own_names = [handles.get(id(one.handle), "") for one in variables]
+        judged = map(self._measure_change, own_names, changes)
+        of_variables = dict(zip(_unique([one.name for one in variables]), judged, strict=True))
         return agreement_of(results), agreement_of(of_variables), inside
 
-    def _measure(
-        self, name: str, start: np.ndarray | None, plain: np.ndarray, on_towers: np.ndarray, rounded_otherwise: np.ndarray
-    ) -> Measured:
-        apart, own = difference(plain, on_towers), difference(plain, rounded_otherwise)
+    def _rounded_otherwise(self, variable: tf.Variable, value: np.ndarray) -> np.ndarray:
+        return self._rounding.of_weights(value) if variable.trainable else self._rounding.of(value)
+
+    def _measure(self, name: str, plain: np.ndarray, on_towers: np.ndarray, otherwise: np.ndarray) -> Measured:
+        apart, own = difference(plain, on_towers), difference(plain, otherwise)
         explained = self._rounding.times * own if np.isfinite(own) else 0.0
-        return Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain, start)), own)
+        return Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain, None)), own)
+
+    def _measure_change(self, name: str, change: Change) -> Measured:
+        if not change.is_known:
+            return self._measure(name, change.plain, change.on_towers, change.otherwise)
+        # A variable keeps most of its value in a step: only what the step adds to it is rounded.
+        explained = max(self._rounding.times * change.own, self._rounding.of_sums(name, change.plain, change.start))
+        return Measured(difference(change.plain, change.on_towers), change.excess(self._tolerance, explained), change.own)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

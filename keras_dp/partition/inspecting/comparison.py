@@ -22,8 +22,7 @@ _logger = logging.getLogger("keras_dp")
 
 def compare_ends(both: BothWays) -> Comparison:
     """Compares the results of a step, and the variables after it."""
-    results, variables, _ = both.measured([])
-    return Comparison(results, variables, agreement_of({}), None, 0)
+    return Comparison(*both.ends(), agreement_of({}), None, 0, both.jit_compile)
 
 
 def compare(both: BothWays) -> Comparison:
@@ -31,7 +30,8 @@ def compare(both: BothWays) -> Comparison:
 
     Large steps have thousands of tensors, and each one that is compared makes the towers gather it. So this compares some that
     are spread over the step. If anything differs, it compares others before the first one that differs, in several rounds,
-    until it has found an operation that differs although its inputs do not.
+    until it has found an operation that differs although its inputs do not. All this is without XLA, which fuses tensors away;
+    where XLA compiles the towers, results and variables are compared with it as well.
     """
     comparable = _comparable(both.propagation)
     results, variables, found = both.measured(_spread(comparable))
@@ -59,7 +59,12 @@ def compare(both: BothWays) -> Comparison:
         line = user_line(both.graph, first[0])
         difference = Difference(both.propagation.nodes[first[0]].op, name_of(*first), placement, found[first].apart, line)
     named = {name_of(*output): measured for output, measured in found.items()}
-    return Comparison(results, variables, agreement_of(named), difference, len(comparable))
+    inside = agreement_of(named)
+    if not both.jit_compile:
+        return Comparison(results, variables, inside, difference, len(comparable))
+    ends = both.ends()
+    only_with_xla = is_same and inside.is_same and not all(end.is_same for end in ends)
+    return Comparison(*ends, inside, difference, len(comparable), True, only_with_xla)
 
 
 def _spread(outputs: Sequence[Output]) -> list[Output]:

@@ -13,7 +13,7 @@ from keras_dp.partition.tracing.names import data_inputs, output_of
 LAST_PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # The kernels of CPUs round each of their additions.
 _ADDING_IN_SEQUENCE = ("BiasAddGrad", "SegmentSum", "UnsortedSegmentSum")
-_UNITS = 16  # of the last place, that a few operations may add up to
+UNITS = 16  # of the last place, that a few operations may add up to
 _WHOLE = 2.0  # times a number: rounding has turned its sign
 
 
@@ -44,11 +44,24 @@ class Rounding:
         # Whole numbers may be classes, tokens or masks, which mean something else if they are not whole.
         if value.dtype.name not in LAST_PLACES or np.array_equal(value, np.round(value.astype(np.float64)), equal_nan=True):
             return value
-        units = _UNITS * LAST_PLACES[value.dtype.name] if value.dtype.itemsize > 2 else 0.0
+        return _moved(value, self._relative(value.dtype) * np.abs(value.astype(np.float64)))
+
+    def of_weights(self, value: np.ndarray) -> np.ndarray:
+        """Returns trainable numbers that are rounded otherwise, whole ones too.
+
+        Zeros move by units of the last place of the largest number, or of 1. Otherwise the layers of zeros that many models
+        begin with would hide how a step rounds its sums.
+        """
+        if value.dtype.name not in LAST_PLACES or not value.size:
+            return value
+        sizes = np.abs(value.astype(np.float64))
+        of_zeros = UNITS * LAST_PLACES[value.dtype.name] * (sizes.max() or 1.0)
+        return _moved(value, np.where(sizes > 0.0, self._relative(value.dtype) * sizes, of_zeros))
+
+    def _relative(self, dtype: np.dtype) -> float:
+        units = UNITS * LAST_PLACES[dtype.name] if dtype.itemsize > 2 else 0.0
         # One number in four is then rounded to a neighbour in half precision.
-        relative = max(units, self._half / 8)
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=value.shape)
-        return np.asarray(value.astype(np.float64) * (1.0 + relative * signs)).astype(value.dtype)
+        return max(units, self._half / 8)
 
     def of_sums(self, name: str, value: np.ndarray, start: np.ndarray | None) -> float:
         """Returns how far sums in half precision may move the tensor of a node: they round after each addition.
@@ -68,7 +81,12 @@ class Rounding:
         largest = float(np.max(made, initial=0.0, where=np.isfinite(made)))
         # The first steps of Adam and the like have one size: rounding may turn the sign of those whose gradient is almost 0.
         has_one_size = start is not None and made.size > 0 and np.median(made) > 0.9 * largest
-        return (_WHOLE if has_one_size else min(max(_UNITS, additions) * self._half, _WHOLE)) * largest
+        return (_WHOLE if has_one_size else min(max(UNITS, additions) * self._half, _WHOLE)) * largest
+
+
+def _moved(value: np.ndarray, by: np.ndarray) -> np.ndarray:
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=value.shape)
+    return np.asarray(value.astype(np.float64) + signs * by).astype(value.dtype)
 
 
 def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
