@@ -61,6 +61,7 @@ class CompiledWrapper(ModelWrapper):
                 between the sums over the towers. The default, "auto", compiles none.
         """
         refuse_strategy()
+        self._optimizer_to_clone = None
         if has_own_compile(self.inner_model):
             optimizer = self._compile_as_it_is(args, kwargs)
             jit_compile = kwargs.get("jit_compile")
@@ -78,7 +79,7 @@ class CompiledWrapper(ModelWrapper):
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the inner model, and the towers around it, from a configuration that `get_compile_config()` returned."""
         arguments = keras.saving.deserialize_keras_object(config)
-        cloned, self._optimizer_to_clone = self._optimizer_to_clone, None
+        cloned = self._optimizer_to_clone
         if cloned is not None and arguments.get("optimizer") is not None:
             arguments["optimizer"] = cloned._alike(arguments["optimizer"])
         self.compile(**arguments)

@@ -13,12 +13,13 @@ import tensorflow as tf
 import keras_dp
 from keras_dp.cli import environment
 from keras_dp.cli.bench import command as bench
-from keras_dp.cli.bench.summary import Cell, Row
+from keras_dp.cli.bench import step_summary, training_summary
+from keras_dp.cli.bench.summary import Cell
 from keras_dp.cli.check import training, workers
 from keras_dp.cli.check.copying import Copy
 from keras_dp.cli.check.findings import Finding
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
-from keras_dp.cli.runs import Measurement, Survey
+from keras_dp.cli.runs import Measurement, Survey, TrainingMeasurement
 from keras_dp.reports.report import ComputedOnce, Report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
@@ -45,11 +46,11 @@ def names(described):
     return {field.name for field in dataclasses.fields(described)}
 
 
-def results_of_a_benchmark():
+def results_of_a_benchmark(measurement, end_to_end=False):
     """Returns what bench.json holds of one run and one failure."""
-    options = SimpleNamespace(command="keras-dp bench", model="small", scaling="weak")
+    options = SimpleNamespace(command="keras-dp bench", model="small", scaling="weak", end_to_end=end_to_end)
     measured, failed = Cell("keras_dp", 2, 8), Cell("mirrored", 2, 8)
-    rounds = [{measured: Measurement([1.0], 1.0, 1.0, 1.0)}]
+    rounds = [{measured: measurement}]
     survey = Survey(environment.environment(), 0, 8)
     return bench._results_of(options, survey, [measured, failed], rounds, {failed: "no such device"})
 
@@ -67,7 +68,8 @@ def test_each_field_is_documented(monkeypatch):
     parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), devices=2)
     parallel.compile("sgd", "mse")
     batches = tf.data.Dataset.from_tensors((np.ones((8, 4)), np.ones((8, 2)))).repeat()
-    results = results_of_a_benchmark()
+    results = results_of_a_benchmark(Measurement([1.0], 1.0, 1.0, 1.0))
+    trainings = results_of_a_benchmark(TrainingMeasurement(1.0, 1.0, [], [], 1, 1.0, {}), end_to_end=True)
     assert documented() == {
         "field of a finding": names(Finding),
         "field of `data` of `workers`": set(data_of_workers(monkeypatch)),
@@ -78,8 +80,10 @@ def test_each_field_is_documented(monkeypatch):
         "field of `plan`": names(Plan),
         "field of `bench.json`": set(results),
         "field of `environment`": set(results["environment"]),
-        "field of a row": names(Row),
+        "field of a row": names(step_summary.Row),
         "field of a run": set(results["runs"][0]),
+        "field of a row of `--end-to-end`": names(training_summary.Row),
+        "field of a run of `--end-to-end`": set(trainings["runs"][0]),
         "field of a failure": set(results["failures"][0]),
         "field of a report": names(Report),
         "field of an operation in `once`": names(ComputedOnce),

@@ -170,14 +170,16 @@ class BothWays:
     def _rounded_otherwise(self, variable: tf.Variable, value: np.ndarray) -> np.ndarray:
         return self._rounding.of_weights(value) if variable.trainable else self._rounding.of(value)
 
-    def _measure(self, name: str, plain: np.ndarray, on_towers: np.ndarray, otherwise: np.ndarray) -> Measured:
+    def _measure(
+        self, name: str, plain: np.ndarray, on_towers: np.ndarray, otherwise: np.ndarray, start: np.ndarray | None = None
+    ) -> Measured:
         apart, own = difference(plain, on_towers), difference(plain, otherwise)
         explained = self._rounding.times * own if np.isfinite(own) else 0.0
-        return Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain, None)), own)
+        return Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain, start)), own)
 
     def _measure_change(self, name: str, change: Change) -> Measured:
         if not change.is_known:
-            return self._measure(name, change.plain, change.on_towers, change.otherwise)
+            return self._measure(name, change.plain, change.on_towers, change.otherwise, change.start)
         # A variable keeps most of its value in a step: only what the step adds to it is rounded.
         explained = max(self._rounding.times * change.own, self._rounding.of_sums(name, change.plain, change.start))
         return Measured(difference(change.plain, change.on_towers), change.excess(self._tolerance, explained), change.own)
