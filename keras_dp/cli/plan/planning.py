@@ -34,8 +34,7 @@ def plan(planned: PlannedRun) -> Plan:
         ValueError: if there is no such model, its inputs are not known, or there is no such GPU.
     """
     parallel, step = collect(planned)
-    batch_size = planned.batch_size or models.workload(planned.model).batch_size
-    batch_size *= planned.towers if planned.batch_is_per_tower else 1
+    batch_size = batch_rows(planned)
     placed = place_step(step, batch_size, parallel.devices)
     machine = planned.machine()
     made = predicted(machine, batch_size, placed, audit(parallel, step, placed))
@@ -46,6 +45,12 @@ def plan(planned: PlannedRun) -> Plan:
 
     most = most_rows(peak_of_rows, max(batch_size // planned.towers, 1), machine.processor.memory_bytes)
     return dataclasses.replace(made, largest_batch=None if most is None else most * planned.towers)
+
+
+def batch_rows(planned: PlannedRun) -> int:
+    """Returns the number of rows in a global batch."""
+    rows = planned.batch_size or models.workload(planned.model).batch_size
+    return rows * planned.towers if planned.batch_is_per_tower else rows
 
 
 def most_rows(peak_of_rows: Callable[[int], float], rows: int, memory: float) -> int | None:
@@ -105,7 +110,8 @@ def collect(planned: PlannedRun) -> tuple[keras_dp.DataParallelModel, StepGraph]
     """Returns the model on logical CPUs that stand for GPUs, and the graph of its step."""
     parallel = wrapped(planned)
     with logical_cpus_for_gpus(planned.towers):
-        # The graph is the same for batches of all sizes.
+        # The graph takes batches of any size. Some of its choices, such as where tables are looked up, depend on the usual one.
+        parallel.tower_steps.inputs.usual_rows = batch_rows(planned)
         return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(parallel.inner_model, 2 * planned.towers))))
 
 
