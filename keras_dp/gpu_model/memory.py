@@ -1,7 +1,7 @@
-"""Follow the memory of a step's tensors through its schedule: which share a buffer, and which are written over another.
+"""Follow the memory of a step's tensors through its schedule.
 
-A buffer is in memory from the start of the operation that makes it to the end of the last one that takes it. TensorFlow frees
-it then, unless that operation writes its result there.
+Tensors may share a buffer, and a result may be written over an input. A buffer is in memory from the start of the operation
+that makes it to the end of the last one that takes it.
 """
 
 import dataclasses
