@@ -29,20 +29,8 @@ OVERWRITING = {
     *("Abs", "Ceil", "Digamma", "Erf", "Erfc", "Erfinv", "Exp", "Expm1", "Floor", "Inv", "InvGrad", "Lgamma", "Log", "Log1p"),
     *("Neg", "Reciprocal", "ReciprocalGrad", "Rint", "Round", "Rsqrt", "RsqrtGrad", "Sign", "Sqrt", "SqrtGrad", "Square"),
     *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan", "Tanh", "TanhGrad"),
-    *(
-        "Elu",
-        "EluGrad",
-        "LeakyRelu",
-        "LeakyReluGrad",
-        "LogSoftmax",
-        "Relu",
-        "Relu6",
-        "Relu6Grad",
-        "ReluGrad",
-        "Selu",
-        "SeluGrad",
-    ),
-    *("Sigmoid", "SigmoidGrad", "Softmax", "Softplus", "SoftplusGrad", "Softsign", "SoftsignGrad"),
+    *("Elu", "EluGrad", "LeakyRelu", "LeakyReluGrad", "LogSoftmax", "Relu", "Relu6", "Relu6Grad", "ReluGrad", "Selu"),
+    *("SeluGrad", "Sigmoid", "SigmoidGrad", "Softmax", "Softplus", "SoftplusGrad", "Softsign", "SoftsignGrad"),
     *("_UnaryOpsComposition", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"),
 }
 # Operations that change the list which is their first input, and the input that they add to it.
