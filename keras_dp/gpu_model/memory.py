@@ -1,7 +1,7 @@
-"""Follow the memory of a step's tensors through its schedule: which share a buffer, and which are written over another.
+"""Follow the memory of a step's tensors through its schedule.
 
-A buffer is in memory from the start of the operation that makes it to the end of the last one that takes it. TensorFlow frees
-it then, unless that operation writes its result there.
+Tensors may share a buffer, and a result may be written over an input. A buffer is in memory from the start of the operation
+that makes it to the end of the last one that takes it.
 """
 
 import dataclasses
@@ -29,20 +29,8 @@ OVERWRITING = {
     *("Abs", "Ceil", "Digamma", "Erf", "Erfc", "Erfinv", "Exp", "Expm1", "Floor", "Inv", "InvGrad", "Lgamma", "Log", "Log1p"),
     *("Neg", "Reciprocal", "ReciprocalGrad", "Rint", "Round", "Rsqrt", "RsqrtGrad", "Sign", "Sqrt", "SqrtGrad", "Square"),
     *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan", "Tanh", "TanhGrad"),
-    *(
-        "Elu",
-        "EluGrad",
-        "LeakyRelu",
-        "LeakyReluGrad",
-        "LogSoftmax",
-        "Relu",
-        "Relu6",
-        "Relu6Grad",
-        "ReluGrad",
-        "Selu",
-        "SeluGrad",
-    ),
-    *("Sigmoid", "SigmoidGrad", "Softmax", "Softplus", "SoftplusGrad", "Softsign", "SoftsignGrad"),
+    *("Elu", "EluGrad", "LeakyRelu", "LeakyReluGrad", "LogSoftmax", "Relu", "Relu6", "Relu6Grad", "ReluGrad", "Selu"),
+    *("SeluGrad", "Sigmoid", "SigmoidGrad", "Softmax", "Softplus", "SoftplusGrad", "Softsign", "SoftsignGrad"),
     *("_UnaryOpsComposition", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"),
 }
 # Operations that change the list which is their first input, and the input that they add to it.

@@ -53,7 +53,8 @@ def _first_round(graph: tf.Graph) -> tf.Graph:
             node.attr["N"].i -= len(later)
         elif node.op in _READING:
             become_placeholder(node)
-        if "_output_shapes" in node.attr:  # those that are not known
+        # The import would hold on to these, and complain about others.
+        if "_output_shapes" in node.attr:
             del node.attr["_output_shapes"]
     with tf.Graph().as_default() as first_round:
         tf.graph_util.import_graph_def(definition, name="")
