@@ -1,12 +1,13 @@
 """Hold the memory that `keras-dp plan` predicts against TensorFlow's allocator on CPUs, for ten models.
 
 Each step has a process of its own, in which TensorFlow's allocator counts what it allocates, as on GPUs
-(TF_CPU_ALLOCATOR_USE_BFC). Logical CPUs share one memory, and so do the simulated GPUs here. TensorFlow's profiler tells
-tensors from the scratch memory of kernels, which is that of CPUs. Another process, with TensorFlow's usual allocator, tells how
-much it grows; that needs Linux. See docs/gpu_audit.md.
+(TF_CPU_ALLOCATOR_USE_BFC). Logical CPUs share one memory: what a tower sends another takes none, and so it is for the simulated
+GPUs here. TensorFlow's profiler tells each tower's tensors, and the scratch memory of kernels, which is that of CPUs. Another
+process, with TensorFlow's usual allocator, tells how much it grows; that needs Linux. See docs/gpu_audit.md.
 """
 
 import argparse
+import collections
 import dataclasses
 import gc
 import json
@@ -46,7 +47,7 @@ BATCH_SIZES = {
     "transformer": 32,
     "lstm": 64,
 }
-STEPS = 3  # Operations end in another order each time; the table has medians.
+STEPS = 3  # Threads take operations in another order each time; the table has medians.
 ALLOCATOR = "CPU:0"  # All logical CPUs have the same one.
 
 layers = keras.layers
@@ -108,8 +109,8 @@ class Memory(NamedTuple):
     """Holds the bytes of a step, each with those of the variables.
 
     Attributes:
-        predicted: the predicted peak.
-        tensors: the most bytes of tensors at one time.
+        predicted: the predicted peaks of all towers, added up.
+        tensors: the most bytes of each tower's tensors at one time, added up.
         allocated: the most bytes that the allocator had given away, with the scratch memory of kernels and what it rounds up.
         process: how much the process grew, with TensorFlow's usual allocator.
     """
@@ -153,9 +154,8 @@ def in_allocator(planned):
     placed = place_step(step, planned.batch_size, parallel.devices)
     simulation = simulate(placed, planned.machine())
     # Logical CPUs share one memory, so that what one tower sends another takes none.
-    predicted = peak_bytes(placed, simulation.spans, is_shared=True)
-    if planned.towers == 1:
-        assert predicted == simulation.peak_bytes  # that of keras-dp plan
+    predicted = peak_bytes(placed, simulation.spans, is_shared=True) if planned.towers > 1 else simulation.peak_bytes
+    devices = {_plain(name): operation.device for name, operation in placed.operations.items()}
     steps = Steps(parallel, planned.batch_size)
     allocated, tensors = [], []
     for _ in range(STEPS):
@@ -164,9 +164,9 @@ def in_allocator(planned):
         tf.config.experimental.reset_memory_stats(ALLOCATOR)
         steps.run()
         allocated.append(tf.config.experimental.get_memory_info(ALLOCATOR)["peak"] - before)
-        tensors.append(most_bytes_of_tensors(steps.run))
+        tensors.append(most_bytes_of_tensors(steps.run, devices))
     held = steps.bytes_of_variables()
-    return [max(predicted.values()), held + statistics.median(tensors), held + statistics.median(allocated)]
+    return [sum(predicted.values()), held + statistics.median(tensors), held + statistics.median(allocated)]
 
 
 def in_process(planned):
@@ -184,18 +184,30 @@ def _status(name):
     return 1_024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
-def most_bytes_of_tensors(run):
-    """The most bytes at one time of tensors that are allocated while a function runs, without the scratch memory of kernels."""
+def most_bytes_of_tensors(run, devices):
+    """The most bytes of each device's tensors while a function runs, without the scratch memory of kernels, added up.
+
+    Args:
+        run: the function.
+        devices: the device of each operation, by its plain name. All other operations count as another device.
+    """
     held = {}
-    now = most = 0
+    now, most = collections.Counter(), collections.Counter()
     for name, event in _allocations(run):
         if name == "MemoryAllocation" and event.get("region_type") != "temp":
-            held[event["addr"]] = event["requested_bytes"]
-            now += event["requested_bytes"]
+            device = devices.get(_plain(event.get("tf_op", "")), "other")
+            held[event["addr"]] = device, event["requested_bytes"]
+            now[device] += event["requested_bytes"]
+            most[device] = max(most[device], now[device])
         elif name == "MemoryDeallocation":
-            now -= held.pop(event["addr"], 0)
-        most = max(most, now)
-    return most
+            device, size = held.pop(event["addr"], ("other", 0))
+            now[device] -= size
+    return most.total()
+
+
+def _plain(name):
+    """The name of an operation without the names and numbers of the calls around it, which differ in the profile."""
+    return re.sub(r"^(partitioned|StatefulPartitionedCall)/|/_\d+", "", name)
 
 
 def _allocations(run):

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from keras_dp.gpu_model.loops import rounds_of_operations
 from keras_dp.gpu_model.placement import Operation, PlacedStep
 from keras_dp.gpu_model.schedule import Span
+from keras_dp.gpu_model.sizes import largest_branch
 from keras_dp.partition.tracing.names import source_of
 
-Held = tuple[str, str]  # a tensor, and the name of the memory that holds it
+Held = tuple[str, str]  # a tensor, and the device whose memory holds it
 
 # Operations whose results are their first input, in the same memory.
 SAME = {
@@ -42,18 +43,18 @@ _HELD = ("ReadVariableOp", "Const", "Placeholder")
 
 @dataclasses.dataclass
 class Buffer:
-    """A part of a memory.
+    """A part of a device's memory.
 
     Attributes:
         tensor: the tensor that it is made for.
-        memory: the name of the memory.
+        device: the device.
         bytes: its size.
         begin: when it is allocated, in seconds.
         end: when it is freed.
     """
 
     tensor: str
-    memory: str
+    device: str
     bytes: int
     begin: float
     end: float
@@ -65,42 +66,41 @@ def peak_bytes(step: PlacedStep, spans: Mapping[object, Span], is_shared: bool) 
     Args:
         step: the step.
         spans: when its operations and copies run.
-        is_shared: whether all devices have the same memory, as logical CPUs do. What one sends another takes no memory then.
+        is_shared: whether devices share their memory, as logical CPUs do. What one sends another stays where it was made then.
     """
-    memory = dict.fromkeys(step.towers, "shared") if is_shared else {device: device for device in step.towers}
     changes: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for buffer in buffers(step, spans, memory):
-        changes[buffer.memory] += [(buffer.begin, buffer.bytes), (buffer.end, -buffer.bytes)]
+    for buffer in buffers(step, spans, is_shared):
+        changes[buffer.device] += [(buffer.begin, buffer.bytes), (buffer.end, -buffer.bytes)]
     peaks: dict[str, int] = defaultdict(int)
     for _, device, size in step.variables:
-        peaks[memory.get(device, device)] += size
-    for name, times in changes.items():
+        peaks[device] += size
+    for device, times in changes.items():
         now = most = 0
         for _, change in sorted(times):
             now += change
             most = max(most, now)
-        peaks[name] += most
-    return {device: peaks[memory[device]] for device in step.towers}
+        peaks[device] += most
+    return {device: peaks[device] for device in step.towers}
 
 
-def buffers(step: PlacedStep, spans: Mapping[object, Span], memory: Mapping[str, str]) -> list[Buffer]:
+def buffers(step: PlacedStep, spans: Mapping[object, Span], is_shared: bool) -> list[Buffer]:
     """Returns the buffers of a step's tensors in the memory of devices, apart from variables.
 
     Args:
         step: the step.
         spans: when its operations and copies run.
-        memory: the name of the memory of each tower's device.
+        is_shared: whether devices share their memory.
     """
-    return list(_Buffers(step, spans, memory).followed())
+    return list(_Buffers(step, spans, is_shared).followed())
 
 
 class _Buffers:
     """Follows the buffers of a step, operation by operation in the order of their starts."""
 
-    def __init__(self, step: PlacedStep, spans: Mapping[object, Span], memory: Mapping[str, str]):
+    def __init__(self, step: PlacedStep, spans: Mapping[object, Span], is_shared: bool):
         self._step = step
         self._spans = spans
-        self._memory = memory
+        self._is_shared = is_shared
         self._end = max(span.finish for span in spans.values())
         self._rounds = rounds_of_operations({name: operation.node for name, operation in step.operations.items()})
         self._owners: dict[str, str] = {}
@@ -125,16 +125,24 @@ class _Buffers:
         while tensor not in self._owners:
             operation = self._step.operations[source_of(tensor)]
             chain.append(tensor)
-            returns_input = operation.type in SAME or operation.type in _ADDED or operation.type in _FROM_LISTS
-            if not returns_input or operation.inputs[0] in chain:
+            returned = self._returned(operation)
+            if returned is None or returned in chain:
                 self._owners[tensor] = tensor
             else:
-                tensor = operation.inputs[0]
+                tensor = returned
         self._owners.update(dict.fromkeys(chain, self._owners[tensor]))
         return self._owners[tensor]
 
+    def _returned(self, operation: Operation) -> str | None:
+        """Returns the input whose memory is an operation's result; None if the result has a memory of its own."""
+        if operation.type == "Merge":
+            return operation.inputs[largest_branch(self._step.graph.get_operation_by_name(operation.name))]
+        returns_input = operation.type in SAME or operation.type in _ADDED or operation.type in _FROM_LISTS
+        return operation.inputs[0] if returns_input else None
+
     def _held(self, tensor: str, device: str) -> Held:
-        return self.owner(tensor), self._memory.get(device, device)
+        owner = self.owner(tensor)
+        return owner, self._step.operations[source_of(owner)].device if self._is_shared else device
 
     def _taken(self) -> Iterator[tuple[object, str, str]]:
         """Yields each operation or copy that takes a tensor from the memory of a device, the tensor, and the device."""
@@ -182,11 +190,11 @@ class _Buffers:
         return dtypes[0] == dtypes[1] and self._step.sizes.bytes_of(tensor) == self._step.sizes.bytes_of(other)
 
     def _begin(self, held: Held, span: Span) -> None:
-        tensor, memory = held
+        tensor, device = held
         # The caller of a step holds its arguments until it ends.
         is_argument = self._step.operations[source_of(tensor)].type == "Placeholder"
         self._buffers[held] = Buffer(
-            tensor, memory, self._step.sizes.bytes_of(tensor), span.start, self._end if is_argument else span.finish
+            tensor, device, self._step.sizes.bytes_of(tensor), span.start, self._end if is_argument else span.finish
         )
         self._extend(held)
 
