@@ -75,13 +75,18 @@ def test_a_table_that_is_multiplied_as_well_is_sent_once():
     assert sent(vocabulary, is_tied=True)[1] < 4.5 * table_bytes(vocabulary)
 
 
-def test_fit_knows_the_rows_of_batches_of_any_number():
-    """Arrays of 100 rows in batches of 90 are traced for any number of rows; the table of 60 entries is smaller than these."""
+@pytest.mark.parametrize(("batch_size", "is_sent"), [(6, False), (90, True)])
+def test_fit_knows_the_rows_of_batches_of_any_number(batch_size, is_sent):
+    """100 rows in batches of 6 or 90 are traced for any number of rows. A table of 60 entries lies between their entries."""
     parallel = keras_dp.DataParallelModel(build(60), devices=3)
     parallel.compile("sgd", "mse")
     x, y = batch(60, 100)
-    parallel.fit(x, y, batch_size=90, verbose=0)
-    assert parallel._feed.usual_rows == 90
+    parallel.fit(x, y, batch_size=batch_size, verbose=0)
+    partition = parallel.tower_steps.partition("train")
+    lookups = {node.name for node in partition.traced.nodes if node.op.endswith(("Gather", "GatherV2"))}
+    looked_up = [node for node, traced in partition.origins.items() if traced in lookups and "embedding" in traced]
+    assert len(looked_up) == 3
+    assert all((node in partition.towers) == is_sent for node in looked_up)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "adagrad"])

@@ -39,7 +39,8 @@ class Lookups:
             table = self._table(name)
             if table is not None:
                 lookups[table].append(propagation.view(propagation.nodes[name]))
-            taken = zip(sources[1:] if table else sources, (plan.needs or ())[1 if table else 0 :], strict=True)
+            first = 0 if table is None else 1
+            taken = zip(sources[first:], (plan.needs or ())[first:], strict=True)
             sent.update(self._origin(output) for output, need in taken if need == REPLICATE)
         self._at_table = {
             node.name

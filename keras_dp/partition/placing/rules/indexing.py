@@ -30,7 +30,7 @@ def gather(node: Node) -> Plan | None:
 
 @rule("ResourceGather")
 def gather_from_variable(node: Node) -> Plan | None:
-    """Plans the lookup of an entry of a variable for each index. The variable is read once, and sent to the towers."""
+    """Plans the lookup of an entry of a variable for each index. See `lookups` for those at the table."""
     indices = node.rank(1)
     result = node.result_rank()
     if indices is None or result is None or node.integer("batch_dims"):
