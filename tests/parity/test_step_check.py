@@ -280,6 +280,23 @@ def test_half_precision_excuses_only_what_depends_on_it(policy, moving):
     assert not keras_dp.check_step(parallel, batch).comparison.variables.is_same
 
 
+@pytest.mark.parametrize(("by", "is_rounding"), [(1.9e-3, True), (5e-3, False)])
+def test_a_sign_that_rounding_turned(by, is_rounding, moving):
+    """Loss scaling updates weights in a branch. There, a step of Lion whose sign was turned was "different"."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        hidden = layers.Conv2D(4, 3)
+        stack = [keras.Input((9, 9, 3)), hidden, layers.GlobalAveragePooling2D(), layers.Dense(2, dtype="float32")]
+        parallel = keras_dp.DataParallelModel(keras.Sequential(stack), devices=2)
+        parallel.compile(keras.optimizers.Lion(1e-3), "mse")
+        batch = np.random.default_rng(0).normal(size=(22, 9, 9, 3)).astype("float32"), np.ones((22, 2), "float32")
+        moving(hidden.bias, by)
+        assert keras_dp.check_step(parallel, batch).comparison.variables.is_same == is_rounding
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 @pytest.mark.parametrize("optimizer", [lambda: keras.optimizers.SGD(1e-6), lambda: keras.optimizers.Adam(1e-7)])
 def test_small_weights_are_judged_by_their_own_size(optimizer, moving):
     """A millionth is always within an absolute tolerance: a weight of that size that moved by a tenth was the same."""

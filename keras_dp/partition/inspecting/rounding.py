@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import tensorflow as tf
 
 from keras_dp.partition.facts.node import Static
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -80,7 +81,8 @@ class Rounding:
         made = np.abs(value.astype(np.float64) - (0.0 if start is None else start.astype(np.float64)))
         largest = float(np.max(made, initial=0.0, where=np.isfinite(made)))
         # The first steps of Adam and the like have one size: rounding may turn the sign of those whose gradient is almost 0.
-        has_one_size = start is not None and made.size > 0 and np.median(made) > 0.9 * largest
+        moved = made[made > 0.0]
+        has_one_size = start is not None and moved.size > 0 and np.median(moved) > 0.9 * largest
         return (_WHOLE if has_one_size else min(max(UNITS, additions) * self._half, _WHOLE)) * largest
 
 
@@ -92,8 +94,8 @@ def _moved(value: np.ndarray, by: np.ndarray) -> np.ndarray:
 def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
     """Returns, by node, how many numbers of half precision were added one after the other, to make it or what it depends on.
 
-    A node that depends on no number of half precision has 0, and one that adds none up has 1. A node that writes a variable
-    counts under the name of the variable's argument, too.
+    A node that depends on no number of half precision has 0, and one that adds none up has 1. A node that writes variables,
+    such as a branch, counts under the names of their arguments, too.
     """
 
     def is_half(static: Static) -> bool:
@@ -113,7 +115,7 @@ def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
             made = max(1, size(traced.statics[node.name][0]))
             longest = max([longest, *(size(static) // made for static in taken if is_half(static))])
         found[node.name] = longest
-        if is_stateful(node.op) and sources:
-            handle = sources[0][0]
-            found[handle] = max(found.get(handle, 0), longest)
+        if is_stateful(node.op):
+            for handle in (name for name, port in sources if traced.statics[name][port].dtype == tf.resource):
+                found[handle] = max(found.get(handle, 0), longest)
     return found
