@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +14,6 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.wrapping.plain_training import PlainTraining
 from keras_dp.wrapping.wrapper import ModelWrapper, has_own_compile, refuse_strategy
-
-logger = logging.getLogger("keras_dp")
 
 
 class CompiledWrapper(ModelWrapper):
@@ -57,24 +54,24 @@ class CompiledWrapper(ModelWrapper):
         Args:
             *args: the arguments of the inner model's `compile`. The optimizer may be any Keras optimizer, or a
                 `DataParallelOptimizer` around one.
-            **kwargs: its keyword arguments. `jit_compile=True` makes XLA compile each tower's operations for its own device,
-                between the sums over the towers. The default, "auto", compiles none.
+            **kwargs: its keyword arguments. `jit_compile=True` makes XLA compile the operations on each device, between the
+                exchanges. The default, "auto", is Keras's: on GPUs, True for models whose layers all support XLA.
         """
         refuse_strategy()
         self._optimizer_to_clone = None
         if has_own_compile(self.inner_model):
             optimizer = self._compile_as_it_is(args, kwargs)
-            jit_compile = kwargs.get("jit_compile")
+            is_told = kwargs.get("jit_compile", True) != "auto"
         else:
             optimizer = self._compile(*args, **kwargs)
             given = inspect.signature(keras.Model.compile).bind_partial(self, *args, **kwargs).arguments
-            jit_compile = given.get("jit_compile", "auto")
+            is_told = given.get("jit_compile", "auto") != "auto"
         self.inner_model.train_function = self._plain_training
         if optimizer is not None:
             # Mixed precision may have wrapped the optimizer in a LossScaleOptimizer.
             optimizer.inner_optimizer = self.inner_model.optimizer
             self._combining_optimizer = optimizer
-        self._compile_towers(jit_compile)
+        self._compile_towers(is_told)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the inner model, and the towers around it, from a configuration that `get_compile_config()` returned."""
@@ -83,8 +80,6 @@ class CompiledWrapper(ModelWrapper):
         if cloned is not None and arguments.get("optimizer") is not None:
             arguments["optimizer"] = cloned._alike(arguments["optimizer"])
         self.compile(**arguments)
-        # A configuration has Keras's choice in the place of "auto".
-        self.jit_compile = keras_models.was_told_to_use_xla(self.inner_model)
         if self.inner_model.built and self.inner_model.optimizer is not None:
             self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 
@@ -118,7 +113,7 @@ class CompiledWrapper(ModelWrapper):
 
     @property
     def jit_compile(self) -> bool:
-        """Whether XLA compiles each tower's operations, between the sums over the towers."""
+        """Whether XLA compiles the operations on each device, between the exchanges."""
         # Keras would make XLA compile the step of several devices for one of them.
         return self._steps.jit_compile and not self._is_read_by_keras
 
@@ -170,20 +165,15 @@ class CompiledWrapper(ModelWrapper):
             self._forget_traces()
         self._traced_layers = kinds
 
-    def _compile_towers(self, jit_compile: Any = None) -> None:
+    def _compile_towers(self, is_told: bool = True) -> None:
         """Compiles the towers as the inner model is compiled.
 
         Args:
-            jit_compile: the argument of `compile`; None to ask the inner model.
+            is_told: whether its user chose `jit_compile`. Keras's own choice is for GPUs.
         """
         model = self.inner_model
-        is_told = keras_models.was_told_to_use_xla(model) if jit_compile is None else jit_compile is True
-        self._steps.jit_compile = is_told and bool(model.jit_compile)
-        if jit_compile is None and model.jit_compile and not is_told:
-            logger.info(
-                "The towers run without XLA: on GPUs, Keras turns it on by itself. To use it, set jit_compile = True on the "
-                "DataParallelModel, or compile it with jit_compile=True."
-            )
+        are_gpus = all("GPU" in device for device in self._steps.inputs.devices)
+        self._steps.jit_compile = bool(model.jit_compile) and (is_told or are_gpus)
         with self._read_by_keras():
             super().compile(
                 self.optimizer,

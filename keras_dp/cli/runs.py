@@ -27,7 +27,7 @@ class Setup:
         parameter_device: as in `keras_dp.DataParallelModel`.
         batch_norm: as in `keras_dp.DataParallelModel`; "sync" also makes MirroredStrategy synchronize.
         gradient_dtype: as in `keras_dp.DataParallelModel`.
-        jit_compile: the argument of `compile`, for a model that is not compiled already.
+        jit_compile: whether XLA compiles a model that is not compiled already; if not, Keras chooses.
     """
 
     engine: str

@@ -118,7 +118,7 @@ def run_partitioned(
     built = build(propagation, arguments, rows, devices, home, across=across)
     hold_back_writes(built)
     if jit_compile:
-        compile_towers(built)
+        compile_towers(built, devices)
 
     def on_towers() -> list[Tensor]:
         return run(built, given(trace.concrete, traced, arguments, rows), pack_copies)

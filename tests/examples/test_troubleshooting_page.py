@@ -19,7 +19,6 @@ from worker_processes import free_ports, tf_config
 
 import keras_dp
 from keras_dp.devices import announcement, available, nvidia
-from keras_dp.keras_internals import keras_models
 from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.placing.rules import RULES
 from keras_dp.steps import slow_steps
@@ -123,10 +122,6 @@ def slower(patch, tmp_path):
     wrapped(Sorted()).fit(ready, steps_per_epoch=STEPS, verbose=2, shuffle=False)
     many = np.ones((4096, 64), "float32")
     wrapped(Sorted(), features=64).fit(many, many[:, :1], batch_size=4096, verbose=0)
-    network = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-    network.compile("sgd", "mse", jit_compile=True)
-    patch.setattr(keras_models, "was_told_to_use_xla", lambda model: False)
-    keras_dp.DataParallelModel(network, devices=2)
     # 800 operations take 4 ms to begin on a GPU.
     launches = SimpleNamespace(plans={str(i): Plan([], needs=[]) for i in range(800)})
     on_gpus = SimpleNamespace(devices=["GPU:0", "GPU:1"], propagation=launches, gathered=[])

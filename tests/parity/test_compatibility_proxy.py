@@ -846,7 +846,6 @@ def by_an_attribute(inner):
     return parallel
 
 
-@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="Keras asks for XLA by itself")
 @pytest.mark.parametrize("compile_", [before_wrapping, by_itself, in_its_own_compile, by_an_attribute])
 def test_xla_is_used_however_it_is_asked_for(compile_):
     parallel = compile_(build())

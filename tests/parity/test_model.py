@@ -278,14 +278,49 @@ def test_steps_are_traced_as_often_as_on_one_device(monkeypatch):
     assert len(traced) == 8
 
 
-@pytest.mark.thorough
-def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(monkeypatch):
-    """Keras's jit_compile="auto" turns XLA on where it sees a GPU, which would put all towers on one device."""
+@pytest.fixture
+def gpu_beside(monkeypatch):
+    """Makes Keras see a GPU, for its own choice of XLA."""
     listed = tf.config.list_physical_devices
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     monkeypatch.setattr(
         tf.config, "list_physical_devices", lambda kind=None: [*listed(kind), gpu] if kind is None else listed(kind)
     )
+
+
+class WithoutXLA(layers.Layer):
+    """Says that XLA cannot compile it."""
+
+    def __init__(self):
+        super().__init__()
+        self.supports_jit = False
+
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("devices", "arguments", "layer", "expected"),
+    [
+        (["GPU:0", "GPU:1"], {}, layers.ReLU, True),
+        (["GPU:0", "GPU:1"], {"jit_compile": False}, layers.ReLU, False),
+        (["GPU:0", "GPU:1"], {}, WithoutXLA, False),
+        (["CPU:0", "CPU:1"], {}, layers.ReLU, False),
+        (["CPU:0", "CPU:1"], {"jit_compile": True}, layers.ReLU, True),
+    ],
+)
+def test_towers_on_gpus_use_xla_where_keras_does(gpu_beside, monkeypatch, devices, arguments, layer, expected):
+    """Towers on GPUs ran without XLA, which plain Keras uses there by default."""
+    model = keras.Sequential([keras.Input((4,)), layer(), layers.Dense(2)])
+    parallel = keras_dp.DataParallelModel(model, devices=2)
+    monkeypatch.setattr(parallel.tower_steps.inputs, "devices", devices)
+    parallel.compile("sgd", "mse", **arguments)
+    assert parallel.jit_compile == expected
+
+
+@pytest.mark.thorough
+def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(gpu_beside, monkeypatch):
+    """Keras's jit_compile="auto" turns XLA on where it sees a GPU, which would put all towers on one device."""
     compiled_by_xla = []
     function = tf.function
 

@@ -54,7 +54,7 @@ def build(setup: Setup, devices: list[str] | None) -> Engine:
         trained_model = _on_engine(setup, inner_model, devices)
         if not inner_model.compiled:
             optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-            trained_model.compile(optimizer, jit_compile=setup.jit_compile, **workload.objective())
+            trained_model.compile(optimizer, jit_compile=setup.jit_compile or "auto", **workload.objective())
     return Engine(inner_model, trained_model)
 
 

@@ -101,7 +101,7 @@ class BothWays:
         """Compares results and variables of the step as it runs, with XLA if that compiles it. Restores the state."""
         built = self._built([])
         if self.jit_compile:
-            compile_towers(built)
+            compile_towers(built, self._devices)
         results, variables, _ = self._measured(built, [])
         return results, variables
 

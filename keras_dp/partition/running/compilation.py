@@ -1,5 +1,9 @@
 """Compile the operations of towers with XLA."""
 
+from collections.abc import Sequence
+
+import tensorflow as tf
+
 from keras_dp.partition.building.builder import Built
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.registry import types
@@ -19,16 +23,29 @@ _RANDOM = frozenset(
 )
 
 
-def compile_towers(built: Built) -> None:
-    """Marks the nodes on towers so that XLA compiles each tower's nodes between two exchanges for the tower's own device.
+def compile_towers(built: Built, devices: Sequence[str]) -> None:
+    """Marks the nodes on the devices of towers so that XLA compiles each device's nodes between two exchanges.
 
     `tf.xla.experimental.jit_scope` sets the same marks while a graph is traced. XLA skips operations that it does not support.
     Random numbers are drawn by TensorFlow's kernels, and so are one device's.
+
+    Args:
+        built: the graph of the towers and of home.
+        devices: the devices of the N towers.
     """
+    graph = built.graph
     drawing = built.instances.of(nodes_with(_RANDOM, built.propagation.traced))
-    for node in built.graph.function.node_def:
-        tower = built.graph.towers.get(node.name)
-        if tower is not None and node.op not in _RANDOM and node.name not in drawing:
+    towers = {_kind_and_number(device): tower for tower, device in enumerate(devices)}
+    for node in graph.function.node_def:
+        tower = towers.get(_kind_and_number(node.device))
+        # TensorFlow may move constants of the partition itself to the host, and so their cluster to two devices.
+        is_movable = node.op == "Const" and node.name not in graph.origins
+        if tower is not None and not is_movable and node.op not in _RANDOM and node.name not in drawing:
             node.attr["_XlaCompile"].b = True
             node.attr["_XlaSeparateCompiledGradients"].b = False
             node.attr["_XlaScope"].s = f"tower_{tower}".encode()
+
+
+def _kind_and_number(device: str) -> tuple[str | None, int | None]:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type, spec.device_index
