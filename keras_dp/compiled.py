@@ -54,8 +54,8 @@ class CompiledWrapper(ModelWrapper):
         Args:
             *args: the arguments of the inner model's `compile`. The optimizer may be any Keras optimizer, or a
                 `DataParallelOptimizer` around one.
-            **kwargs: its keyword arguments. `jit_compile=True` makes XLA compile the operations on each device, between the
-                exchanges. The default, "auto", is Keras's: on GPUs, True for models whose layers all support XLA.
+            **kwargs: its keyword arguments. `jit_compile=True` makes XLA compile each tower's operations between two
+                exchanges, for its own device. The default, "auto", is Keras's: on GPUs, True for models whose layers all support XLA.
         """
         refuse_strategy()
         self._optimizer_to_clone = None
@@ -113,7 +113,7 @@ class CompiledWrapper(ModelWrapper):
 
     @property
     def jit_compile(self) -> bool:
-        """Whether XLA compiles the operations on each device, between the exchanges."""
+        """Whether XLA compiles each tower's operations, between the exchanges."""
         # Keras would make XLA compile the step of several devices for one of them.
         return self._steps.jit_compile and not self._is_read_by_keras
 

@@ -223,6 +223,18 @@ def test_half_precision(policy, monkeypatch):
         keras.config.set_dtype_policy("float32")
 
 
+def test_products_are_compared_without_tensor_float_32(monkeypatch):
+    """On an H100, XLA and cuDNN rounded factors of a convolution otherwise, and the step was "different"."""
+    parallel, seen = wrapped(), []
+    run, allowed = both_ways.run, tf.config.experimental.tensor_float_32_execution_enabled
+    monkeypatch.setattr(both_ways, "run", lambda *arguments: (seen.append(allowed()), run(*arguments))[1])
+    assert allowed()
+    assert keras_dp.check_step(parallel, (X, Y)).is_exact
+    assert not any(seen)
+    assert seen
+    assert allowed()
+
+
 @pytest.fixture
 def moving(monkeypatch):
     """Returns a function that makes steps on towers move a variable, which one device does not move."""
@@ -331,10 +343,10 @@ def wrong_with_xla(monkeypatch):
     """Makes XLA's towers compute another function than the program's; without XLA, they compute the right one."""
     right = both_ways.compile_towers
 
-    def wrong(built):
+    def wrong(built, devices):
         for node in built.graph.function.node_def:
             node.op = {"Tanh": "Sigmoid"}.get(node.op, node.op)
-        right(built)
+        right(built, devices)
 
     for module in (both_ways, step_module):
         monkeypatch.setattr(module, "compile_towers", wrong)
@@ -351,7 +363,7 @@ def with_xla(jit_compile=True, **arguments):
 def test_towers_that_xla_compiles_are_compared_as_they_run(monkeypatch):
     compiled = []
     right = both_ways.compile_towers
-    monkeypatch.setattr(both_ways, "compile_towers", lambda built: compiled.append(right(built)))
+    monkeypatch.setattr(both_ways, "compile_towers", lambda *arguments: compiled.append(right(*arguments)))
     found = keras_dp.check_step(with_xla(), (X, Y))
     assert found.is_exact, found
     assert "on one device and on towers, compiled by XLA: the same" in str(found)

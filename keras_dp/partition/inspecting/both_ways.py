@@ -136,6 +136,9 @@ class BothWays:
         before = [np.asarray(variable.numpy()) for variable in variables]
         before_otherwise = list(map(self._rounded_otherwise, variables, before))
         received: list[list[np.ndarray]] = []
+        is_rounded = tf.config.experimental.tensor_float_32_execution_enabled()
+        # GPUs round the factors of products in float32 to 10 bits, and XLA multiplies others than TensorFlow's kernels do.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
         try:
             for way in (on_one_device, on_towers, rounded_otherwise):
                 if way is rounded_otherwise:
@@ -152,6 +155,7 @@ class BothWays:
                 received.append([*tensors, *(np.asarray(variable.numpy()) for variable in variables)])
                 _assign(variables, before)
         finally:
+            tf.config.experimental.enable_tensor_float_32_execution(is_rounded)
             _assign(variables, before)
         handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
         outputs = [output_of(name)[0] for name in traced.outputs]

@@ -24,7 +24,10 @@ _RANDOM = frozenset(
 
 
 def compile_towers(built: Built, devices: Sequence[str]) -> None:
-    """Marks the nodes on the devices of towers so that XLA compiles each device's nodes between two exchanges.
+    """Marks the nodes on towers so that XLA compiles each tower's nodes between two exchanges, for the tower's own device.
+
+    A single tower exchanges nothing, so nodes at home on its device are compiled together with its own. Beside several towers,
+    XLA would cut home into many small pieces, each of which begins later than the nodes in it (seen on an H100).
 
     `tf.xla.experimental.jit_scope` sets the same marks while a graph is traced. XLA skips operations that it does not support.
     Random numbers are drawn by TensorFlow's kernels, and so are one device's.
@@ -35,12 +38,13 @@ def compile_towers(built: Built, devices: Sequence[str]) -> None:
     """
     graph = built.graph
     drawing = built.instances.of(nodes_with(_RANDOM, built.propagation.traced))
-    towers = {_kind_and_number(device): tower for tower, device in enumerate(devices)}
+    (only, *others) = map(_kind_and_number, devices)
     for node in graph.function.node_def:
-        tower = towers.get(_kind_and_number(node.device))
-        # TensorFlow may move constants of the partition itself to the host, and so their cluster to two devices.
-        is_movable = node.op == "Const" and node.name not in graph.origins
-        if tower is not None and not is_movable and node.op not in _RANDOM and node.name not in drawing:
+        tower = graph.towers.get(node.name)
+        is_own_constant = node.op == "Const" and node.name not in graph.origins
+        if not others and not is_own_constant and _kind_and_number(node.device) == only:
+            tower = 0
+        if tower is not None and node.op not in _RANDOM and node.name not in drawing:
             node.attr["_XlaCompile"].b = True
             node.attr["_XlaSeparateCompiledGradients"].b = False
             node.attr["_XlaScope"].s = f"tower_{tower}".encode()
