@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from keras_dp.arithmetic.work import Work
 from keras_dp.gpu_model.hardware import Machine
-from keras_dp.gpu_model.loops import forward_inputs, rounds_of_operations
+from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_operations
 from keras_dp.gpu_model.memory import SAME, peak_bytes
 from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep
 from keras_dp.gpu_model.schedule import Span, Task, schedule
@@ -78,6 +78,7 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
             for tensor, to_host in zip(operation.inputs, operation.kernel.inputs, strict=True)
             if source_of(tensor) in forward
         ]
+        after += [numbers[last] for last in last_of_rounds(operation.node, nodes)]
         awaiting[name] = after + [awaited.get((control, operation.device), numbers[control]) for control in operation.controls]
     tasks = []
     for name, operation in step.operations.items():
