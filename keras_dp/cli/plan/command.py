@@ -14,8 +14,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from keras_dp import choices
-from keras_dp.cli import runs, tables
+from rich.live import Live
+
+from keras_dp import choices, tables
+from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
 from keras_dp.cli.plan.table import COLUMNS, LEGEND, Line, advice
@@ -83,17 +85,20 @@ def run(options: argparse.Namespace) -> int:
         machine = planned[0].machine()
     except ValueError as error:
         raise argparse.ArgumentError(None, f"--link: {error}") from error
-    say = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    file = sys.stderr if options.json else sys.stdout
+    say = functools.partial(print, file=file, flush=True)
     width = tables.terminal_width()
-    columns = tables.fitting(COLUMNS, width)
-    say(f"{described(machine)}\n{options.command}\n\n{tables.heading(columns)}")
+    say(f"{described(machine)}\n{options.command}\n")
     plans: list[Plan] = []
     others: list[Plan] = []
     alternatives = _alternatives(planned[-1]) if options.alternatives else []
     try:
-        for one in planned:
-            plans.append(plan_in_new_process(one))
-            say(tables.line(columns, Line(one, plans[-1], plans[0])))
+        # On a terminal, each line is there as soon as it is known.
+        with Live(console=tables.console(file), auto_refresh=False) as live:
+            for one in planned:
+                plans.append(plan_in_new_process(one))
+                lines = [Line(*pair, plans[0]) for pair in zip(planned, plans, strict=False)]
+                live.update(tables.table(COLUMNS, lines, width), refresh=True)
         for one in alternatives:
             others.append(plan_in_new_process(one))
     except RunFailedError as error:
@@ -101,7 +106,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     say(f"\n{tables.legend(LEGEND, width)}")
     if others:
-        say(f"\n{advice([planned[-1], *alternatives], [plans[-1], *others])}")
+        say()
+        tables.console(file).print(advice([planned[-1], *alternatives], [plans[-1], *others]))
     say(f"\na step on {planned[-1].towers} GPUs:\n{plans[-1].audit}")
     if options.json:
         pairs = zip([*planned, *alternatives], [*plans, *others], strict=True)
