@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
+from tensorflow.tsl.profiler.protobuf import xplane_pb2  # hardly public, but nothing else tells the allocator's events
 
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.plan import planning
