@@ -23,7 +23,7 @@ def not_taken(nodes: Mapping[str, Any], bytes_of: Callable[[str], int]) -> froze
     for name, within in branches.items():
         for condition, side in within:
             made[condition][side] += bytes_of(name)
-    taken = {(condition, max((1, 0), key=lambda side, sides=sides: sides[side])) for condition, sides in made.items()}
+    taken = {(condition, max((1, 0), key=sides.__getitem__)) for condition, sides in made.items()}
     return frozenset(name for name, within in branches.items() if not within <= taken)
 
 

@@ -269,6 +269,6 @@ def test_plans_a_model_of_the_user(user_directory, capsys):
     assert [row[0] for row in rows] == ["1", "2"]
     assert all(float(row[2]) > 0 for row in rows)
     # One GPU sends weights, gradients and moments to nobody, two GPUs to each other.
-    assert int(rows[0][9]) == 0 < int(rows[1][9]) < 20
+    assert int(rows[0][10]) == 0 < int(rows[1][10]) < 20
     assert "operations without a GPU kernel     none" in shown
     assert "operations on a wrong device        none" in shown
