@@ -84,9 +84,8 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
     for name, operation in step.operations.items():
         # A shape is known as soon as the operation that makes the tensor is launched.
         before = source_of(operation.inputs[0]) if operation.type in SHAPES_AND_RANK else name
-        seconds, resources = 0.0, ()
-        if name not in step.not_taken:
-            seconds, resources = _run(operation, machine, step.work.get(name, Work(0, 0, ())))
+        runs = name not in step.not_taken
+        seconds, resources = _run(operation, machine, step.work.get(name, Work(0, 0, ()))) if runs else (0.0, ())
         waits_for = tuple(dict.fromkeys(awaiting[before]))
         is_queued = (
             not machine.is_shared and operation.device != HOST and (operation.type in _FREE or resources == (operation.device,))
