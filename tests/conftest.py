@@ -15,7 +15,7 @@ from packaging.version import Version
 from tensorflow.python.framework import ops
 
 import keras_dp
-from keras_dp.cli import tables
+from keras_dp import tables
 from keras_dp.keras_internals import versions
 
 keras_dp.use_logical_cpus(4)

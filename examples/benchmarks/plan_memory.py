@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
+from tensorflow.tsl.profiler.protobuf import xplane_pb2  # hardly public, but nothing else tells the allocator's events
 
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.plan import planning
@@ -47,6 +47,8 @@ BATCH_SIZES = {
     "transformer": 32,
     "lstm": 64,
 }
+# The towers' operations never wait for a free thread then, as they do not on GPUs, whose kernels only need to be launched.
+THREADS = 16
 STEPS = 3  # Threads take operations in another order each time; the table has medians.
 ALLOCATOR = "CPU:0"  # All logical CPUs have the same one.
 
@@ -150,6 +152,7 @@ class Steps:
 
 def in_allocator(planned):
     """Predicts a step, runs it, and returns the predicted bytes, those of tensors, and those of the allocator."""
+    tf.config.threading.set_inter_op_parallelism_threads(THREADS)
     parallel, step = planning.collect(planned)
     placed = place_step(step, planned.batch_size, parallel.devices)
     simulation = simulate(placed, planned.machine())
@@ -171,6 +174,7 @@ def in_allocator(planned):
 
 def in_process(planned):
     """Runs a step, and returns by how many bytes the process grows, with those of the variables."""
+    tf.config.threading.set_inter_op_parallelism_threads(THREADS)
     steps = Steps(planning.wrapped(planned), planned.batch_size)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # The most memory of this process so far is forgotten.

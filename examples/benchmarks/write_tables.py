@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from keras_dp.cli import environment, tables
+from keras_dp import tables
+from keras_dp.cli import environment
 from keras_dp.cli.bench import summary
 from keras_dp.cli.bench.kinds import KINDS
 

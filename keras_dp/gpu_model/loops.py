@@ -16,6 +16,16 @@ def forward_inputs(node: Any, nodes: Mapping[str, Any]) -> list[str]:
     return [name for name in node.input if node.op != "Merge" or nodes[source_of(name)].op != "NextIteration"]
 
 
+def last_of_rounds(node: Any, nodes: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the operations that hand on, round by round, what an Exit returns after the last; else none."""
+    if node.op != "Exit":
+        return []
+    # An Exit takes its value from a Switch, and this from a Merge of the value before the loop and that of a round.
+    switch = nodes[source_of(node.input[0])]
+    merge = nodes[source_of(switch.input[0])]
+    return [source_of(name) for name in data_inputs(merge) if nodes[source_of(name)].op == "NextIteration"]
+
+
 def rounds_of_operations(nodes: Mapping[str, Any]) -> dict[str, int]:
     """Returns how often the operations of loops run in a step, by name.
 

@@ -1,7 +1,7 @@
 """Follow the memory of a step's tensors through its schedule.
 
 Tensors may share a buffer, and a result may be written over an input. A buffer is in memory from the start of the operation
-that makes it to the end of the last one that takes it.
+that makes it to the end of the last one that takes it. Of the branches of a condition, the one that makes more bytes runs.
 """
 
 import dataclasses
@@ -115,9 +115,13 @@ class _Buffers:
             held = self._held(copy.tensor, copy.destination)
             if not copy.to_host and (copy.from_host or held != self._held(copy.tensor, copy.source)):
                 self._begin(held, self._spans[copy])
-        for operation in sorted(self._step.operations.values(), key=lambda operation: self._spans[operation.name].start):
+        for operation in sorted(self._running(), key=lambda operation: self._spans[operation.name].start):
             self._run(operation)
         yield from {id(buffer): buffer for buffer in self._buffers.values()}.values()
+
+    def _running(self) -> Iterator[Operation]:
+        """Yields the operations that run."""
+        return (operation for name, operation in self._step.operations.items() if name not in self._step.not_taken)
 
     def owner(self, tensor: str) -> str:
         """Returns the tensor whose memory a tensor uses."""
@@ -136,7 +140,9 @@ class _Buffers:
     def _returned(self, operation: Operation) -> str | None:
         """Returns the input whose memory is an operation's result; None if the result has a memory of its own."""
         if operation.type == "Merge":
-            return operation.inputs[largest_branch(self._step.graph.get_operation_by_name(operation.name))]
+            largest = operation.inputs[largest_branch(self._step.graph.get_operation_by_name(operation.name))]
+            taken = [tensor for tensor in operation.inputs if source_of(tensor) not in self._step.not_taken]
+            return largest if largest in taken else (taken or operation.inputs)[0]
         returns_input = operation.type in SAME or operation.type in _ADDED or operation.type in _FROM_LISTS
         return operation.inputs[0] if returns_input else None
 
@@ -146,10 +152,10 @@ class _Buffers:
 
     def _taken(self) -> Iterator[tuple[object, str, str]]:
         """Yields each operation or copy that takes a tensor from the memory of a device, the tensor, and the device."""
-        for name, operation in self._step.operations.items():
+        for operation in self._running():
             for tensor, to_host in zip(operation.inputs, operation.kernel.inputs, strict=True):
                 if not to_host:
-                    yield name, tensor, operation.device
+                    yield operation.name, tensor, operation.device
         for copy in self._step.copies:
             if not copy.from_host:
                 yield copy, copy.tensor, copy.source

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_dp.arithmetic.work import Work, work_of_operations
 from keras_dp.devices.available import short_name, use_logical_cpus
+from keras_dp.gpu_model.conditions import not_taken
 from keras_dp.gpu_model.kernels import Kernel, gpu_kernel, in_device_memory
 from keras_dp.gpu_model.sizes import Sizes
 from keras_dp.partition.tensorflow_internals import HOST
@@ -148,6 +149,17 @@ class PlacedStep:
     def sizes(self) -> Sizes:
         """The sizes of the tensors."""
         return Sizes(self.graph, self.rows_of_slice)
+
+    @functools.cached_property
+    def not_taken(self) -> frozenset[str]:
+        """The names of the operations that do not run, if of each condition's branches the one that makes more bytes does."""
+        nodes = {name: operation.node for name, operation in self.operations.items()}
+
+        def bytes_of(name: str) -> int:
+            outputs = self.graph.get_operation_by_name(name).outputs
+            return sum(self.sizes.bytes_of(tensor.name) for tensor in outputs)
+
+        return not_taken(nodes, bytes_of)
 
 
 def place_step(step: StepGraph, rows: int, towers: Sequence[str], on_gpus: bool = True) -> PlacedStep:

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from keras_dp.arithmetic.work import Work
 from keras_dp.gpu_model.hardware import Machine
-from keras_dp.gpu_model.loops import forward_inputs, rounds_of_operations
+from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_operations
 from keras_dp.gpu_model.memory import SAME, peak_bytes
 from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep
 from keras_dp.gpu_model.schedule import Span, Task, schedule
@@ -43,7 +43,7 @@ def simulate(step: PlacedStep, machine: Machine) -> Simulation:
     Each device runs its operations one at a time, in the order in which the host gives them to it. The host gives an operation
     as soon as it has given those before it, and waits for copies to end. A copy occupies the link out of one device and the
     link into the other, and waits for the operations that both were given before it. Operations on the host's memory take no
-    time of a GPU.
+    time of a GPU. Of the branches of a condition, the one that makes more bytes runs.
 
     Args:
         step: the step, on GPUs, or on logical CPUs for a machine that is shared.
@@ -78,12 +78,14 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
             for tensor, to_host in zip(operation.inputs, operation.kernel.inputs, strict=True)
             if source_of(tensor) in forward
         ]
+        after += [numbers[last] for last in last_of_rounds(operation.node, nodes)]
         awaiting[name] = after + [awaited.get((control, operation.device), numbers[control]) for control in operation.controls]
     tasks = []
     for name, operation in step.operations.items():
         # A shape is known as soon as the operation that makes the tensor is launched.
         before = source_of(operation.inputs[0]) if operation.type in SHAPES_AND_RANK else name
-        seconds, resources = _run(operation, machine, step.work.get(name, Work(0, 0, ())))
+        runs = name not in step.not_taken
+        seconds, resources = _run(operation, machine, step.work.get(name, Work(0, 0, ()))) if runs else (0.0, ())
         waits_for = tuple(dict.fromkeys(awaiting[before]))
         is_queued = (
             not machine.is_shared and operation.device != HOST and (operation.type in _FREE or resources == (operation.device,))

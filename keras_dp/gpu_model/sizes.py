@@ -2,7 +2,7 @@
 
 TensorFlow's graph does not tell the shapes of what a loop hands from one round to the next, of slices whose ends are computed,
 nor of what follows from them. The first round has the loop's shapes, such a slice counts as the whole, and of the branches of a
-condition the largest counts.
+condition the largest counts. A slice with constant ends has its own size, once that of the whole is known.
 """
 
 import functools
@@ -76,9 +76,10 @@ def largest_branch(merge: tf.Operation) -> int:
 
 
 def _has_unknown_end(operation: tf.Operation) -> bool:
-    """Returns whether the shape of a slice is unknown, apart from its rank, which is that of the whole."""
+    """Returns whether the ends of a slice are computed, so that only its rank is known, which is that of the whole."""
     whole, part = operation.inputs[0].shape, operation.outputs[0].shape
-    return part.rank is not None and part.rank == whole.rank and not part.is_fully_defined()
+    is_computed = any(tensor.op.type != "Const" for tensor in operation.inputs[1:])
+    return is_computed and part.rank is not None and part.rank == whole.rank and not part.is_fully_defined()
 
 
 def _become_identity(node: Any) -> None:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import html
-import itertools
 import math
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+
+from keras_dp import tables
 from keras_dp.devices.available import in_words
 from keras_dp.partition.inspecting.picture import bytes_in_words
 
@@ -18,6 +21,7 @@ ALMOST_ALL = 0.9  # of the arithmetic
 NOTABLE = 0.001  # of the arithmetic
 _OPERATIONS_LISTED = 5
 _WIDTH = 79
+_TOGETHER = "\N{BRAILLE PATTERN BLANK}"  # stands for a space where no line may end: a letter for all that wraps lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +164,11 @@ class Report:
         return facts
 
     def __str__(self) -> str:
-        lines = [self.heading, ""]
+        facts = Table.grid(padding=(0, 2, 0, 0))
         for heading, texts in self.facts().items():
-            for label, text in zip(itertools.chain([heading], itertools.repeat("")), texts, strict=False):
-                lines += _lines_of(text, f"  {label:<15}", " " * 19)
-        return "\n".join([*lines, "", *_lines_of(self.verdict)])
+            facts.add_row(heading, "\n".join(map(_together, texts)))
+        drawn = Group(self.heading, "", Padding(facts, (0, 0, 0, 2)), "", _together(self.verdict))
+        return tables.text(drawn, _WIDTH).replace(_TOGETHER, " ")
 
     def _repr_html_(self) -> str:
         """Returns the table for notebooks, in their own colours."""
@@ -179,11 +183,9 @@ _MOMENTS = {
 }
 
 
-def _lines_of(text: str, first: str = "", following: str = "") -> list[str]:
-    """Returns lines that fit in a terminal. A number and its unit stay together."""
-    together = re.sub(r"(?<=\d) (?=[%A-Za-z])", "\N{NO-BREAK SPACE}", text)
-    lines = textwrap.wrap(together, _WIDTH, initial_indent=first, subsequent_indent=following, break_on_hyphens=False)
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+def _together(text: str) -> str:
+    """Returns a text in which a number and its unit are one word."""
+    return re.sub(r"(?<=\d) (?=[%A-Za-z])", _TOGETHER, text)
 
 
 def _percent(share: float) -> str:

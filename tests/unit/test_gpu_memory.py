@@ -9,13 +9,17 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import keras_dp
 from keras_dp.gpu_model import memory
+from keras_dp.gpu_model.conditions import branches_of_operations, not_taken
 from keras_dp.gpu_model.hardware import machine_of
+from keras_dp.gpu_model.loops import last_of_rounds
 from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
 from keras_dp.gpu_model.simulation import simulate
+from keras_dp.gpu_model.sizes import Sizes
 from keras_dp.reports.step_graph import graph_of_step
 
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
@@ -73,6 +77,63 @@ def test_loops_keep_what_their_gradients_take_for_each_round():
     kept = (many - few) / 20 / (4 * 100 * ROWS)
     # Four gates, the new state, its activation, and the output, which the layer's list holds as well.
     assert kept == pytest.approx(7, abs=0.5)
+
+
+def graph_of(function, *shapes):
+    """A function's graph, and its NodeDefs by name, with conditions and loops as TensorFlow runs them."""
+    with tf.Graph().as_default() as graph:
+        tf.compat.v1.disable_control_flow_v2()
+        try:
+            function(*(tf.compat.v1.placeholder(tf.float32, shape) for shape in shapes))
+        finally:
+            tf.compat.v1.enable_control_flow_v2()
+    return graph, {node.name: node for node in graph.as_graph_def().node}
+
+
+def test_results_of_loops_wait_for_the_last_round():
+    def loop(x):
+        return tf.while_loop(lambda i, x: i < 10, lambda i, x: (i + 1, tf.exp(x)), [0, x])[1]
+
+    _, nodes = graph_of(loop, (3,))
+    exits = [node for node in nodes.values() if node.op == "Exit"]
+    assert exits
+    for node in exits:
+        (last,) = last_of_rounds(node, nodes)
+        assert nodes[last].op == "NextIteration"
+    assert not any(last_of_rounds(node, nodes) for node in nodes.values() if node.op != "Exit")
+
+
+def test_of_two_branches_the_larger_one_runs():
+    def condition(x):
+        return tf.cond(x[0] > 0, lambda: tf.reduce_sum(tf.exp(tf.tile(x, [7]))), lambda: tf.reduce_sum(tf.sin(x)))
+
+    graph, nodes = graph_of(condition, (3,))
+
+    def bytes_of(name):
+        return sum(4 * (tensor.shape.num_elements() or 0) for tensor in graph.get_operation_by_name(name).outputs)
+
+    branches = branches_of_operations(nodes)
+    types = {nodes[name].op for name in not_taken(nodes, bytes_of)}
+    assert "Sin" in types
+    assert not types & {"Exp", "Tile", "Merge", "Switch"}
+    # If nothing counts in one branch, the other one runs.
+    others = {nodes[name].op for name in not_taken(nodes, lambda name: nodes[name].op == "Sin")}
+    assert {"Exp", "Tile"} <= others
+    assert "Sin" not in others
+    assert not any(nodes[name].op == "Merge" for name in branches)
+
+
+def test_slices_with_constant_ends_have_their_own_size():
+    @tf.function(autograph=False)
+    def slices(x, size):
+        rows = tf.reshape(x, [size, 4])
+        known = tf.reshape(tf.identity(tf.where(size > 0, rows, rows)), [8, 4])
+        return tf.identity(known[0:1], name="first"), tf.identity(known[:size], name="some")
+
+    graph = slices.get_concrete_function(tf.TensorSpec((32,)), tf.TensorSpec((), tf.int32)).graph
+    sizes = Sizes(graph, rows=5)
+    assert sizes.bytes_of("first:0") == 4 * 4
+    assert sizes.bytes_of("some:0") == 8 * 4 * 4  # an end that is computed counts as the whole
 
 
 SCRIPT = """

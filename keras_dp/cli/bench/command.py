@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_dp import choices, installation
-from keras_dp.cli import runs, tables
+from keras_dp import choices, installation, tables
+from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument, function_name, positive
 from keras_dp.cli.bench import comparison, plot, step_summary, summary
 from keras_dp.cli.bench.kinds import KINDS
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.compare is not None:
         try:
-            print(comparison.compare(*(results for _, results in options.compare)))
+            tables.console().print(comparison.compare(*(results for _, results in options.compare)))
         except (ValueError, KeyError, TypeError) as error:
             raise argparse.ArgumentError(None, f"--compare: {error}") from error
         return 0
@@ -284,11 +284,11 @@ def _show(results: Mapping[str, Any], options: argparse.Namespace) -> None:
     rows = [kind.row(**row) for row in results["rows"]]
     rounds = max((run["round"] for run in results["runs"]), default=0)
     width = tables.terminal_width()
-    out = functools.partial(print, file=sys.stderr if options.json else sys.stdout)
-    out(
-        f"{summary.machine(results['environment'])}\n{results['command']}\n\n{summary.table(kind.columns(rows), rows, width)}\n"
-    )
-    out(tables.legend(kind.legend, width))
+    file = sys.stderr if options.json else sys.stdout
+    out = functools.partial(print, file=file)
+    out(f"{summary.machine(results['environment'])}\n{results['command']}\n")
+    tables.console(file).print(tables.table(kind.columns(rows), rows, width, group=lambda row: row.towers))
+    out(f"\n{tables.legend(kind.legend, width)}")
     out(f"measured in {rounds} round{'' if rounds == 1 else 's'}")
     for failure in results["failures"]:
         cell = Cell(*(failure[name] for name in Cell._fields))

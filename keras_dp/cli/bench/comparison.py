@@ -4,15 +4,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from keras_dp.cli import tables
+from rich.console import Group, RenderableType
+
+from keras_dp import tables
 from keras_dp.cli.bench.summary import CELL_COLUMNS, Cell
-from keras_dp.cli.tables import Column
+from keras_dp.tables import Column
 
 _LEAST_ROUNDS = 3
 _SMALL_CHANGE = 0.02  # two runs of the same code often differ by so much
 
 
-def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> RenderableType:
     """Compares the times of two benchmarks, of steps or of whole trainings, as bench.json holds them, cell by cell.
 
     A change counts as one if it is more than 2 %, and the rounds of the two benchmarks, at least three each, do not overlap:
@@ -37,8 +39,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         if old.get(name) != new.get(name)
     ]
     changes = [Change(*cell, before[cell], after[cell]) for cell in common]
-    lines += [tables.heading(COMPARED), *(tables.line(COMPARED, change) for change in changes)]
-    return "\n".join(lines)
+    return Group(*lines, tables.table(COMPARED, changes, tables.terminal_width()))
 
 
 class Change(NamedTuple):
@@ -72,10 +73,10 @@ def _with_range(times: Sequence[float]) -> str:
 
 COMPARED = (
     *CELL_COLUMNS,
-    Column("old", "ms", 28, lambda change: _with_range(change.before)),
-    Column("new", "ms", 28, lambda change: _with_range(change.after)),
-    Column("new / old", "", 11, lambda change: f"{change.ratio:.2f}"),
-    Column("", "", 39, lambda change: change.verdict),
+    Column("old", "ms", lambda change: _with_range(change.before), 1),
+    Column("new", "ms", lambda change: _with_range(change.after)),
+    Column("new / old", "", lambda change: f"{change.ratio:.2f}"),
+    Column("", "", lambda change: change.verdict, justify="left"),
 )
 
 

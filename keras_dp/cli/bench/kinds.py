@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from keras_dp.cli.bench import step_summary, training_summary
 from keras_dp.cli.bench.summary import Cell
-from keras_dp.cli.tables import Column
+from keras_dp.tables import Column
 
 
 class Kind(NamedTuple):

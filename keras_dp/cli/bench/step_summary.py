@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_dp.cli.bench.summary import CELL_COLUMNS, RATIO_COLUMNS, Cell, measurements_of, number, ratios, span
 from keras_dp.cli.runs import Measurement
-from keras_dp.cli.tables import Column
+from keras_dp.tables import Column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +77,13 @@ def _step(row: Row) -> str:
 
 COLUMNS = (
     *CELL_COLUMNS,
-    Column("step", "ms", 10, _step),
-    Column("10 % to 90 %", "of steps, ms", 19, lambda row: span(row.low_milliseconds, row.high_milliseconds, 2), 3),
+    Column("step", "ms", _step),
+    Column("10 % to 90 %", "of steps, ms", lambda row: span(row.low_milliseconds, row.high_milliseconds, 2), 3),
     *RATIO_COLUMNS,
-    Column("first", "step, s", 9, lambda row: number(row.first_step_seconds, 1), 2),
-    Column("peak", "memory, MB", 12, lambda row: number(row.peak_memory_megabytes, 0), 4),
-    Column("sent in a", "step, MB", 11, lambda row: number(row.communication_megabytes, 2), 5),
-    Column("mean", "loss", 9, lambda row: number(row.loss, 4), 6),
+    Column("first", "step, s", lambda row: number(row.first_step_seconds, 1), 2),
+    Column("peak", "memory, MB", lambda row: number(row.peak_memory_megabytes, 0), 4),
+    Column("sent in a", "step, MB", lambda row: number(row.communication_megabytes, 2), 5),
+    Column("mean", "loss", lambda row: number(row.loss, 4), 6),
 )
 
 LEGEND = (

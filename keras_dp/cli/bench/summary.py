@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_dp.cli import tables
-from keras_dp.cli.tables import Column
+from keras_dp.tables import Column
 
 
 class Cell(NamedTuple):
@@ -94,13 +93,13 @@ def _speed_up(row: Any) -> str:
 
 
 CELL_COLUMNS = (
-    Column("engine  ", "", 8, lambda row: f"{row.engine:<8}"),
-    Column("towers", "", 7, lambda row: str(row.towers)),
-    Column("batch", "", 7, lambda row: str(row.batch_size)),
+    Column("engine", "", lambda row: str(row.engine), justify="left"),
+    Column("towers", "", lambda row: str(row.towers)),
+    Column("batch", "", lambda row: str(row.batch_size)),
 )
 RATIO_COLUMNS = (
-    Column("keras_dp over it", "(range by round)", 22, _ratio, 1),
-    Column("speed-up", "(efficiency)", 14, _speed_up),
+    Column("keras_dp over it", "(range by round)", _ratio, 1),
+    Column("speed-up", "(efficiency)", _speed_up),
 )
 
 
@@ -109,18 +108,6 @@ def machine(environment: Mapping[str, Any]) -> str:
     gpus = ", ".join(environment["gpus"]) or "no GPU"
     versions = "Python {python}, Keras {keras}, TensorFlow {tensorflow}, keras_dp {keras_dp}".format(**environment)
     return f"{environment['processor']}, {environment['cores']} cores, {gpus}; {versions}"
-
-
-def table(columns: Sequence[Column], rows: Sequence[Any], width: int = tables.WIDEST) -> str:
-    """Formats the rows as text of so many columns at most, with an empty line where the number of towers changes."""
-    columns = tables.fitting(columns, width)
-    lines = [tables.heading(columns)]
-    towers = None
-    for row in rows:
-        lines += [""] if row.towers != towers else []
-        towers = row.towers
-        lines.append(tables.line(columns, row))
-    return "\n".join(lines)
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_dp.cli.bench.summary import CELL_COLUMNS, RATIO_COLUMNS, Cell, measurements_of, number, ratios, span
 from keras_dp.cli.runs import TrainingMeasurement
-from keras_dp.cli.tables import Column
+from keras_dp.tables import Column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,19 +101,17 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     names = dict.fromkeys(name for row in rows for name in row.logs)
     return [
         *CELL_COLUMNS,
-        Column("training", "s", 10, lambda row: "failed" if row.total_seconds is None else f"{row.total_seconds:.2f}"),
+        Column("training", "s", lambda row: "failed" if row.total_seconds is None else f"{row.total_seconds:.2f}"),
         ratio._replace(rank=4),
         speed_up,
-        Column("first", "epoch, s", 10, lambda row: number(row.first_epoch_seconds, 2), 1),
-        Column("later", "epoch, s", 10, lambda row: number(row.later_epoch_seconds, 2)),
-        Column(
-            "shortest to", "longest, s", 18, lambda row: span(row.later_epoch_low_seconds, row.later_epoch_high_seconds, 2), 6
-        ),
-        Column("evaluation", "s", 12, lambda row: number(row.evaluation_seconds, 2), 2),
-        Column("rows", "a second", 10, lambda row: number(row.rows_per_second, 0), 2),
-        Column("peak", "memory, MB", 12, lambda row: number(row.peak_memory_megabytes, 0), 7),
-        *(Column("final", name, max(10, 2 + len(name)), functools.partial(_log, name), 3) for name in names),
-        Column("difference", "from single", 13, lambda row: "-" if row.difference is None else f"{row.difference:.0e}"),
+        Column("first", "epoch, s", lambda row: number(row.first_epoch_seconds, 2), 1),
+        Column("later", "epoch, s", lambda row: number(row.later_epoch_seconds, 2)),
+        Column("shortest to", "longest, s", lambda row: span(row.later_epoch_low_seconds, row.later_epoch_high_seconds, 2), 6),
+        Column("evaluation", "s", lambda row: number(row.evaluation_seconds, 2), 2),
+        Column("rows", "a second", lambda row: number(row.rows_per_second, 0), 2),
+        Column("peak", "memory, MB", lambda row: number(row.peak_memory_megabytes, 0), 7),
+        *(Column("final", name, functools.partial(_log, name), 3) for name in names),
+        Column("difference", "from single", lambda row: "-" if row.difference is None else f"{row.difference:.0e}"),
     ]
 
 

@@ -12,11 +12,11 @@ import collections
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
+from keras_dp import tables
 from keras_dp.cli.arguments import argument, model_name, positive
 from keras_dp.cli.check.findings import Finding, is_good
 
@@ -68,12 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints each finding as it comes, and returns 1 if a check has failed."""
     question = Question(options.model, options.data, options.towers, options.batch, options.start_timeout)
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    console = tables.console()
     findings = []
     for finding in answers(question):
         findings.append(finding)
         if not options.json:
-            print(finding.in_words(width), flush=True)
+            console.print(finding)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     return 0 if is_good(findings) else 1

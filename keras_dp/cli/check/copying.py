@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.cli.check.findings import Finding, table_of_pairs
+from keras_dp import tables
+from keras_dp.cli.check.findings import Finding
 
 _SMALL, _LARGE = 4 << 10, 32 << 20  # bytes
 _REPEATS = 5
@@ -91,4 +92,4 @@ def _seconds(tensor: Any, device: str) -> float:
 def _matrix(devices: Sequence[str], found: Sequence[Copy]) -> tuple[str, ...]:
     """Returns a table of GB/s, from the device of the row to that of the column."""
     rates = {(copy.source, copy.target): f"{copy.gigabytes_per_second:.1f}" for copy in found}
-    return table_of_pairs("GB/s to", devices, rates)
+    return tuple(tables.text(tables.pairs("GB/s to", devices, rates)).splitlines())

@@ -1,11 +1,12 @@
 """Say what a check has seen, and what to do about it."""
 
 import dataclasses
-import textwrap
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from rich.table import Table
+
 Verdict = Literal["pass", "warn", "fail"]
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +29,15 @@ class Finding:
     table: tuple[str, ...] = ()
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def in_words(self, width: int) -> str:
-        """Returns the finding as lines that are at most so many characters long, apart from the table."""
-        indent = " " * 20
+    def __rich__(self) -> Table:
+        """Returns the finding as a row of three columns: verdict, name and observation."""
+        row = Table.grid(padding=(0, 1, 0, 0))
+        row.add_column(width=5, style=_STYLES[self.verdict])
+        row.add_column(width=13)
+        row.add_column()
         text = f"{self.seen}. {self.advice}" if self.advice else self.seen
-        lines = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-        lines[0] = f"{self.verdict:<5} {self.name:<13} {lines[0].lstrip()}"
-        return "\n".join([*lines, *(f"{indent}{line}" for line in self.table)])
-
-
-def table_of_pairs(heading: str, names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
-    """Returns the lines of a table with a row and a column for each name, from the name of the row to that of the column."""
-    width = 1 + max(map(len, [heading, *names, *cells.values()]))
-    lines = [[source, *(cells.get((source, target), "-") for target in names)] for source in names]
-    return tuple(
-        first.ljust(width) + "".join(cell.rjust(width) for cell in others) for first, *others in [[heading, *names], *lines]
-    )
+        row.add_row(self.verdict, self.name, "\n".join([text, *self.table]))
+        return row
 
 
 def is_good(findings: list[Finding]) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.cli.check.findings import Finding, table_of_pairs
+from keras_dp import tables
+from keras_dp.cli.check.findings import Finding
 from keras_dp.workers.cluster import find_cluster
 from keras_dp.workers.group import WorkerGroup, connect_workers
 
@@ -72,9 +73,10 @@ def of_pairs(answer_times: Sequence[Mapping[int, float]]) -> Finding:
     middle = float(np.median(finite)) if finite else 0.0
     late = {pair: time for pair, time in seconds.items() if time > max(_LATE * middle, middle + _LATE_SECONDS)}
     between = {f"{i} to {j}": 1e3 * time if math.isfinite(time) else None for (i, j), time in seconds.items()}
-    cells = {(f"worker {i}", f"worker {j}"): _milliseconds(time) for (i, j), time in seconds.items()}
-    names = [f"worker {i}" for i in range(len(answer_times))]
-    table = table_of_pairs("ms to", names, cells) if 2 < len(names) <= _WIDEST else ()
+    cells = {(str(i), str(j)): _milliseconds(time) for (i, j), time in seconds.items()}
+    numbers = list(map(str, range(len(answer_times))))
+    drawn = tables.text(tables.pairs("ms to worker", numbers, cells))
+    table = tuple(drawn.splitlines()) if 2 < len(numbers) <= _WIDEST else ()
     data = {"milliseconds_of_an_answer": between}
     if not late:
         return Finding("workers", "pass", f"a worker answers in {_milliseconds(max(seconds.values()))} ms", "", table, data)

@@ -12,10 +12,14 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from keras_dp import choices
-from keras_dp.cli import runs, tables
+from rich.live import Live
+from rich.table import Table
+
+from keras_dp import choices, tables
+from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
 from keras_dp.cli.plan.table import COLUMNS, LEGEND, Line, advice
@@ -83,30 +87,43 @@ def run(options: argparse.Namespace) -> int:
         machine = planned[0].machine()
     except ValueError as error:
         raise argparse.ArgumentError(None, f"--link: {error}") from error
-    say = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    width = tables.terminal_width()
-    columns = tables.fitting(COLUMNS, width)
-    say(f"{described(machine)}\n{options.command}\n\n{tables.heading(columns)}")
+    file = sys.stderr if options.json else sys.stdout
+    say = functools.partial(print, file=file, flush=True)
+    console, width = tables.console(file), tables.terminal_width()
+    say(f"{described(machine)}\n{options.command}\n")
     plans: list[Plan] = []
     others: list[Plan] = []
     alternatives = _alternatives(planned[-1]) if options.alternatives else []
+    failure = ""
     try:
-        for one in planned:
-            plans.append(plan_in_new_process(one))
-            say(tables.line(columns, Line(one, plans[-1], plans[0])))
+        # On a terminal, each line is there as soon as it is known.
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            for one in planned:
+                plans.append(plan_in_new_process(one))
+                live.update(_table(planned, plans, width), refresh=True)
         for one in alternatives:
             others.append(plan_in_new_process(one))
     except RunFailedError as error:
-        say(f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}")
+        failure = f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}"
+    console.print(_table(planned, plans, width))
+    if failure:
+        say(failure)
         return 1
     say(f"\n{tables.legend(LEGEND, width)}")
     if others:
-        say(f"\n{advice([planned[-1], *alternatives], [plans[-1], *others])}")
+        say()
+        console.print(advice([planned[-1], *alternatives], [plans[-1], *others]))
     say(f"\na step on {planned[-1].towers} GPUs:\n{plans[-1].audit}")
     if options.json:
         pairs = zip([*planned, *alternatives], [*plans, *others], strict=True)
         print(json.dumps([{"run": dataclasses.asdict(one), "plan": dataclasses.asdict(made)} for one, made in pairs], indent=1))
     return 0
+
+
+def _table(planned: Sequence[PlannedRun], plans: Sequence[Plan], width: int) -> Table:
+    """Returns the table of the steps that are predicted so far."""
+    lines = [Line(one, plan, plans[0]) for one, plan in zip(planned, plans, strict=False)]
+    return tables.table(COLUMNS, lines, width)
 
 
 def _alternatives(planned: PlannedRun) -> list[PlannedRun]:

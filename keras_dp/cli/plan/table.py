@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rich.console import Group, RenderableType
+
+from keras_dp import tables
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
-from keras_dp.cli.tables import Column
+from keras_dp.tables import Column
 
 
 class Line(NamedTuple):
@@ -29,18 +32,18 @@ def _fits(line: Line) -> str:
 
 
 COLUMNS = (
-    Column("", "towers", 6, lambda line: str(line.planned.towers)),
-    Column("", "batch", 8, lambda line: str(line.plan.batch_size)),
-    Column("step", "ms", 10, lambda line: f"{line.plan.milliseconds:.2f}"),
-    Column("speed-", "up", 9, lambda line: f"{line.speed_up:.2f}"),
-    Column("busy", "%", 12, _busy, 1),
-    Column("peak", "MB", 10, lambda line: f"{line.plan.peak_megabytes:.0f}"),
-    Column("fits", "rows", 9, _fits),
-    Column("copies", "", 9, lambda line: str(sum(line.plan.copies.values())), 2),
-    Column("one GPU", "sends", 9, lambda line: str(line.plan.most_sent), 3),
-    Column("one GPU", "receives", 10, lambda line: str(line.plan.most_received), 4),
-    Column("control", "edges", 9, lambda line: str(line.plan.controls), 5),
-    Column("to and", "from host", 11, lambda line: f"{line.plan.to_host} + {line.plan.from_host}", 6),
+    Column("", "towers", lambda line: str(line.planned.towers)),
+    Column("", "batch", lambda line: str(line.plan.batch_size)),
+    Column("step", "ms", lambda line: f"{line.plan.milliseconds:.2f}"),
+    Column("speed-", "up", lambda line: f"{line.speed_up:.2f}"),
+    Column("busy", "%", _busy, 1),
+    Column("peak", "MB", lambda line: f"{line.plan.peak_megabytes:.0f}"),
+    Column("fits", "rows", _fits),
+    Column("", "copies", lambda line: str(sum(line.plan.copies.values())), 2),
+    Column("one GPU", "sends", lambda line: str(line.plan.most_sent), 3),
+    Column("one GPU", "receives", lambda line: str(line.plan.most_received), 4),
+    Column("control", "edges", lambda line: str(line.plan.controls), 5),
+    Column("to and", "from host", lambda line: f"{line.plan.to_host} + {line.plan.from_host}", 6),
 )
 
 LEGEND = (
@@ -52,18 +55,32 @@ LEGEND = (
 )
 
 
-def advice(planned: Sequence[PlannedRun], plans: Sequence[Plan]) -> str:
+class Alternative(NamedTuple):
+    """Holds a step with other arguments, its prediction, and whether it needs more memory than there is."""
+
+    planned: PlannedRun
+    plan: Plan
+    exceeds: bool
+
+
+ALTERNATIVES = (
+    Column("arguments", "", lambda line: _arguments(line.planned), justify="left"),
+    Column("step", "ms", lambda line: f"{line.plan.milliseconds:.2f}"),
+    Column("peak", "MB", lambda line: f"{line.plan.peak_megabytes:,.0f}"),
+    Column("fits", "", lambda line: "no" if line.exceeds else "yes"),
+)
+
+
+def advice(planned: Sequence[PlannedRun], plans: Sequence[Plan]) -> RenderableType:
     """Lists alternatives by their times, those that fit first, and names the arguments of the first one."""
     memory = planned[0].machine().processor.memory_bytes
-    exceeds = [1e6 * plan.peak_megabytes > memory for plan in plans]
-    order = sorted(range(len(plans)), key=lambda i: (exceeds[i], plans[i].milliseconds))
-    lines = [
-        f"{_arguments(planned[i]):<50}{plans[i].milliseconds:>10.2f} ms{plans[i].peak_megabytes:>9,.0f} MB on the fullest GPU"
-        + " (does not fit)" * exceeds[i]
-        for i in order
+    alternatives = [
+        Alternative(one, plan, exceeds=1e6 * plan.peak_megabytes > memory) for one, plan in zip(planned, plans, strict=True)
     ]
-    best = "No placement fits." if all(exceeds) else f"Predicted to be the fastest: {_call(planned[order[0]])}"
-    return "\n".join([*lines, best])
+    alternatives.sort(key=lambda one: (one.exceeds, one.plan.milliseconds))
+    best = alternatives[0]
+    verdict = "No placement fits." if best.exceeds else f"Predicted to be the fastest: {_call(best.planned)}"
+    return Group(tables.table(ALTERNATIVES, alternatives), "", verdict)
 
 
 def _call(planned: PlannedRun) -> str:
