@@ -1,10 +1,31 @@
 """Build the documentation's site with Sphinx, from the Markdown that GitHub shows as well."""
 
 import inspect
+import json
 import re
+import sys
 from importlib import metadata
+from pathlib import Path
 
-ADDRESSES = dict(line.split(", ") for line in metadata.metadata("keras_dp").get_all("Project-URL"))
+import numpy as np
+from sphinx.util import logging
+
+sys.path.append(str(Path(__file__).parent))
+from notebooks import ADDRESSES, write_notebook
+
+# What people look for, and the page that should be found.
+SEARCHES = {
+    "batch size": "batch_size",
+    "learning rate": "batch_size",
+    "loss is nan": "troubleshooting",
+    "second gpu not used": "troubleshooting",
+    "out of memory": "out_of_memory",
+    "train_step": "own_steps",
+    "horovod": "coming_from",
+    "xla": "mixed_precision_and_xla",
+    "resume": "your_script",
+    "docker": "install",
+}
 
 project = "keras_dp"
 author = metadata.metadata("keras_dp")["Author"]
@@ -33,7 +54,41 @@ copybutton_exclude = ".linenos, .gp, .go"  # prompts and output
 
 def link_to_repository(app, page, source):
     """Makes links from a page to files outside of docs/ lead to the repository."""
-    source[0] = re.sub(r"\]\(\.\./([^)]+)\)", rf"]({ADDRESSES['Homepage']}/blob/main/\1)", source[0])
+    outside = re.escape("../" * (page.count("/") + 1))
+    source[0] = re.sub(rf"\]\({outside}([^)]+)\)", rf"]({ADDRESSES['Homepage']}/blob/main/\1)", source[0])
+
+
+def tutorials(app):
+    """Returns the names of the tutorials' pages."""
+    return sorted(page for page in app.env.found_docs if page.startswith("tutorials/") and page != "tutorials/index")
+
+
+def link_to_notebook(app, page, source):
+    """Puts a link to a tutorial's notebook below its title."""
+    if page in tutorials(app):
+        link = f'<p><a href="{Path(page).name}.ipynb" download>Download this page as a notebook</a></p>'
+        source[0] = source[0].replace("\n", f"\n\n{link}\n", 1)
+
+
+def write_notebooks(app, error):
+    """Writes the tutorials' notebooks beside their pages of the site."""
+    if error is None and app.builder.name == "html":
+        for page in tutorials(app):
+            write_notebook(Path(app.env.doc2path(page)), Path(app.outdir, f"{page}.ipynb"))
+
+
+def check_searches(app, error):
+    """Warns of a search whose page lacks one of its words in title and headings: the search then finds other pages first."""
+    if error is not None or app.builder.name != "html":
+        return
+    index = json.loads(Path(app.outdir, "searchindex.js").read_text(encoding="utf-8")[len("Search.setIndex(") : -1])
+    language = app.builder.indexer.lang
+    for search, page in SEARCHES.items():
+        for word in language.split(search):
+            # A number, or a list of numbers.
+            numbers = np.atleast_1d(index["titleterms"].get(language.stem(word), []))
+            if word not in language.stopwords and index["docnames"].index(page) not in numbers:
+                logging.getLogger(__name__).warning("a search for '%s' needs '%s' in a heading of %s.md", search, word, page)
 
 
 def show_own_arguments(app, kind, name, value, options, signature, returned):
@@ -47,4 +102,7 @@ def show_own_arguments(app, kind, name, value, options, signature, returned):
 def setup(app):
     """Registers what this file adds to Sphinx."""
     app.connect("source-read", link_to_repository)
+    app.connect("source-read", link_to_notebook)
+    app.connect("build-finished", write_notebooks)
+    app.connect("build-finished", check_searches)
     app.connect("autodoc-process-signature", show_own_arguments)
