@@ -37,6 +37,8 @@ def test_workers_of_a_page_run_as_it_stands(page, tmp_path):
         (tmp_path / name).write_text(program, encoding="utf-8")
     consoles = [fence[3] for fence in FENCE.finditer(PAGES[page]) if fence[2] == "console"]
     for command, shown in (found for console in consoles for found in commands(console)):
+        if command.startswith("python "):
+            run(tmp_path, *command.split()[1:])  # may write what the workers read
         if command.startswith("keras-dp launch --workers"):
             output = run(tmp_path, "-m", "keras_dp", *command.split()[1:])
             # Workers, and the two streams of each, are printed in any order.
@@ -70,7 +72,10 @@ def test_a_block_that_needs_names_fails(tmp_path):
         (["c", "a"], "a"),
         (["2/2 1s/step - loss: 2.01"], None),
         (["2/2 1s/step - loss: 2.1"], "2/2 1s/step - loss: 2.1"),
+        (["4 rows: accuracy 0.91"], None),
+        (["4 rows: accuracy 0.95"], "4 rows: accuracy 0.95"),
+        (["5 rows: accuracy 0.91"], "5 rows: accuracy 0.91"),
     ],
 )
 def test_output_is_compared_line_by_line_in_order(shown, lacks):
-    assert missing(shown, "a\nb\nc\n2/2 9s/step - loss: 2.00\n") == lacks
+    assert missing(shown, "a\nb\nc\n2/2 9s/step - loss: 2.00\n4 rows: accuracy 0.90\n") == lacks
