@@ -13,18 +13,18 @@ from sphinx.util import logging
 sys.path.append(str(Path(__file__).parent))
 from notebooks import ADDRESSES, write_notebook
 
-# What people look for, and the page that should be found.
+# What people look for: the page that the search finds first, and its heading.
 SEARCHES = {
-    "batch size": "batch_size",
-    "learning rate": "batch_size",
-    "loss is nan": "troubleshooting",
-    "second gpu not used": "troubleshooting",
-    "out of memory": "out_of_memory",
-    "train_step": "own_steps",
-    "horovod": "coming_from",
-    "xla": "mixed_precision_and_xla",
-    "resume": "your_script",
-    "docker": "install",
+    "batch size": ("batch_size", "# Batch size and learning rate"),
+    "learning rate": ("batch_size", "# Batch size and learning rate"),
+    "loss is nan": ("troubleshooting", "## Loss is nan"),
+    "second gpu not used": ("troubleshooting", "## The second GPU is not used"),
+    "out of memory": ("out_of_memory", "# Out of memory"),
+    "train_step": ("own_steps", "## The contract of a `train_step`"),
+    "horovod": ("coming_from", "## Horovod"),
+    "xla": ("mixed_precision_and_xla", "## XLA"),
+    "resume": ("your_script", "## Checkpoints, and how to resume on other devices"),
+    "docker": ("install", "## Docker"),
 }
 
 project = "keras_dp"
@@ -77,18 +77,27 @@ def write_notebooks(app, error):
             write_notebook(Path(app.env.doc2path(page)), Path(app.outdir, f"{page}.ipynb"))
 
 
+def lead_searches(app, page, source):
+    """Puts an entry of the index below the headings that searches should find: the search shows these first."""
+    for search, (found, heading) in SEARCHES.items():
+        if found == page:
+            source[0] = re.sub(rf"^{re.escape(heading)}$", rf"\g<0>\n\n```{{index}} ! {search}\n```", source[0], flags=re.MULTILINE)
+
+
 def check_searches(app, error):
-    """Warns of a search whose page lacks one of its words in title and headings: the search then finds other pages first."""
+    """Warns of a search without an entry of the index on its page, or with words that the page's headings lack."""
     if error is not None or app.builder.name != "html":
         return
     index = json.loads(Path(app.outdir, "searchindex.js").read_text(encoding="utf-8")[len("Search.setIndex(") : -1])
     language = app.builder.indexer.lang
-    for search, page in SEARCHES.items():
-        for word in language.split(search):
-            # A number, or a list of numbers.
-            numbers = np.atleast_1d(index["titleterms"].get(language.stem(word), []))
-            if word not in language.stopwords and index["docnames"].index(page) not in numbers:
-                logging.getLogger(__name__).warning("a search for '%s' needs '%s' in a heading of %s.md", search, word, page)
+    for search, (page, _) in SEARCHES.items():
+        number = index["docnames"].index(page)
+        is_led = any(found == number and is_main for found, _, is_main in index["indexentries"].get(search, []))
+        words = [language.stem(word) for word in language.split(search) if word not in language.stopwords]
+        # A number, or a list of numbers.
+        lacking = [word for word in words if number not in np.atleast_1d(index["titleterms"].get(word, []))]
+        if lacking or not is_led:
+            logging.getLogger(__name__).warning("no heading of %s.md is found by a search for '%s'", page, search)
 
 
 def show_own_arguments(app, kind, name, value, options, signature, returned):
@@ -103,6 +112,7 @@ def setup(app):
     """Registers what this file adds to Sphinx."""
     app.connect("source-read", link_to_repository)
     app.connect("source-read", link_to_notebook)
+    app.connect("source-read", lead_searches)
     app.connect("build-finished", write_notebooks)
     app.connect("build-finished", check_searches)
     app.connect("autodoc-process-signature", show_own_arguments)
