@@ -81,7 +81,8 @@ def lead_searches(app, page, source):
     """Puts an entry of the index below the headings that searches should find: the search shows these first."""
     for search, (found, heading) in SEARCHES.items():
         if found == page:
-            source[0] = re.sub(rf"^{re.escape(heading)}$", rf"\g<0>\n\n```{{index}} ! {search}\n```", source[0], flags=re.MULTILINE)
+            entry = rf"\g<0>\n\n```{{index}} ! {search}\n```"
+            source[0] = re.sub(rf"^{re.escape(heading)}$", entry, source[0], flags=re.MULTILINE)
 
 
 def check_searches(app, error):
