@@ -1,10 +1,31 @@
 """Build the documentation's site with Sphinx, from the Markdown that GitHub shows as well."""
 
 import inspect
+import json
 import re
+import sys
 from importlib import metadata
+from pathlib import Path
 
-ADDRESSES = dict(line.split(", ") for line in metadata.metadata("keras_dp").get_all("Project-URL"))
+import numpy as np
+from sphinx.util import logging
+
+sys.path.append(str(Path(__file__).parent))
+from notebooks import ADDRESSES, write_notebook
+
+# What people look for: the page that the search finds first, and its heading.
+SEARCHES = {
+    "batch size": ("batch_size", "# Batch size and learning rate"),
+    "learning rate": ("batch_size", "# Batch size and learning rate"),
+    "loss is nan": ("troubleshooting", "## Loss is nan"),
+    "second gpu not used": ("troubleshooting", "## The second GPU is not used"),
+    "out of memory": ("out_of_memory", "# Out of memory"),
+    "train_step": ("own_steps", "## The contract of a `train_step`"),
+    "horovod": ("coming_from", "## Horovod"),
+    "xla": ("mixed_precision_and_xla", "## XLA"),
+    "resume": ("your_script", "## Checkpoints, and how to resume on other devices"),
+    "docker": ("install", "## Docker"),
+}
 
 project = "keras_dp"
 author = metadata.metadata("keras_dp")["Author"]
@@ -33,7 +54,51 @@ copybutton_exclude = ".linenos, .gp, .go"  # prompts and output
 
 def link_to_repository(app, page, source):
     """Makes links from a page to files outside of docs/ lead to the repository."""
-    source[0] = re.sub(r"\]\(\.\./([^)]+)\)", rf"]({ADDRESSES['Homepage']}/blob/main/\1)", source[0])
+    outside = re.escape("../" * (page.count("/") + 1))
+    source[0] = re.sub(rf"\]\({outside}([^)]+)\)", rf"]({ADDRESSES['Homepage']}/blob/main/\1)", source[0])
+
+
+def tutorials(app):
+    """Returns the names of the tutorials' pages."""
+    return sorted(page for page in app.env.found_docs if page.startswith("tutorials/") and page != "tutorials/index")
+
+
+def link_to_notebook(app, page, source):
+    """Puts a link to a tutorial's notebook below its title."""
+    if page in tutorials(app):
+        link = f'<p><a href="{Path(page).name}.ipynb" download>Download this page as a notebook</a></p>'
+        source[0] = source[0].replace("\n", f"\n\n{link}\n", 1)
+
+
+def write_notebooks(app, error):
+    """Writes the tutorials' notebooks beside their pages of the site."""
+    if error is None and app.builder.name == "html":
+        for page in tutorials(app):
+            write_notebook(Path(app.env.doc2path(page)), Path(app.outdir, f"{page}.ipynb"))
+
+
+def lead_searches(app, page, source):
+    """Puts an entry of the index below the headings that searches should find: the search shows these first."""
+    for search, (found, heading) in SEARCHES.items():
+        if found == page:
+            entry = rf"\g<0>\n\n```{{index}} ! {search}\n```"
+            source[0] = re.sub(rf"^{re.escape(heading)}$", entry, source[0], flags=re.MULTILINE)
+
+
+def check_searches(app, error):
+    """Warns of a search without an entry of the index on its page, or with words that the page's headings lack."""
+    if error is not None or app.builder.name != "html":
+        return
+    index = json.loads(Path(app.outdir, "searchindex.js").read_text(encoding="utf-8")[len("Search.setIndex(") : -1])
+    language = app.builder.indexer.lang
+    for search, (page, _) in SEARCHES.items():
+        number = index["docnames"].index(page)
+        is_led = any(found == number and is_main for found, _, is_main in index["indexentries"].get(search, []))
+        words = [language.stem(word) for word in language.split(search) if word not in language.stopwords]
+        # A number, or a list of numbers.
+        lacking = [word for word in words if number not in np.atleast_1d(index["titleterms"].get(word, []))]
+        if lacking or not is_led:
+            logging.getLogger(__name__).warning("no heading of %s.md is found by a search for '%s'", page, search)
 
 
 def show_own_arguments(app, kind, name, value, options, signature, returned):
@@ -47,4 +112,8 @@ def show_own_arguments(app, kind, name, value, options, signature, returned):
 def setup(app):
     """Registers what this file adds to Sphinx."""
     app.connect("source-read", link_to_repository)
+    app.connect("source-read", link_to_notebook)
+    app.connect("source-read", lead_searches)
+    app.connect("build-finished", write_notebooks)
+    app.connect("build-finished", check_searches)
     app.connect("autodoc-process-signature", show_own_arguments)

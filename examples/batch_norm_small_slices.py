@@ -90,20 +90,20 @@ def draw(curves, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    pyplot.style.use(Path(__file__).with_name("figures.mplstyle"))
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4))
     for panel, index, title in zip(panels, (0, 1), ("test accuracy, %", "test loss"), strict=True):
         for offset, (name, scores) in enumerate(curves.items()):
             values = scores[..., index] * (100 if index == 0 else 1)
             # Small offsets keep the error bars from hiding each other.
             epochs = np.arange(1, values.shape[1] + 1) + 0.06 * (offset - (len(curves) - 1) / 2)
-            style = {"capsize": 2, "marker": "o", "markersize": 3, "linewidth": 1}
+            style = {"capsize": 2, "marker": "o", "markersize": 3}
             panel.errorbar(epochs, values.mean(axis=0), values.std(axis=0), label=name, **style)
         panel.set_xlabel("epoch")
         panel.set_title(title)
         panel.set_xticks(range(1, values.shape[1] + 1))
-        panel.grid(alpha=0.3)
     panels[0].legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def main():

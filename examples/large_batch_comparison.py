@@ -127,24 +127,22 @@ def draw(curves, settings, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.style.use(Path(__file__).with_name("figures.mplstyle"))
     modes = list(dict.fromkeys(mode for name, mode in curves if name != SMALL))
-    figure, panels = pyplot.subplots(
-        len(modes), 2, figsize=(10, 4 * len(modes)), layout="constrained", squeeze=False, sharex=True, sharey="col"
-    )
+    figure, panels = pyplot.subplots(len(modes), 2, figsize=(10, 4 * len(modes)), squeeze=False, sharex=True, sharey="col")
     for row, mode in zip(panels, modes, strict=True):
         for panel, metric, title in zip(row, ("accuracy", "val_accuracy"), ("training error", "test error"), strict=True):
-            for number, name in enumerate([SMALL, *LARGE]):
+            for look, name in zip(pyplot.rcParams["axes.prop_cycle"], [SMALL, *LARGE], strict=False):
                 histories = curves[name, "sync" if name == SMALL else mode]
                 errors = [[100 - 100 * value for value in history[metric]] for history in histories]
                 epochs = range(1, settings["epochs"] + 1)
                 for seed in errors:
-                    panel.plot(epochs, seed, color=f"C{number}", alpha=0.25, linewidth=0.7)
+                    panel.plot(epochs, seed, alpha=0.25, linewidth=0.7, **look)
                 batch = settings["base_batch_size"] if name == SMALL else settings["batch_size"]
                 means = [statistics.mean(values) for values in zip(*errors, strict=True)]
-                panel.plot(epochs, means, color=f"C{number}", linewidth=1.5, label=f"{batch}, {name}")
+                panel.plot(epochs, means, label=f"{batch}, {name}", **look)
             panel.set_title(f'{title}, %, batch_norm="{mode}"')
             panel.set_xlabel("epoch")
-            panel.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    panels[0][0].legend()
+    figure.savefig(path)
     pyplot.close(figure)

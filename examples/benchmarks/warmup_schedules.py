@@ -45,18 +45,17 @@ def main():
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    pyplot.style.use(Path(__file__).parents[1] / "figures.mplstyle")
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6))
     steps = np.arange(0, EPOCHS * STEPS, STEPS // 4)
     for panel, named in zip(panels, schedules(), strict=True):
-        for (name, schedule), style in zip(named.items(), ("-", ":", "--", "-"), strict=False):
-            rates = [float(schedule(step)) for step in steps]
-            panel.plot(steps / STEPS, rates, style, label=name, linewidth=1.5)
+        for name, schedule in named.items():
+            panel.plot(steps / STEPS, [float(schedule(step)) for step in steps], label=name)
         panel.set_xlabel("epoch")
         panel.set_ylabel("learning rate")
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        panel.legend()
     panels[0].set_xlim(0, DECAYS[0] + 5)
-    figure.savefig(args.out, dpi=120)
+    figure.savefig(args.out)
     print(f"figure: {args.out}")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from test_pages import FENCE, missing
+from page_programs import FENCE, missing
 from worker_processes import free_ports, tf_config
 
 import keras_dp
