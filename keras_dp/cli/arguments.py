@@ -57,8 +57,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=argument(model_name),
         default="mlp",
-        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; {IMPORTED}. A model that is "
-        "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
+        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; {IMPORTED}. A model that "
+        "is not compiled is trained with SGD and the mean squared error (default: %(default)s)",
     )
     parser.add_argument(
         "--towers",

@@ -295,8 +295,8 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
     reason = accept_only(host, int(port))
     if reason is not None:
         logger.warning(
-            "Worker %d accepts connections to all addresses of this machine, because %s. Anyone who reaches port %s can read the "
-            "model and run code in this process. Give the workers IP addresses, or block the port from outside "
+            "Worker %d accepts connections to all addresses of this machine, because %s. Anyone who reaches port %s can read "
+            "the model and run code in this process. Give the workers IP addresses, or block the port from outside "
             "(docs/security.md).",
             *(cluster.index, reason, port),
         )

@@ -1,8 +1,8 @@
 """Make a worker's server accept connections to the worker's own address alone.
 
-TensorFlow's server listens on all network interfaces, whatever address it is told, and no setting changes this. Linux can filter
-the packets that reach a socket by a small program, which needs no privileges (man 7 socket, SO_ATTACH_FILTER). The connections
-that the socket accepts inherit the filter.
+TensorFlow's server listens on all network interfaces, whatever address it is told, and no setting changes this. Linux can
+filter the packets that reach a socket by a small program, which needs no privileges (man 7 socket, SO_ATTACH_FILTER). The
+connections that the socket accepts inherit the filter.
 """
 
 import ctypes
@@ -103,7 +103,11 @@ def _listeners(port: int) -> Iterator[socket.socket]:
             continue
         with listener:
             is_internet = listener.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] == port:
+            if (
+                is_internet
+                and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                and listener.getsockname()[1] == port
+            ):
                 found = True
                 yield listener
     if not found:

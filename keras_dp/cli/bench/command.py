@@ -64,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, purpose in (("data", "the batches of an epoch, such as a tf.data.Dataset"), ("validation", "those to evaluate")):
         parser.add_argument(
-            f"--{name}", type=argument(function_name), metavar="MODULE:FUNCTION", help=f"with --end-to-end: returns {purpose}; imported like a model"
+            f"--{name}",
+            type=argument(function_name),
+            metavar="MODULE:FUNCTION",
+            help=f"with --end-to-end: returns {purpose}; imported like a model",
         )
     parser.add_argument(
         "--epochs", type=argument(positive), default=OF_TRAININGS["epochs"], help="with --end-to-end (default: %(default)s)"

@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     # An abbreviated option may belong to the script.
     parser.allow_abbrev = False
-    parser.add_argument("--workers", type=_integer(1, _MOST_PORT), metavar="N", help="how many processes to start on this machine")
+    parser.add_argument(
+        "--workers", type=_integer(1, _MOST_PORT), metavar="N", help="how many processes to start on this machine"
+    )
     parser.add_argument(
         "--hosts",
         type=_hosts,
