@@ -75,7 +75,7 @@ def _is_of(kind: Any, value: Any) -> bool:
     if isinstance(kind, UnionType):
         return any(_is_of(one, value) for one in get_args(kind))
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_of(*get_args(kind), each) for each in value)
+        return isinstance(value, list) and all(_is_of(get_args(kind)[0], each) for each in value)
     if get_origin(kind) is dict:
         return isinstance(value, dict) and all(_is_of(get_args(kind)[1], each) for each in value.values())
     if kind is float and _is_of(int, value):
