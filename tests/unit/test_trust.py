@@ -23,7 +23,6 @@ RUNNING = {
     "exec",
     "compile",
     "__import__",
-    "system",
     "popen",
     "run_path",
     "run_module",
