@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz mutants benchmarks gpu-audit gpu-test docs docs-serve lint recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz mutants benchmarks gpu-audit gpu-test docs docs-serve lint audit recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -78,6 +78,9 @@ lint: $(VENV)/dev.installed  ## Check style, types and imports.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+audit: $(VENV)/audit.installed  ## Look up known vulnerabilities of all that an installation brings; needs a connection to PyPI.
+	.ci/audit
 
 clean:  ## Remove the virtual environment.
 	rm -rf $(VENV)

@@ -71,7 +71,7 @@ class Workers:
                     [sys.executable, str(self.script), *map(str, self.arguments)],
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **self.environment, **environment, "TF_CONFIG": tf_config(self.ports, i)},
+                    env={**os.environ, "TF_CONFIG": tf_config(self.ports, i), **self.environment, **environment},
                 )
         return self
 

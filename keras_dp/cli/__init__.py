@@ -4,6 +4,7 @@
 """
 
 import argparse
+import io
 import platform
 import shlex
 import sys
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with code 2, if the arguments are wrong; the message is on stderr.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An argument that is not of the terminal's encoding is printed as it was given.
+        sys.stdout.reconfigure(errors="surrogateescape")
     parser = argparse.ArgumentParser(prog="keras-dp", description="Tools for data-parallel training with Keras.")
     parser.add_argument("--version", action="version", version=versions(), help="print the versions and exit")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)

@@ -8,6 +8,8 @@ from keras_dp import choices
 
 MODELS = ("small", "mlp", "resnet20", "resnet50", "transformer", "lstm", "unet")
 
+IMPORTED = "my_module is imported, and so run, from this directory or Python's path"
+
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a type for argparse that shows the message of a ValueError from `parse`."""
@@ -38,13 +40,13 @@ def model_name(value: str) -> str:
     if value not in MODELS and ":" not in value:
         question = choices.question(value, list(MODELS))
         raise ValueError(f"A model is one of {', '.join(MODELS)}, or my_module:build_function.{question} Received: {value!r}")
-    return value
+    return value if value in MODELS else function_name(value)
 
 
 def function_name(value: str) -> str:
     """Returns the name of a function in a module, which a command line names."""
     module, _, function = value.partition(":")
-    if not (module and function):
+    if not (all(module.split(".")) and function):
         raise ValueError(f"must be my_module:function. Received: {value!r}")
     return value
 
@@ -55,8 +57,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=argument(model_name),
         default="mlp",
-        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; a model that is "
-        "not compiled is trained with SGD and the mean squared error (default: %(default)s)",
+        help=f"{', '.join(MODELS)}, or my_module:build_function, which returns a built keras.Model; {IMPORTED}. A model that "
+        "is not compiled is trained with SGD and the mean squared error (default: %(default)s)",
     )
     parser.add_argument(
         "--towers",

@@ -48,7 +48,7 @@ def workload(name: str) -> Workload:
 
 
 def function_named(name: str) -> Callable[[], Any]:
-    """Returns the function "module:function"; the module may be in the current directory.
+    """Returns the function "module:function"; imports the module, which may be in the current directory, and so runs it.
 
     Raises:
         ValueError: if there is no such module or function.

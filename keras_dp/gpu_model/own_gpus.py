@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from keras_dp.choices import question
 from keras_dp.gpu_model.hardware import Link, Machine, Processor
+
+_MOST = 1e12  # of any of the units below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def read(path: str) -> OwnGpu:
     """
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"The numbers of a GPU must be in a JSON file. Received: {path!r} ({error})") from error
     known = [field.name for field in dataclasses.fields(OwnGpu)]
     if not isinstance(fields, dict):
@@ -92,5 +93,5 @@ def _refuse_wrong_field(path: str, name: str, value: Any, known: list[str]) -> N
     if name == "name":
         if not isinstance(value, str) or not value:
             raise ValueError(f"`name` in {path} must be a string. Received: {value!r}")
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise ValueError(f"`{name}` in {path} must be a positive number. Received: {value!r}")
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value <= _MOST):
+        raise ValueError(f"`{name}` in {path} must be a positive number, at most {_MOST:g}. Received: {value!r}")

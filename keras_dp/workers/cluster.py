@@ -15,6 +15,7 @@ EXPECTED = (
 
 SLURM_PORT = 8888  # of the first worker on each node, as in tf.distribute.cluster_resolver.SlurmClusterResolver
 _MOST_SLURM_TASKS_PER_NODE = 4096
+_MOST_SLURM_NODES = 2**16
 
 _JOBS = ("chief", "worker")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):(\d{1,5})")
@@ -108,7 +109,7 @@ def _from_tf_config(text: str) -> Cluster | None:
 
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(f"TF_CONFIG is not JSON: {error}.") from None
     if not isinstance(config, dict):
         raise refuse("TF_CONFIG is not a JSON object.")
@@ -132,19 +133,24 @@ def _from_tf_config(text: str) -> Cluster | None:
         raise refuse('"cluster" names an address twice, or has more than one chief.')
     task = config.get("task")
     job, index = (str(task.get("type")), task.get("index")) if isinstance(task, dict) else ("", None)
-    number = int(index) if isinstance(index, int | str) and str(index).isdecimal() else -1
-    if not 0 <= number < len(jobs.get(job, ())):
+    numbers = {str(number): number for number in range(len(jobs.get(job, ())))}
+    number = numbers.get(str(index))
+    if number is None:
         raise refuse(f'"task" is not one of the {len(addresses)} of "cluster".')
     return Cluster(jobs, job, number) if len(addresses) > 1 else None
 
 
 def _from_slurm() -> Cluster:
     try:
+        _refuse_long_lists()
         # Slurm assigns the GPUs (--gpus-per-task), not the resolver. So the resolver assumes one GPU for each task.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=SLURM_PORT, gpus_per_node=_MOST_SLURM_TASKS_PER_NODE, gpus_per_task=1, auto_set_gpu=False
         )
-        addresses = resolver.cluster_spec().as_dict()["worker"]
+        addresses = resolver.cluster_spec().job_tasks("worker")
+        wrong = [address for address in addresses if _ADDRESS.fullmatch(address) is None]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not of the form host:port")
         # The resolver sorts nodes by name, but Slurm numbers tasks in another order. So this task is found by its address.
         own = f"{os.environ['SLURMD_NODENAME']}:{SLURM_PORT + int(os.environ['SLURM_LOCALID'])}"
         return Cluster({"worker": addresses}, "worker", addresses.index(own), source="Slurm")
@@ -155,6 +161,15 @@ def _from_slurm() -> Cluster:
             f"Slurm's variables do not describe this step: {reason}. Start the workers with srun, one task for each, or set "
             f"TF_CONFIG. Received: {received}"
         ) from None
+
+
+def _refuse_long_lists() -> None:
+    """Raises a ValueError if Slurm's lists name more nodes than a job can have: the resolver would write them all out."""
+    nodes = re.findall(r"(\d+)-(\d+)", os.environ.get("SLURM_STEP_NODELIST", ""))
+    repetitions = re.findall(r"x(\d+)", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    named = max(sum(int(last) - int(first) + 1 for first, last in nodes), sum(map(int, repetitions)))
+    if named > _MOST_SLURM_NODES:
+        raise ValueError(f"they name {named} nodes, of at most {_MOST_SLURM_NODES}")
 
 
 def _is_list_of_text(value: Any) -> bool:

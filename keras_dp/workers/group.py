@@ -24,6 +24,7 @@ from keras_dp.keras_internals import tensorflow_runtime
 from keras_dp.workers.cluster import Cluster, find_cluster, other_launcher
 from keras_dp.workers.collectives import Collectives, OneWorker
 from keras_dp.workers.health_check import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, HealthCheck
+from keras_dp.workers.listening import accept_only
 
 TIMEOUT = 600.0
 START_TIMEOUT = 1800.0
@@ -290,6 +291,15 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
             f"TensorFlow's server did not start: does another process listen on the port of worker {cluster.index}? "
             f"Received: {address}, {error.message}"
         ) from error
+    host, _, port = address.rpartition(":")
+    reason = accept_only(host, int(port))
+    if reason is not None:
+        logger.warning(
+            "Worker %d accepts connections to all addresses of this machine, because %s. Anyone who reaches port %s can read "
+            "the model and run code in this process. Give the workers IP addresses, or block the port from outside "
+            "(docs/security.md).",
+            *(cluster.index, reason, port),
+        )
     health_check = HealthCheck(cluster.addresses, cluster.index, timeout)
     atexit.register(health_check.stop)
     health_check.wait_for_all(start_timeout)

@@ -386,8 +386,8 @@ def test_commands_for_hosts_with_a_module(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--workers 0 script.py", "argument --workers: must be an integer of at least 1. Received: '0'"),
-        ("--workers two script.py", "argument --workers: must be an integer of at least 1. Received: 'two'"),
+        ("--workers 0 script.py", "argument --workers: must be an integer from 1 to 65535. Received: '0'"),
+        ("--workers two script.py", "argument --workers: must be an integer from 1 to 65535. Received: 'two'"),
         ("--workers 2 --towers-per-worker 0 script.py", "--towers-per-worker: must be an integer of at least 1. Received: '0'"),
         ("--workers 2 --max-restarts -1 script.py", "--max-restarts: must be an integer of at least 0. Received: '-1'"),
         ("--hosts a --port 70000 script.py", "--port: must be an integer from 1 to 65535. Received: '70000'"),

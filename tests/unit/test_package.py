@@ -77,7 +77,10 @@ def test_what_the_package_says_of_itself():
     assert all(link.startswith("https://") for link in links)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     missing = [target for target in targets if not target.startswith("http") and not (page.parent / target).exists()]

@@ -32,7 +32,7 @@ from typing import Any
 from keras_dp import choices, installation, tables
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument, function_name, positive
-from keras_dp.cli.bench import comparison, plot, step_summary, summary
+from keras_dp.cli.bench import comparison, plot, results_file, step_summary, summary
 from keras_dp.cli.bench.kinds import KINDS
 from keras_dp.cli.bench.rounds import devices, measure_in_turns, say
 from keras_dp.cli.bench.summary import Cell
@@ -64,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, purpose in (("data", "the batches of an epoch, such as a tf.data.Dataset"), ("validation", "those to evaluate")):
         parser.add_argument(
-            f"--{name}", type=argument(function_name), metavar="MODULE:FUNCTION", help=f"with --end-to-end: returns {purpose}"
+            f"--{name}",
+            type=argument(function_name),
+            metavar="MODULE:FUNCTION",
+            help=f"with --end-to-end: returns {purpose}; imported like a model",
         )
     parser.add_argument(
         "--epochs", type=argument(positive), default=OF_TRAININGS["epochs"], help="with --end-to-end (default: %(default)s)"
@@ -132,13 +135,20 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.redraw is not None:
         path, results = options.redraw
+        try:
+            results_file.refuse_what_has_no_table(results)
+        except ValueError as error:
+            raise argparse.ArgumentError(None, f"--redraw: {path} has no table: {error}") from error
         _show(results, options)
-        _write(results, options.out or path.parent)
+        try:
+            _write(results, options.out or path.parent)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentError(None, f"--redraw: the files cannot be written: {error}") from error
         return 0
     if options.compare is not None:
         try:
             tables.console().print(comparison.compare(*(results for _, results in options.compare)))
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise argparse.ArgumentError(None, f"--compare: {error}") from error
         return 0
     _refuse_contradictions(options)
@@ -194,7 +204,7 @@ def _survey(options: argparse.Namespace) -> Survey:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=options.out).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a path may hold no null character
             raise argparse.ArgumentError(None, f"--out: nothing can be written there: {error}") from error
         if importlib.util.find_spec("matplotlib") is None and not options.end_to_end:
             say(NO_FIGURE.format(installation.command("bench")))
@@ -329,10 +339,6 @@ def _parameter_device(value: str) -> str:
 def _results(value: str) -> tuple[Path, dict[str, Any]]:
     path = Path(value)
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        missing = [name for name in ("command", "rows", "runs") if name not in results]
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
-        return path, {"title": results["command"], "measures": "steps", **results}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"must be a bench.json that keras-dp bench has written. Received: {value!r}, {error!r}") from error
+        return path, results_file.read(path)
+    except ValueError as error:
+        raise ValueError(f"must be a bench.json that keras-dp bench has written. Received: {value!r}, {error}") from error

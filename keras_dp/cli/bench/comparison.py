@@ -1,5 +1,6 @@
 """Compare two benchmarks, with the noise of their rounds."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> RenderableType:
             f"--towers and --batch. Received: {sorted(before)} and {sorted(after)}"
         )
     lines = [
-        f"They differ in {name}: {old[name]} before, {new[name]} after."
+        f"They differ in {name}: {old.get(name, 'not told')} before, {new.get(name, 'not told')} after."
         for name in ("command", "environment")
         if old.get(name) != new.get(name)
     ]
@@ -85,7 +86,8 @@ def _times_of_rounds(results: Mapping[str, Any]) -> dict[Cell, list[float]]:
     for run in results["runs"]:
         cell = Cell(*(run[name] for name in Cell._fields))
         is_training = "total_seconds" in run
-        times.setdefault(cell, []).append(
-            1000 * run["total_seconds"] if is_training else statistics.median(run["step_milliseconds"])
-        )
+        time = 1000 * run["total_seconds"] if is_training else statistics.median(run["step_milliseconds"])
+        if not 0 < time < math.inf:
+            raise ValueError(f"The time of a run must be a positive number. Received: {time} ms")
+        times.setdefault(cell, []).append(time)
     return times

@@ -18,7 +18,7 @@ def measure_in_turns(
 ) -> Iterator[None]:
     """Fills in the measurements and the failures of each round, and yields after each round.
 
-    A cell that has failed is not run again.
+    A cell that has failed is not run again. When all have failed, no further round begins.
 
     Args:
         cells: the cells of a table.
@@ -30,6 +30,8 @@ def measure_in_turns(
     measured = list(dict.fromkeys(cell.measured for cell in cells))
     begin, done = time.monotonic(), 0
     for number in range(1, count + 1):
+        if len(failures) == len(measured):
+            return
         rounds.append({})
         for cell in measured:
             if cell in failures:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 
 from keras_dp import tables
-from keras_dp.cli.arguments import argument, model_name, positive
+from keras_dp.cli.arguments import IMPORTED, argument, function_name, model_name, positive
 from keras_dp.cli.check.findings import Finding, is_good
 
 FINDING = "finding: "  # the beginning of a line with a finding
@@ -50,9 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--module",
         type=argument(model_name),
         default="small",
-        help="my_module:build_model, which returns a built keras.Model, or a model of keras-dp bench (default: a small one)",
+        help=f"my_module:build_model, which returns a built keras.Model, or a model of keras-dp bench; {IMPORTED} (default: a "
+        "small model)",
     )
-    parser.add_argument("--data", metavar="MODULE:FUNCTION", help="returns a batch, or a dataset of batches (default: random)")
+    parser.add_argument(
+        "--data",
+        type=argument(function_name),
+        metavar="MODULE:FUNCTION",
+        help="returns a batch, or a dataset of batches; imported like a model (default: random)",
+    )
     parser.add_argument("--towers", type=argument(positive), help="number of towers (default: all GPUs, or two logical CPUs)")
     parser.add_argument("--batch", type=argument(positive), help="rows in a batch of random numbers (default: 16 a tower)")
     parser.add_argument(

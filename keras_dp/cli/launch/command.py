@@ -39,6 +39,7 @@ from keras_dp.devices import nvidia
 GRACE_SECONDS = 5.0  # for the other workers to notice that one is lost
 KILL_SECONDS = 10.0  # from a signal to SIGKILL, which also ends stopped processes
 _PIECE_BYTES = 2**16
+_MOST_PORT = 2**16 - 1
 DRAIN_SECONDS = 2.0  # to wait for an ended worker's output, if another process holds its pipes
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+)(?::(\d+))?")
@@ -49,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     # An abbreviated option may belong to the script.
     parser.allow_abbrev = False
-    parser.add_argument("--workers", type=_integer(1), metavar="N", help="how many processes to start on this machine")
+    parser.add_argument(
+        "--workers", type=_integer(1, _MOST_PORT), metavar="N", help="how many processes to start on this machine"
+    )
     parser.add_argument(
         "--hosts",
         type=_hosts,
@@ -262,9 +265,12 @@ def _place(addresses: Sequence[str], index: int, towers: int | None) -> dict[str
 
 def _free_addresses(count: int) -> list[str]:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
+        try:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            for listener in sockets:
+                listener.bind(("127.0.0.1", 0))
+        except OSError as error:
+            raise argparse.ArgumentError(None, f"--workers: {count} ports cannot be had at once: {error}") from error
         return [f"127.0.0.1:{listener.getsockname()[1]}" for listener in sockets]
 
 
@@ -341,4 +347,4 @@ def _hosts(value: str) -> list[tuple[str, int | None]]:
     return hosts
 
 
-_port = _integer(1, 65_535)
+_port = _integer(1, _MOST_PORT)

@@ -26,6 +26,8 @@ from keras_dp.cli.plan.table import COLUMNS, LEGEND, Line, advice
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware, own_gpus
 
+_MOST_MEMORY = 1e9  # gigabytes, or megabytes
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
@@ -180,10 +182,10 @@ def _constants(path: str) -> dict[str, float]:
         (copies,) = [finding["data"] for finding in findings if finding["name"] == "copies" and finding["verdict"] == "pass"]
         latencies, rates = ([copy[name] for copy in copies.values()] for name in ("microseconds", "gigabytes_per_second"))
         measured = {"latency_microseconds": statistics.median(latencies), "gigabytes_per_second": min(rates)}
-        if not all(0 < number < float("inf") for number in measured.values()):
+        if not all(0 < number <= sys.float_info.max for number in measured.values()):
             raise ValueError(f"times and rates must be positive, not {measured}")
         return measured
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"must be a file that keras-dp check --json has written on GPUs. Received: {path!r} ({error})"
         ) from error
@@ -205,7 +207,7 @@ def _gpu(value: str) -> str:
 
 def _memory(value: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|MB)", value.strip(), re.IGNORECASE)
-    if match is None or not float(match[1]):
+    if match is None or not 0 < float(match[1]) < _MOST_MEMORY:
         raise ValueError(f"must be a size such as 24GB. Received: {value!r}")
     return float(match[1]) * {"gb": 1e9, "mb": 1e6}[match[2].lower()]
 

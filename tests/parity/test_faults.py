@@ -1,0 +1,194 @@
+"""A fault in the middle of an epoch leaves all state as it was after the last whole step, and training goes on from there."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same, largest_change, twins, values
+from fresh_runs import next_draws
+from keras import layers
+
+import keras_dp
+
+rng = np.random.default_rng(0)
+ROWS, BATCH, FAULT = 28, 5, 4  # rows; rows in a batch, of which the last has three; the step with the fault
+X, Y = rng.normal(size=(ROWS, 4)), rng.normal(size=(ROWS, 2))
+CALLED = 3  # the steps before a callback fails, which is between two executions
+BROKEN = FAULT * BATCH + BATCH - 1  # a row of the last tower in that step
+MARK = 100.0
+TOWERS = 3
+
+
+class FaultError(Exception):
+    """Is raised by a fault in Python."""
+
+
+@keras.saving.register_keras_serializable("tests")
+class Looking(layers.Layer):
+    """Looks a marked value up where nothing is, so that the kernel of one tower fails."""
+
+    def call(self, x):
+        return x * tf.gather(tf.ones([1], x.dtype), tf.cast(tf.abs(x) > MARK / 2, tf.int32))
+
+
+def checked_error(y_true, y_pred):
+    tf.debugging.assert_less(tf.reduce_max(tf.abs(y_true)), tf.cast(MARK / 2, y_true.dtype), "marked target")
+    return keras.losses.mean_squared_error(y_true, y_pred)
+
+
+def build():
+    hidden = [layers.Dense(5, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3, seed=1)]
+    return keras.Sequential([keras.Input((4,)), Looking(), *hidden, layers.Dense(2)])
+
+
+def marked(array):
+    array = array.copy()
+    array[BROKEN] = MARK
+    return array
+
+
+def slices():
+    return range(0, ROWS, BATCH)
+
+
+def failing_kernel():
+    return {"x": marked(X), "y": Y}
+
+
+def failing_loss():
+    return {"x": X, "y": marked(Y)}
+
+
+def failing_pipeline():
+    dataset = tf.data.Dataset.from_tensor_slices((marked(X), Y)).batch(BATCH)
+    return {"x": dataset.map(lambda x, y: (tf.debugging.check_numerics(tf.where(x > MARK / 2, x / 0.0, x), "data"), y))}
+
+
+def failing_python():
+    """Fails in a generator of a dataset."""
+
+    def batches():
+        for begin in slices():
+            if begin == FAULT * BATCH:
+                raise FaultError("no such file")
+            yield X[begin : begin + BATCH], Y[begin : begin + BATCH]
+
+    signature = tuple(tf.TensorSpec((None, width), "float64") for width in (4, 2))
+    return {"x": tf.data.Dataset.from_generator(batches, output_signature=signature)}
+
+
+class FailingSequence(keras.utils.PyDataset):
+    def __len__(self):
+        return len(slices())
+
+    def __getitem__(self, number):
+        if number == FAULT:
+            raise FaultError("no such file")
+        return X[number * BATCH : number * BATCH + BATCH], Y[number * BATCH : number * BATCH + BATCH]
+
+
+def failing_sequence():
+    return {"x": FailingSequence()}
+
+
+def failing_callback(event):
+    def fail(batch, logs):
+        if batch >= CALLED - (event == "on_train_batch_end"):
+            raise FaultError("a callback")
+
+    return {"x": X, "y": Y, "callbacks": [keras.callbacks.LambdaCallback(**{event: fail})]}
+
+
+FAULTS = {
+    "kernel of one tower": failing_kernel,
+    "loss": failing_loss,
+    "input pipeline": failing_pipeline,
+    "generator": failing_python,
+    "sequence": failing_sequence,
+    "begin of a batch": lambda: failing_callback("on_train_batch_begin"),
+    "end of a batch": lambda: failing_callback("on_train_batch_end"),
+}
+
+
+def train(model, x, y=None, **arguments):
+    return model.fit(x, y, batch_size=None if y is None else BATCH, shuffle=False, verbose=0, **arguments).history
+
+
+def of_each_step(model):
+    """Returns the variables that a step changes whatever its batch is: the step count and the states of random layers."""
+    seeds = [variable for variable in getattr(model, "inner_model", model).variables if "seed" in variable.path]
+    return [model.optimizer.iterations, *seeds]
+
+
+def state_of(model):
+    """Returns all else that a step changes, and the next random numbers."""
+    others = {id(variable) for variable in of_each_step(model)}
+    groups = {
+        "model": getattr(model, "inner_model", model).variables,
+        "optimizer": model.optimizer.variables,
+        "metrics": [variable for metric in model.metrics for variable in metric.variables],
+    }
+    kept = {name: [np.asarray(each) for each in group if id(each) not in others] for name, group in groups.items()}
+    return kept | {"draws": next_draws()}
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_leaves_the_state_of_the_last_whole_step(fault, steps_per_execution):
+    """A failed step counts as a step, and draws its random numbers, as in plain Keras. It changes nothing else."""
+    one, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=TOWERS)
+    for model, steps in ((one, 1), (parallel, steps_per_execution)):
+        model.compile(keras.optimizers.Adam(0.01), checked_error, metrics=["mae"], steps_per_execution=steps)
+
+    keras.utils.set_random_seed(5)
+    with pytest.raises((FaultError, tf.errors.OpError)):
+        train(parallel, **FAULTS[fault]())
+    received = state_of(parallel)
+    whole, rest = divmod(int(parallel.metrics[1].variables[1]), BATCH)
+    assert rest == 0
+    if "batch" in fault:
+        assert whole == CALLED == int(parallel.optimizer.iterations)
+    else:
+        assert FAULT - steps_per_execution < whole <= FAULT
+        assert whole <= int(parallel.optimizer.iterations) <= whole + steps_per_execution
+
+    keras.utils.set_random_seed(5)
+    train(one, X[: whole * BATCH], Y[: whole * BATCH])
+    expected = state_of(one)
+    assert_same(expected, received, 1e-9)
+    for variable, other in zip(of_each_step(one), of_each_step(parallel), strict=True):
+        variable.assign(other)
+
+    assert_same(*(train(model, X, Y, epochs=2) for model in (one, parallel)), 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+    assert_same(values(one.optimizer), values(parallel.optimizer), 1e-9)
+    assert largest_change(expected["model"][:1], [np.asarray(inner.trainable_variables[0])]) > 1e-6
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("row", [0, BATCH - 1])
+def test_a_number_that_is_none_in_one_tower_does_what_it_does_in_plain_keras(row, number, steps_per_execution):
+    """It spoils what depends on it, here one of two outputs, and nothing else."""
+    y = Y.copy()
+    y[FAULT * BATCH + row, 1] = number
+
+    def two_outputs():
+        x = keras.Input((4,))
+        return keras.Model(x, [layers.Dense(1, name="good")(x), layers.Dense(1, name="spoiled")(x)])
+
+    one, inner = twins(two_outputs)
+    parallel = keras_dp.DataParallelModel(inner, devices=TOWERS)
+    histories = []
+    for model in (one, parallel):
+        model.compile(
+            keras.optimizers.Adam(0.01), ["mse", "mse"], metrics=["mae", "mae"], steps_per_execution=steps_per_execution
+        )
+        histories.append(model.fit(X, [y[:, :1], y[:, 1:]], batch_size=BATCH, shuffle=False, epochs=2, verbose=0).history)
+    assert_same(*histories, 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+    assert_same(values(one.optimizer), values(parallel.optimizer), 1e-9)
+    good, spoiled = (inner.get_layer(name).get_weights() for name in ("good", "spoiled"))
+    assert all(np.isfinite(weight).all() for weight in good)
+    assert all(np.isnan(weight).all() for weight in spoiled)
