@@ -55,7 +55,7 @@ class CompiledWrapper(ModelWrapper):
             *args: the arguments of the inner model's `compile`. The optimizer may be any Keras optimizer, or a
                 `DataParallelOptimizer` around one.
             **kwargs: its keyword arguments. `jit_compile=True` makes XLA compile each tower's operations between two
-                exchanges, for its own device. The default, "auto", is Keras's: on GPUs, True for models whose layers all support XLA.
+                exchanges, for its own device. The default, "auto", is Keras's: on GPUs, True if all layers support XLA.
         """
         refuse_strategy()
         self._optimizer_to_clone = None

@@ -74,8 +74,9 @@ def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tole
     the first operation that differs although its inputs do not, with the user's line. The model and its optimizers stay
     unchanged.
 
-    TensorFloat-32, to which GPUs round factors in float32, is off meanwhile. Where XLA compiles the towers, results and variables of the step whose towers XLA has compiled are
-    compared with plain Keras's on one device without XLA. The tensors inside are compared without XLA, which fuses them away.
+    TensorFloat-32, to which GPUs round factors in float32, is off meanwhile. Where XLA compiles the towers, results and
+    variables of the step that it has compiled are compared with plain Keras's on one device without XLA. The tensors inside are
+    compared without XLA, which fuses them away.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
