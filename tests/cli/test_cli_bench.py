@@ -449,7 +449,8 @@ def test_old_and_new_are_compared_with_the_noise_of_rounds(tmp_path, capsys):
     assert main(["bench", "--compare", old, new]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 128
-    _, _, *lines = (" ".join(line.split()) for line in shown)
+    _, _, rule, *lines = (" ".join(line.split()) for line in shown)
+    assert set(rule) == {"─"}
     assert lines == [
         "keras_dp 2 8 11.00 (10.00 to 12.00) 13.00 (11.50 to 14.00) 1.18 no difference beyond noise",
         "mirrored 2 8 20.00 (20.00 to 20.00) 11.00 (10.00 to 12.00) 0.55 faster",
@@ -495,7 +496,7 @@ def test_table():
         lines = drawn(step_summary.COLUMNS, rows, width)
         assert max(map(len, lines)) <= width
         headings = {name for name in ("engine", "towers", "batch", "step", "speed-up", "loss") if name in " ".join(lines[:2])}
-        assert headings == {"engine", "towers", "batch", "step", "speed-up", *(["loss"] if width > 80 else [])}
+        assert headings == {"engine", "towers", "batch", "step", "speed-up", *(["loss"] if width > 120 else [])}
 
 
 def trained(seconds, loss, **changes):

@@ -129,7 +129,7 @@ def test_the_table_of_licenses_has_what_an_installation_brings():
     ).stdout
     installed = {row[0]: row[1:] for row in re.findall(r"^\| ([\w-]+) \| (\d[\w.]*) \| (.+) \|$", printed, re.MULTILINE)}
     direct = {re.split(r"[<>=;\[ ]", line)[0] for line in metadata.requires("keras_dp") if "extra ==" not in line}
-    assert direct == {"keras", "tensorflow", "numpy", "grpcio", "packaging"}
+    assert direct == {"keras", "tensorflow", "numpy", "grpcio", "packaging", "rich"}
     assert direct <= installed.keys() & shown.keys()
     same = [name for name in installed if name in shown and shown[name][0] == installed[name][0]]
     assert {name: shown[name] for name in same} == {name: installed[name] for name in same}
