@@ -161,6 +161,22 @@ def test_a_layer_that_draws_its_own_randomness(monkeypatch):
     assert "without Keras's seeds" in found.advice
 
 
+@pytest.mark.parametrize(
+    ("device", "by", "verdict"),
+    [("GPU:0", 5e-10, "pass"), ("GPU:0", 1e-4, "warn"), ("CPU:0", 5e-10, "warn"), ("CPU:0", 0.0, "pass")],
+)
+def test_gpus_may_add_in_any_order(device, by, verdict):
+    """On an H100, weights differed by 5e-10 between two trainings of a small network, and every check warned of it."""
+    weights = iter([np.zeros(3), np.full(3, by)])
+
+    def build():
+        inner = SimpleNamespace(get_weights=lambda: [next(weights)])
+        return SimpleNamespace(devices=[device], inner_model=inner, fit=lambda *arguments, **named: None)
+
+    found = training.repeated(build, tf.data.Dataset.from_tensors((np.ones((8, 4)), np.ones((8, 2)))))
+    assert found.verdict == verdict
+
+
 @pytest.mark.parametrize(("package", "version"), [("keras", "3.99.0"), ("tf", "2.99.0")])
 def test_a_version_that_was_never_tested(package, version, monkeypatch):
     monkeypatch.setattr(getattr(machine, package), "__version__", version)
