@@ -82,3 +82,30 @@ def test_random_numbers_are_those_of_one_device_without_xla():
     histories = [model.fit(x, x[:, :1], batch_size=9, epochs=2, shuffle=False, verbose=0).history for model in (one, parallel)]
     assert_same(*histories, 1e-9)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+
+
+def dropping(policy):
+    keras.config.set_dtype_policy(policy)  # twins() clears it
+    stack = [layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU(), layers.Dropout(0.3)]
+    stack += [layers.GlobalAveragePooling2D(), layers.Dense(3, dtype="float32")]
+    return keras.Sequential([keras.Input((8, 8, 2)), *stack])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(policy):
+    """Half precision, loss scaling, batch normalization and dropout together, which keras-team/keras#20763 asks for."""
+    keras.config.set_floatx("float32")
+    try:
+        one, inner = twins(lambda: dropping(policy))
+        parallel = keras_dp.DataParallelModel(inner, devices=3)
+        for model, jit_compile in ((one, False), (parallel, True)):
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=jit_compile)
+        x, y = X.astype("float32"), Y.astype("float32")
+        histories = [model.fit(x, y, batch_size=9, shuffle=False, verbose=0).history for model in (one, parallel)]
+        assert_same(*histories, 1e-2)
+        assert isinstance(inner.optimizer, keras.optimizers.LossScaleOptimizer) == (policy == "mixed_float16")
+        found = keras_dp.check_step(parallel, (x, y))
+        assert found.is_exact, found
+        assert "compiled by XLA" in str(found)
+    finally:
+        keras.config.set_dtype_policy("float32")

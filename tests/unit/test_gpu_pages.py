@@ -45,8 +45,6 @@ def test_the_tables_have_their_places(name):
 
 def test_when_one_gpu_is_better_is_told_with_figures_of_the_simulation():
     page = " ".join((ROOT / "docs" / "should_i_use_it.md").read_text(encoding="utf-8").split())
-    said = re.search(
-        r"two A100s for an MLP.*?\((\S+) of .*?embeddings \((\S+)\).*?defaults (\S+) for a ResNet-20", page
-    ).groups()
+    said = re.search(r"two A100s for an MLP.*?\((\S+) of .*?embeddings \((\S+)\).*? and (\S+) for a ResNet-20", page).groups()
     two = [simulated()[model, "A100, NVLink 3"][0][0] for model in ("mlp", "embeddings", "resnet20")]
     assert [float(figure) for figure in said] == [float(two[0]), float(two[1]), round(float(two[2]), 1)]
