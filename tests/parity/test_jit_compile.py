@@ -60,6 +60,17 @@ def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
         assert convolutions == 4  # The forward one and the kernel's gradient, on each of two towers.
 
 
+@pytest.mark.parametrize(("devices", "expected"), [(1, 0), (2, 1)])
+def test_the_update_is_compiled_with_a_tower_that_is_alone(devices, expected):
+    """Beside one tower without XLA, the optimizer's small operations took longer than the compiled step of plain Keras."""
+    parallel = keras_dp.DataParallelModel(build(), devices=devices)
+    parallel.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=True)
+    parallel.train_on_batch(X, Y)
+    _, graphs = _run_and_collect(parallel, cut((X, Y), devices))
+    updates = [node for graph in graphs for node in graph.node if node.op == "AssignSubVariableOp" or "sgd/Mul" in node.name]
+    assert min(len(updates), 1) == expected
+
+
 def draw_in_a_loop(x):
     """Adds a number to each row, three times."""
     seed = tf.constant([3, 4])

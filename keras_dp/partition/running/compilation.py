@@ -26,8 +26,9 @@ _RANDOM = frozenset(
 def compile_towers(built: Built, devices: Sequence[str]) -> None:
     """Marks the nodes on towers so that XLA compiles each tower's nodes between two exchanges, for the tower's own device.
 
-    A single tower exchanges nothing, so nodes at home on its device are compiled together with its own. Beside several towers,
-    XLA would cut home into many small pieces, each of which begins later than the nodes in it (seen on an H100).
+    A tower that exchanges nothing, with other towers or workers, is compiled together with the nodes at home on its device.
+    Beside several towers, XLA would cut home into many small pieces, and each begins later than its nodes would (seen on an
+    H100).
 
     `tf.xla.experimental.jit_scope` sets the same marks while a graph is traced. XLA skips operations that it does not support.
     Random numbers are drawn by TensorFlow's kernels, and so are one device's.
@@ -38,11 +39,12 @@ def compile_towers(built: Built, devices: Sequence[str]) -> None:
     """
     graph = built.graph
     drawing = built.instances.of(nodes_with(_RANDOM, built.propagation.traced))
-    (only, *others) = map(_kind_and_number, devices)
-    for node in graph.function.node_def:
+    nodes = graph.function.node_def
+    is_alone = len(devices) == 1 and not any(node.op.startswith("Collective") for node in nodes)
+    for node in nodes:
         tower = graph.towers.get(node.name)
         is_own_constant = node.op == "Const" and node.name not in graph.origins
-        if not others and not is_own_constant and _kind_and_number(node.device) == only:
+        if is_alone and not is_own_constant and _kind_and_number(node.device) == _kind_and_number(devices[0]):
             tower = 0
         if tower is not None and node.op not in _RANDOM and node.name not in drawing:
             node.attr["_XlaCompile"].b = True
