@@ -32,6 +32,7 @@ class CompiledWrapper(ModelWrapper):
         self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._optimizer_to_clone: DataParallelOptimizer | None = None
+        self._jit_compile_to_clone: bool | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self._is_read_by_keras = False
 
@@ -61,7 +62,7 @@ class CompiledWrapper(ModelWrapper):
         self._optimizer_to_clone = None
         if has_own_compile(self.inner_model):
             optimizer = self._compile_as_it_is(args, kwargs)
-            is_told = kwargs.get("jit_compile", True) != "auto"
+            is_told = kwargs["jit_compile"] != "auto" if "jit_compile" in kwargs else None
         else:
             optimizer = self._compile(*args, **kwargs)
             given = inspect.signature(keras.Model.compile).bind_partial(self, *args, **kwargs).arguments
@@ -80,6 +81,10 @@ class CompiledWrapper(ModelWrapper):
         if cloned is not None and arguments.get("optimizer") is not None:
             arguments["optimizer"] = cloned._alike(arguments["optimizer"])
         self.compile(**arguments)
+        # A configuration has Keras's choice in the place of "auto".
+        self._compile_towers()
+        if self._jit_compile_to_clone is not None:
+            self.jit_compile = self._jit_compile_to_clone
         if self.inner_model.built and self.inner_model.optimizer is not None:
             self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 
@@ -87,11 +92,14 @@ class CompiledWrapper(ModelWrapper):
         """Returns a wrapper of another model, with the settings of this one and of its optimizer."""
         other = super()._alike(inside)
         optimizer = self.optimizer if self.compiled else None
+        if self.compiled and inside.compiled:
+            other.jit_compile = self.jit_compile
         if optimizer is not None and inside.compiled:
             other.optimizer = optimizer._alike(inside.optimizer)
         else:
             # Keras compiles a clone after it has made it.
             other._optimizer_to_clone = optimizer
+            other._jit_compile_to_clone = self.jit_compile if self.compiled else None
         return other
 
     @property
@@ -165,13 +173,14 @@ class CompiledWrapper(ModelWrapper):
             self._forget_traces()
         self._traced_layers = kinds
 
-    def _compile_towers(self, is_told: bool = True) -> None:
+    def _compile_towers(self, is_told: bool | None = None) -> None:
         """Compiles the towers as the inner model is compiled.
 
         Args:
-            is_told: whether its user chose `jit_compile`. Keras's own choice is for GPUs.
+            is_told: whether its user chose `jit_compile`; None if that must be found out. Keras's own choice is for GPUs.
         """
         model = self.inner_model
+        is_told = keras_models.was_told_to_use_xla(model) if is_told is None else is_told
         are_gpus = all("GPU" in device for device in self._steps.inputs.devices)
         self._steps.jit_compile = bool(model.jit_compile) and (is_told or are_gpus)
         with self._read_by_keras():

@@ -97,7 +97,9 @@ def legend(texts: Sequence[str], width: int) -> str:
 def _drawn(columns: Sequence[Column], rows: Sequence[Any], group: Callable[[Any], object] | None) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        drawn.add_column(f"{column.heading}\n{column.unit}".strip("\n"), justify=column.justify, vertical="bottom")
+        drawn.add_column(
+            f"{column.heading}\n{column.unit}".strip("\n"), justify=column.justify, vertical="bottom", overflow="fold"
+        )
     for row, following in itertools.zip_longest(rows, rows[1:]):
         ends_group = group is not None and following is not None and group(row) != group(following)
         drawn.add_row(*(column.show(row) for column in columns), end_section=ends_group)
@@ -106,5 +108,5 @@ def _drawn(columns: Sequence[Column], rows: Sequence[Any], group: Callable[[Any]
 
 def _width(drawn: Table) -> int:
     """Returns the width of a table without line breaks in its entries."""
-    unlimited = Console(width=10 * WIDEST)
+    unlimited = Console(width=10 * WIDEST, markup=False, emoji=False, force_jupyter=False)
     return Measurement.get(unlimited, unlimited.options, drawn).maximum

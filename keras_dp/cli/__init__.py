@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with code 2, if the arguments are wrong; the message is on stderr.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # An argument that is not of the terminal's encoding is printed as it was given.
         sys.stdout.reconfigure(errors="surrogateescape")
     parser = argparse.ArgumentParser(prog="keras-dp", description="Tools for data-parallel training with Keras.")

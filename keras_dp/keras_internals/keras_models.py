@@ -42,6 +42,11 @@ def compile_metrics(model: keras.Model) -> keras.metrics.Metric | None:
     return model._compile_metrics
 
 
+def was_told_to_use_xla(model: keras.Model) -> bool:
+    """Returns whether a model was compiled with `jit_compile=True`, as far as this differs from Keras's choice on GPUs."""
+    return bool(model.jit_compile) and not model._resolve_auto_jit_compile()
+
+
 def initial_epoch(model: keras.Model) -> int | None:
     """Returns the epoch with which a callback makes `fit` begin; None for the argument of `fit`."""
     return model._initial_epoch

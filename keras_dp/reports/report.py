@@ -165,6 +165,8 @@ class Report:
 
     def __str__(self) -> str:
         facts = Table.grid(padding=(0, 2, 0, 0))
+        facts.add_column()
+        facts.add_column(overflow="fold")
         for heading, texts in self.facts().items():
             facts.add_row(heading, "\n".join(map(_together, texts)))
         drawn = Group(self.heading, "", Padding(facts, (0, 0, 0, 2)), "", _together(self.verdict))

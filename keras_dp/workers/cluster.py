@@ -165,7 +165,9 @@ def _from_slurm() -> Cluster:
 
 def _refuse_long_lists() -> None:
     """Raises a ValueError if Slurm's lists name more nodes than a job can have: the resolver would write them all out."""
-    nodes = re.findall(r"(\d+)-(\d+)", os.environ.get("SLURM_STEP_NODELIST", ""))
+    # Names of nodes may hold hyphens and numbers, too.
+    in_brackets = re.findall(r"\[([^\]]*)", os.environ.get("SLURM_STEP_NODELIST", ""))
+    nodes = re.findall(r"(\d+)-(\d+)", ",".join(in_brackets))
     repetitions = re.findall(r"x(\d+)", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     named = max(sum(int(last) - int(first) + 1 for first, last in nodes), sum(map(int, repetitions)))
     if named > _MOST_SLURM_NODES:

@@ -42,7 +42,8 @@ def accept_only(host: str, port: int) -> str | None:
         addresses = _LOOPBACK if host == "localhost" else [_address(host.strip("[]"))]
     except ValueError:
         return f"{host} is a name"
-    if not all(map(_is_of_this_machine, addresses)):
+    addresses = list(filter(_is_of_this_machine, addresses))
+    if not addresses:
         return f"{host} is not an address of this machine"
     code = ctypes.create_string_buffer(filter_program(addresses))
     count = len(code.raw) // struct.calcsize("HBBI")
@@ -79,12 +80,14 @@ def _address(text: str) -> Address:
 def _is_of_this_machine(address: Address) -> bool:
     if address.is_unspecified:
         return False
-    with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as tried:
-        try:
-            tried.bind((str(address), 0))
-        except OSError:
-            return False
-    return True
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        # What a machine sends to its own address comes from this address. No packet is sent.
+        with socket.socket(family, socket.SOCK_DGRAM) as tried:
+            tried.connect((str(address), 9))
+            return address.is_loopback or ipaddress.ip_address(tried.getsockname()[0]) == address
+    except OSError:  # the system may have no IPv6
+        return False
 
 
 def _listeners(port: int) -> Iterator[socket.socket]:
@@ -98,7 +101,10 @@ def _listeners(port: int) -> Iterator[socket.socket]:
         try:
             if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
                 continue
+            is_blocking = os.get_blocking(int(descriptor))
             listener = socket.socket(fileno=os.dup(int(descriptor)))
+            # Python's default timeout would change the other descriptor, too.
+            os.set_blocking(int(descriptor), is_blocking)
         except OSError:  # it is closed by now
             continue
         with listener:

@@ -1,5 +1,6 @@
 """A DataParallelModel is compiled, fitted, saved and debugged like a Keras model, and fails like one."""
 
+import copy
 import logging
 import subprocess
 import sys
@@ -316,6 +317,27 @@ def test_towers_on_gpus_use_xla_where_keras_does(gpu_beside, monkeypatch, device
     monkeypatch.setattr(parallel.tower_steps.inputs, "devices", devices)
     parallel.compile("sgd", "mse", **arguments)
     assert parallel.jit_compile == expected
+
+
+def test_towers_on_cpus_beside_a_gpu_use_xla_only_if_they_are_told(gpu_beside):
+    """Covers models that are compiled before they are wrapped, clones and copies, which know of Keras's choice alone."""
+    inner = build()
+    inner.compile("sgd", "mse")
+    assert inner.jit_compile
+    early = keras_dp.DataParallelModel(inner, devices=2)
+    late = keras_dp.DataParallelModel(build(), devices=2)
+    late.compile("sgd", "mse")
+    clone = keras.models.clone_model(late)
+    clone.compile_from_config(late.get_compile_config())
+    assert not any(model.jit_compile for model in (early, late, clone, copy.deepcopy(late)))
+
+
+def test_copies_keep_the_choice_of_xla():
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), devices=2)
+    parallel.compile("sgd", "mse", jit_compile=True)
+    assert copy.deepcopy(parallel).jit_compile
+    parallel.jit_compile = False
+    assert not copy.deepcopy(parallel).jit_compile
 
 
 @pytest.mark.thorough

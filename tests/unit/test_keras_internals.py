@@ -91,6 +91,17 @@ def test_loss_tracker_and_compile_metrics():
     assert [metric.name for metric in keras_models.compile_metrics(compiled).metrics] == ["accuracy"]
 
 
+def test_xla_that_was_asked_for_differs_from_keras_choice_on_gpus(monkeypatch):
+    compiled, asked = model(), model()
+    asked.compile("adam", "mse", jit_compile=True)
+    assert [keras_models.was_told_to_use_xla(one) for one in (compiled, asked)] == [False, True]
+    gpus = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: gpus)
+    compiled.compile("adam", "mse")
+    assert compiled.jit_compile
+    assert not keras_models.was_told_to_use_xla(compiled)
+
+
 def test_seed_states_move_with_random_operations():
     outer = model()
     keras.utils.set_random_seed(0)

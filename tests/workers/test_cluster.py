@@ -219,6 +219,13 @@ def test_slurm_tasks_dealt_out_in_turn(step):
     tasks.check(["node10:8888", "node10:8889", "node2:8888", "node2:8889"])
 
 
+@pytest.mark.parametrize("nodes", [("a1-20240613-1", "a1-20240613-2"), ("c1-100000", "c1-100001")])
+def test_slurm_numbers_in_the_names_of_nodes(step, nodes):
+    """Such names were taken for ranges of millions of nodes."""
+    shortened = "a1-20240613-[1-2]" if nodes[0].startswith("a") else ",".join(nodes)
+    step(shortened, "1(x2)", list(nodes)).check([f"{node}:8888" for node in nodes])
+
+
 def test_slurm_nodes_with_different_numbers_of_tasks(step):
     tasks = step("node[2,10],big07", "1(x2),3", ["node2", "node10", "big07", "big07", "big07"])
     tasks.check(["big07:8888", "big07:8889", "big07:8890", "node10:8888", "node2:8888"])

@@ -71,6 +71,33 @@ def test_a_system_that_does_not_filter_is_named(port, monkeypatch):
     assert re.fullmatch(r"this system does not filter them \(.*not available.*\)", listening.accept_only("127.0.0.1", port))
 
 
+def test_a_system_without_ipv6(port, monkeypatch):
+    """A kernel without IPv6 makes no such socket, and Docker's default network has no ::1: localhost is 127.0.0.1 there."""
+    make = socket.socket
+
+    def without_ipv6(family=-1, *arguments, **named):
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        return make(family, *arguments, **named)
+
+    monkeypatch.setattr(listening.socket, "socket", without_ipv6)
+    assert listening.accept_only("localhost", port) is None
+    monkeypatch.undo()
+    assert [address for address in OWN if answers(address, port)] == ["127.0.0.1"]
+
+
+def test_other_sockets_stay_blocking(port):
+    """With a default timeout, Python made each socket of the process non-blocking that it only looked at."""
+    one, other = socket.socketpair()
+    with one, other:
+        socket.setdefaulttimeout(10)
+        try:
+            assert listening.accept_only("127.0.0.1", port) is None
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(one.fileno())
+
+
 def test_nothing_listens():
     (port,) = free_ports(1)
     assert f"no socket of this process listens on port {port}" in listening.accept_only("127.0.0.1", port)

@@ -34,7 +34,7 @@ class Finding:
         row = Table.grid(padding=(0, 1, 0, 0))
         row.add_column(width=5, style=_STYLES[self.verdict])
         row.add_column(width=13)
-        row.add_column()
+        row.add_column(overflow="fold")
         text = f"{self.seen}. {self.advice}" if self.advice else self.seen
         row.add_row(self.verdict, self.name, "\n".join([text, *self.table]))
         return row

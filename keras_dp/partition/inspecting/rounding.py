@@ -82,7 +82,8 @@ class Rounding:
         largest = float(np.max(made, initial=0.0, where=np.isfinite(made)))
         # The first steps of Adam and the like have one size: rounding may turn the sign of those whose gradient is almost 0.
         moved = made[made > 0.0]
-        has_one_size = start is not None and moved.size > 0 and np.median(moved) > 0.9 * largest
+        are_several = moved.size > 1 or made.size == moved.size == 1
+        has_one_size = start is not None and are_several and np.median(moved) > 0.9 * largest
         return (_WHOLE if has_one_size else min(max(UNITS, additions) * self._half, _WHOLE)) * largest
 
 
