@@ -47,8 +47,9 @@ BATCH_SIZES = {
     "transformer": 32,
     "lstm": 64,
 }
-# The towers' operations never wait for a free thread then, as they do not on GPUs, whose kernels only need to be launched.
-THREADS = 16
+# With few threads, operations of one tower would wait for those of another; with many, operations of a single tower run at the
+# same time. Neither is so on GPUs.
+THREADS_OF_ONE_TOWER, THREADS_OF_SEVERAL = 2, 16
 STEPS = 3  # Threads take operations in another order each time; the table has medians.
 ALLOCATOR = "CPU:0"  # All logical CPUs have the same one.
 
@@ -150,9 +151,14 @@ class Steps:
         return sum(one.value.shape.num_elements() * tf.as_dtype(one.dtype).size for one in variables)
 
 
+def use_threads(towers):
+    """Sets the number of operations that run at the same time, before TensorFlow starts."""
+    tf.config.threading.set_inter_op_parallelism_threads(THREADS_OF_ONE_TOWER if towers == 1 else THREADS_OF_SEVERAL)
+
+
 def in_allocator(planned):
     """Predicts a step, runs it, and returns the predicted bytes, those of tensors, and those of the allocator."""
-    tf.config.threading.set_inter_op_parallelism_threads(THREADS)
+    use_threads(planned.towers)
     parallel, step = planning.collect(planned)
     placed = place_step(step, planned.batch_size, parallel.devices)
     simulation = simulate(placed, planned.machine())
@@ -174,7 +180,7 @@ def in_allocator(planned):
 
 def in_process(planned):
     """Runs a step, and returns by how many bytes the process grows, with those of the variables."""
-    tf.config.threading.set_inter_op_parallelism_threads(THREADS)
+    use_threads(planned.towers)
     steps = Steps(planning.wrapped(planned), planned.batch_size)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # The most memory of this process so far is forgotten.
