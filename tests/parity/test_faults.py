@@ -7,6 +7,7 @@ import tensorflow as tf
 from comparison import assert_same, largest_change, twins, values
 from fresh_runs import next_draws
 from keras import layers
+from packaging.version import Version
 
 import keras_dp
 
@@ -132,6 +133,7 @@ def state_of(model):
     return kept | {"draws": next_draws()}
 
 
+@pytest.mark.skipif(Version(keras.__version__) < Version("3.15"), reason="Keras 3.8 counts and draws otherwise around a fault")
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_leaves_the_state_of_the_last_whole_step(fault, steps_per_execution):
