@@ -68,7 +68,7 @@ recipe-smoke: $(VENV)/examples.installed  ## The same in a minute, to see that i
 SITE := -W --keep-going --nitpicky --quiet docs docs/_build/html
 
 docs: $(VENV)/docs.installed  ## Build the documentation's site in docs/_build/html; a link or an anchor that leads nowhere is an error.
-	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m sphinx $(SITE)
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m sphinx -E -a $(SITE)
 
 docs-serve: $(VENV)/docs.installed  ## Show the site at http://127.0.0.1:8000, and build it again when a page changes.
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m sphinx_autobuild $(SITE)
