@@ -27,6 +27,8 @@ SEARCHES = {
     "docker": ("install", "## Docker"),
 }
 
+READ = set()
+
 project = "keras_dp"
 author = metadata.metadata("keras_dp")["Author"]
 release = metadata.version("keras_dp")
@@ -85,9 +87,17 @@ def lead_searches(app, page, source):
             source[0] = re.sub(rf"^{re.escape(heading)}$", entry, source[0], flags=re.MULTILINE)
 
 
+def note_read_pages(app, env, pages):
+    """Notes which pages Sphinx reads."""
+    READ.update(pages)
+
+
 def check_searches(app, error):
-    """Warns of a search without an entry of the index on its page, or with words that the page's headings lack."""
-    if error is not None or app.builder.name != "html":
+    """Warns of a search without an entry of the index on its page, or with words that the page's headings lack.
+
+    The index of a site of which Sphinx has read some pages anew lacks entries of the others.
+    """
+    if error is not None or app.builder.name != "html" or app.env.found_docs != READ:
         return
     index = json.loads(Path(app.outdir, "searchindex.js").read_text(encoding="utf-8")[len("Search.setIndex(") : -1])
     language = app.builder.indexer.lang
@@ -114,6 +124,7 @@ def setup(app):
     app.connect("source-read", link_to_repository)
     app.connect("source-read", link_to_notebook)
     app.connect("source-read", lead_searches)
+    app.connect("env-before-read-docs", note_read_pages)
     app.connect("build-finished", write_notebooks)
     app.connect("build-finished", check_searches)
     app.connect("autodoc-process-signature", show_own_arguments)

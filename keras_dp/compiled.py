@@ -59,7 +59,7 @@ class CompiledWrapper(ModelWrapper):
                 exchanges, for its own device. The default, "auto", is Keras's: on GPUs, True if all layers support XLA.
         """
         refuse_strategy()
-        self._optimizer_to_clone = None
+        self._optimizer_to_clone = self._jit_compile_to_clone = None
         if has_own_compile(self.inner_model):
             optimizer = self._compile_as_it_is(args, kwargs)
             is_told = kwargs["jit_compile"] != "auto" if "jit_compile" in kwargs else None
@@ -77,14 +77,14 @@ class CompiledWrapper(ModelWrapper):
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the inner model, and the towers around it, from a configuration that `get_compile_config()` returned."""
         arguments = keras.saving.deserialize_keras_object(config)
-        cloned = self._optimizer_to_clone
+        cloned, jit_compile = self._optimizer_to_clone, self._jit_compile_to_clone
         if cloned is not None and arguments.get("optimizer") is not None:
             arguments["optimizer"] = cloned._alike(arguments["optimizer"])
         self.compile(**arguments)
         # A configuration has Keras's choice in the place of "auto".
         self._compile_towers()
-        if self._jit_compile_to_clone is not None:
-            self.jit_compile = self._jit_compile_to_clone
+        if jit_compile is not None:
+            self.jit_compile = jit_compile
         if self.inner_model.built and self.inner_model.optimizer is not None:
             self.inner_model.optimizer.build(self.inner_model.trainable_variables)
 

@@ -89,7 +89,7 @@ class GraphWriter:
             **attributes: its attributes.
         """
         inputs = [self._on(device, tensor) for tensor in inputs]
-        node = self.function.node_def.add(op=operation, name=self._named(name, tower), device=_full_name(device))
+        node = self.function.node_def.add(op=operation, name=self._named(name, tower), device=full_name(device))
         node.input.extend(map(self._input, inputs))
         for attribute, value in attributes.items():
             if isinstance(value, tf.DType):
@@ -146,7 +146,7 @@ class GraphWriter:
     ) -> Any:
         node = self.function.node_def.add()
         node.CopyFrom(definition)
-        node.name, node.device = name, _full_name(device)
+        node.name, node.device = name, full_name(device)
         if operation:
             node.op = operation
         del node.input[:]
@@ -312,6 +312,6 @@ class GraphWriter:
 
 
 @functools.cache
-def _full_name(device: str) -> str:
+def full_name(device: str) -> str:
     """Returns a device's name as TensorFlow's runtime reads it: "/device:CPU:0" for "CPU:0"."""
     return str(tf.DeviceSpec.from_string(device).to_string())

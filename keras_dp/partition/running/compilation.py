@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 from keras_dp.partition.building.builder import Built
+from keras_dp.partition.building.writing import full_name
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.tracing.graph import nodes_with
@@ -44,14 +43,9 @@ def compile_towers(built: Built, devices: Sequence[str]) -> None:
     for node in nodes:
         tower = graph.towers.get(node.name)
         is_own_constant = node.op == "Const" and node.name not in graph.origins
-        if is_alone and not is_own_constant and _kind_and_number(node.device) == _kind_and_number(devices[0]):
+        if is_alone and not is_own_constant and node.device == full_name(devices[0]):
             tower = 0
         if tower is not None and node.op not in _RANDOM and node.name not in drawing:
             node.attr["_XlaCompile"].b = True
             node.attr["_XlaSeparateCompiledGradients"].b = False
             node.attr["_XlaScope"].s = f"tower_{tower}".encode()
-
-
-def _kind_and_number(device: str) -> tuple[str | None, int | None]:
-    spec = tf.DeviceSpec.from_string(device)
-    return spec.device_type, spec.device_index
