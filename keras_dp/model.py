@@ -564,7 +564,8 @@ class DataParallelModel(CompiledWrapper):
             return
         self._announced = True
         batch_norm = self._steps.batch_norm if batch_norms(self.inner_model) else None
-        logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm))
+        spread = keras_models.is_built(self.inner_model) and variable_homes.should_spread(self.inner_model, self._devices)
+        logger.info(announcement.training(self._devices, self._workers.count, rows, batch_norm, spread))
 
     def _refuse_no_batches(self, method: str, calls: int) -> None:
         """Raises a ValueError if no step has run since there were so many calls of steps. Eager steps are not counted."""

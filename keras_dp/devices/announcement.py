@@ -20,7 +20,12 @@ def towers(devices: Sequence[str]) -> str:
     return f"{len(devices)} tower{'s' if len(devices) > 1 else ''} on {in_words(devices)}"
 
 
-def training(devices: Sequence[str], workers: int, batch_rows: int | None, batch_norm: str | None) -> str:
+SPREAD = 'parameter_device="sharded" would spread the variables, and is likely faster'
+
+
+def training(
+    devices: Sequence[str], workers: int, batch_rows: int | None, batch_norm: str | None, should_spread: bool = False
+) -> str:
     """Describes the workers, towers, devices and rows of a training, and its batch normalization.
 
     >>> training(["GPU:0", "GPU:1"], 1, 32, "sync")
@@ -31,6 +36,7 @@ def training(devices: Sequence[str], workers: int, batch_rows: int | None, batch
         workers: the number of workers.
         batch_rows: the number B of rows in a global batch; None if it is not known.
         batch_norm: a mode of `DataParallelModel`; None if the model has no batch normalization.
+        should_spread: whether to advise to spread the variables over the devices.
     """
     parts = [towers(devices) if workers == 1 else f"{workers} workers, each with {towers(devices)}"]
     if batch_rows is not None:
@@ -40,4 +46,6 @@ def training(devices: Sequence[str], workers: int, batch_rows: int | None, batch
         parts.append("each tower takes its part of every batch")
     if batch_norm is not None:
         parts.append(BATCH_NORM[batch_norm])
+    if should_spread:
+        parts.append(SPREAD)
     return "; ".join(parts)

@@ -134,6 +134,15 @@ def in_words(devices: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(devices[:-1]), devices[-1]]))
 
 
+def are_gpus(devices: Sequence[str]) -> bool:
+    """Returns whether all devices are GPUs.
+
+    >>> are_gpus(["GPU:0", "GPU:1"]), are_gpus(["GPU:0", "CPU:0"])
+    (True, False)
+    """
+    return all(device.startswith("GPU") for device in devices)
+
+
 def parameter_device_name(name: str) -> str:
     """Returns the short name of a device, or "sharded".
 

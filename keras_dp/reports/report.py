@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from keras_dp import tables
+from keras_dp.devices.announcement import SPREAD
 from keras_dp.devices.available import in_words
 from keras_dp.partition.inspecting.picture import bytes_in_words
 
@@ -56,6 +57,7 @@ class Report:
         rows: the rows that each device computes.
         weight_bytes: the bytes of the model's weights on each device.
         largest_weights: the paths of the largest weights, each with its bytes and its device.
+        should_spread: whether it is likely faster to spread the weights over the devices.
         batch_norms: the number of batch normalizations.
         batch_norm: the mode of batch normalization, as in `DataParallelModel`.
         precisions: the dtype policies of the layers.
@@ -76,6 +78,7 @@ class Report:
     rows: list[int]
     weight_bytes: Mapping[str, int]
     largest_weights: list[tuple[str, int, str]]
+    should_spread: bool
     batch_norms: int
     batch_norm: str
     precisions: list[str]
@@ -147,7 +150,8 @@ class Report:
         facts = {"devices": [f"{in_words(self.devices)}, {rows}"]}
         places = (f"{bytes_in_words(size)} on {device}" for device, size in self.weight_bytes.items())
         largest = (f"{path}: {bytes_in_words(size)} on {device}" for path, size, device in self.largest_weights)
-        facts["weights"] = [", ".join(places) or "none", *largest]
+        advice = [SPREAD] * self.should_spread
+        facts["weights"] = [", ".join(places) or "none", *largest, *advice]
         if self.batch_norms:
             facts["batch norm"] = [f"{self.batch_norms} layer{'s' * (self.batch_norms > 1)}, {_MOMENTS[self.batch_norm]}"]
         facts["precision"] = [", ".join(self.precisions) + (", compiled by XLA" if self.jit_compile else ", without XLA")]

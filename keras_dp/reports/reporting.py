@@ -72,6 +72,7 @@ def _report(parallel: Wrapped, batch: Any) -> Report:
         rows=[int(part.rows) for part in own],
         weight_bytes=_weight_bytes(model.weights),
         largest_weights=_largest(model.weights),
+        should_spread=variable_homes.should_spread(model, parallel.devices),
         batch_norms=len(batch_norms(model)),
         batch_norm=steps.batch_norm,
         precisions=sorted(policies) or [keras.config.floatx()],

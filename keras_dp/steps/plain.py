@@ -40,7 +40,8 @@ def plain_step(
     accumulates_rows = optimizer is not None and optimizer.accumulate == "rows"
 
     def step(data: Any) -> Any:
-        is_spread = len({variable_homes.home(variable) for variable in model.trainable_weights}) > 1
+        kept = optimizer.variables if optimizer is not None else []
+        is_spread = len({variable_homes.home(variable) for variable in (*model.trainable_weights, *kept)}) > 1
         with contextlib.ExitStack() as stack:
             for layer in synchronized:
                 # Keras would compute E[x^2] - E[x]^2, which is wrong if the mean is large. The partition synchronizes anyway.

@@ -1,6 +1,9 @@
 """The audit of a step on GPUs finds what TensorFlow sends, and what is planted; small models stay within limits."""
 
 import collections
+import contextlib
+import itertools
+from functools import partial
 
 import keras
 import numpy as np
@@ -33,6 +36,24 @@ def attention():
     x = layers.Embedding(30, 8)(inputs)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
     return keras.Model(inputs, layers.Dense(4, "softmax")(layers.GlobalAveragePooling1D()(x)))
+
+
+def dense_layers(depth):
+    inputs = x = keras.Input((8, 8, 3))
+    x = layers.Flatten()(x)
+    for _ in range(depth):
+        x = layers.Dense(12, "relu")(x)
+    return keras.Model(inputs, layers.Dense(4, "softmax", dtype="float32")(x))
+
+
+@contextlib.contextmanager
+def policy(name):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def recurrent():
@@ -94,6 +115,22 @@ def test_packing_makes_fewer_copies():
         numbers.append(audited.number_of("weights", "gradients"))
         assert audited.most_sent("gradients") == audited.most_received("weights") == numbers[-1] // (2 * (TOWERS - 1))
     assert numbers[0] < numbers[1]
+
+
+@pytest.mark.parametrize("parameter_device", [None, "sharded"])
+def test_copies_of_loss_scaling_do_not_grow_with_the_layers(parameter_device):
+    # Keras updates in a branch then, where it reads the learning rate and the loss scale once for each variable.
+    numbers = {}
+    for packs, depth in itertools.product((True, False), (8, 12)):
+        with policy("mixed_float16"):
+            optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+            build = partial(dense_layers, depth)
+            parallel = wrapped(build, optimizer, pack_copies=packs, parameter_device=parameter_device)
+            step = graph_of_step(parallel, batch_of(parallel))
+        placed = place_step(step, 9, parallel.devices, on_gpus=False)
+        numbers[packs, depth] = sum(copy.source != copy.destination for copy in placed.copies)
+    assert numbers[True, 12] == numbers[True, 8]
+    assert numbers[False, 12] > numbers[False, 8]
 
 
 class Spelled(layers.Layer):

@@ -120,3 +120,16 @@ def test_mixed_precision(policy):
         assert "compiled by XLA" in str(found)
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+def test_the_plain_model_of_spread_variables_runs_without_xla():
+    """TensorFlow's XLA compiles no function whose variables are on several devices: docs/gpu.md tells what to do."""
+    parallel = keras_dp.DataParallelModel(build(), devices=2, parameter_device="sharded")
+    parallel.compile("sgd", "mse", jit_compile=True)
+    parallel.train_on_batch(X, Y)
+    expected = parallel.predict(X, verbose=0)
+    model = parallel.inner_model
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Trying to access resource .* located in device"):
+        model.predict(X, verbose=0)
+    model.compile("sgd", "mse", jit_compile=False)
+    np.testing.assert_allclose(model.predict(X, verbose=0), expected, atol=1e-12)

@@ -188,6 +188,7 @@ REPORT = Report(
     rows=[4, 4],
     weight_bytes={"GPU:0": 12_000_000},
     largest_weights=[("dense/kernel", 11_000_000, "GPU:0")],
+    should_spread=False,
     batch_norms=2,
     batch_norm="local",
     precisions=["mixed_float16"],

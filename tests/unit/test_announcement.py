@@ -1,6 +1,7 @@
 """The devices are announced before training, in `repr` and in `summary`."""
 
 import logging
+import types
 
 import keras
 import numpy as np
@@ -10,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dp
-from keras_dp.devices import announcement
+from keras_dp.devices import announcement, variable_homes
 
 X, Y = np.ones((20, 4)), np.ones((20, 1))
 DATASET = tf.data.Dataset.from_tensor_slices((X, Y))
@@ -88,3 +89,36 @@ def test_repr_and_summary():
 def test_the_summary_is_printed(capsys):
     keras_dp.DataParallelModel(build(), devices=1).summary()
     assert capsys.readouterr().out.endswith(" Devices: 1 tower on CPU:0\n")
+
+
+class Home:
+    """Stands for a weight on a GPU."""
+
+    def __init__(self, size, device="/job:localhost/replica:0/task:0/device:GPU:0", dtype="float32"):
+        self.shape, self.dtype, self.value = (size,), dtype, types.SimpleNamespace(device=device)
+
+
+@pytest.mark.parametrize(
+    ("weights", "devices", "expected"),
+    [
+        ([Home(2**20)], ["GPU:0", "GPU:1"], True),
+        ([Home(2**19), Home(2**19)], ["GPU:0", "GPU:1"], True),
+        ([Home(2**20 - 1)], ["GPU:0", "GPU:1"], False),
+        ([Home(2**20, dtype="int32")], ["GPU:0", "GPU:1"], False),
+        ([Home(2**20)], ["GPU:0"], False),
+        ([Home(2**20)], ["CPU:0", "CPU:1"], False),
+        ([Home(2**20), Home(2**20, "/device:GPU:1")], ["GPU:0", "GPU:1"], False),
+    ],
+)
+def test_large_variables_on_one_of_several_gpus_should_be_spread(weights, devices, expected):
+    assert variable_homes.should_spread(types.SimpleNamespace(weights=weights), devices) is expected
+
+
+def test_the_first_fit_says_where_large_variables_should_be(caplog, monkeypatch):
+    monkeypatch.setattr(variable_homes, "are_gpus", lambda devices: True)
+    monkeypatch.setattr(variable_homes, "SPREAD_FROM_BYTES", 20)
+    messages = said(caplog, keras_dp.DataParallelModel(build(), devices=2), X, Y)
+    assert 'parameter_device="sharded"' in messages[0]
+    spread = keras_dp.DataParallelModel(build(layers.Dense(4)), devices=2, parameter_device="sharded")
+    assert "sharded" not in said(caplog, spread, X, Y)[0]
+    assert 'parameter_device="sharded"' not in str(spread.report())

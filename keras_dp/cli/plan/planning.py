@@ -4,17 +4,21 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import keras
 
 import keras_dp
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
+from keras_dp.devices.variable_homes import home
 from keras_dp.gpu_model.audit import GpuAudit, audit
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
 from keras_dp.gpu_model.simulation import simulate
 from keras_dp.gpu_model.virtual_gpus import on_virtual_gpus
+from keras_dp.keras_internals import keras_models
+from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.kinds_of_copies import KINDS
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
 
@@ -109,10 +113,27 @@ def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: Gp
 def collect(planned: PlannedRun) -> tuple[keras_dp.DataParallelModel, StepGraph]:
     """Returns the model on logical CPUs that stand for GPUs, and the graph of its step."""
     parallel = wrapped(planned)
-    with logical_cpus_for_gpus(planned.towers):
+    with logical_cpus_for_gpus(planned.towers) as devices:
+        parallel.tower_steps.variables_made = partial(_on_first_gpu, parallel, devices[0], parallel.tower_steps.variables_made)
         # The graph takes batches of any size. Some of its choices, such as where tables are looked up, depend on the usual one.
         parallel.tower_steps.inputs.usual_rows = batch_rows(planned)
         return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(parallel.inner_model, 2 * planned.towers))))
+
+
+def _on_first_gpu(parallel: keras_dp.DataParallelModel, device: str, variables_made: Callable[[], None]) -> None:
+    """Moves the variables that a trace has made on the host to the first GPU, where a machine with GPUs makes them.
+
+    Args:
+        parallel: the wrapped model.
+        device: the device that stands for the first GPU.
+        variables_made: places variables otherwise; it is called before.
+    """
+    variables_made()
+    model = parallel.inner_model
+    for variable in (*model.variables, *model.metrics_variables, *model.optimizer.variables):
+        # A GPU has no variables of 32-bit integers.
+        if home(variable) == HOST and variable.dtype != "int32":
+            keras_models.move_variable(variable, device)
 
 
 def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
@@ -121,10 +142,10 @@ def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
     with logical_cpus_for_gpus(planned.towers) as devices:
         model = workload.build()
         synthetic.refuse_unknown_inputs(model)
-        home = planned.parameter_device
-        if home is not None and home.startswith("GPU"):
-            home = f"CPU:{int(home.removeprefix('GPU:')) + 1}"
-        parallel = keras_dp.DataParallelModel(model, devices=devices, parameter_device=home, pack_copies=planned.pack_copies)
+        place = planned.parameter_device
+        if place is not None and place.startswith("GPU"):
+            place = f"CPU:{int(place.removeprefix('GPU:')) + 1}"
+        parallel = keras_dp.DataParallelModel(model, devices=devices, parameter_device=place, pack_copies=planned.pack_copies)
         if not model.compiled:
             parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
     return parallel

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_dp.partition.building.across import Across
 from keras_dp.partition.building.bodies import TowerBodies
+from keras_dp.partition.building.branches import with_merged_reads
 from keras_dp.partition.building.constants import Constants
 from keras_dp.partition.building.construction import Construction
 from keras_dp.partition.building.exchanges import Exchange, Exchanges
@@ -165,9 +166,11 @@ class Builder:
             if definition.op in LOOPS:
                 inputs = self._beside_loop(definition, inputs, device)
             controls = self._awaited(definition.name)
+            traced = self.propagation.traced
+            merged = with_merged_reads(definition, traced.library, traced.graph)
 
             def copied() -> str:
-                return self.graph.copy(definition, device, inputs, controls)
+                return self.graph.copy(merged, device, inputs, controls)
 
             is_read = definition.op == "ReadVariableOp"
             self._instances.home[definition.name] = self._read_once(inputs[0], controls, copied) if is_read else copied()

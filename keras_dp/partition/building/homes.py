@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dp.partition.building.branches import places_of_inputs
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tracing.names import Output
 
@@ -13,8 +14,8 @@ class Homes:
     """Chooses the device of each operation that is computed once.
 
     An operation on a variable runs where the variable lives. Any other operation runs on the device of its largest input that
-    has such a device, else where its result is needed. So an update is computed, and its variable is read, where the variable
-    lives. All other operations run at one home.
+    has such a device, else where its result is needed. A tensor that a condition takes is needed where its branches take it. So
+    an update is computed, and its variable is read, where the variable lives. All other operations run at one home.
 
     Args:
         propagation: the plan of each node.
@@ -46,10 +47,13 @@ class Homes:
     def _place(self, definition: Any, propagation: Propagation) -> None:
         inputs = propagation.sources[definition.name]
         place = definition.device or self._beside(inputs, propagation) or self._wanted.get((definition.name, 0))
+        inside = places_of_inputs(definition, propagation.traced.library)
         if place:
             self._places[definition.name] = place
-            for output in inputs:
-                self._wanted.setdefault(output, place)
+        for i, output in enumerate(inputs):
+            wanted = inside.get(i, place)
+            if wanted:
+                self._wanted.setdefault(output, wanted)
 
     def _beside(self, inputs: list[Output], propagation: Propagation) -> str:
         # A constant can be written anywhere.

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.tracing.names import source_of
+from keras_dp.partition.facts.operations import BRANCHES
+from keras_dp.partition.tracing.names import control_inputs, source_of
 
 
 @dataclasses.dataclass
@@ -51,7 +52,7 @@ class Crossings:
         controls: dict[tuple[str, str], tuple[str, str]] = {}
         for node in function.node_def:
             here = self.device(node.name)
-            for name in node.input:
+            for name in _taken(node):
                 there = self.device(source_of(name))
                 if here == there or not (here and there):
                     continue
@@ -66,6 +67,15 @@ class Crossings:
     def device(self, name: str) -> str:
         """Returns the device of a node; empty if it is not known."""
         return self._devices.get(name, "")
+
+
+def _taken(node: Any) -> Sequence[str]:
+    """Returns the inputs of a node that its device receives.
+
+    TensorFlow replaces a condition by its branches. A tensor stays on the device that makes it, up to the operation in a branch
+    that takes it: lower_if_op.cc, CondBuilder::AddInput.
+    """
+    return [node.input[0], *(f"^{name}" for name in control_inputs(node))] if node.op in BRANCHES else node.input
 
 
 @functools.cache

@@ -43,8 +43,8 @@ _LEAST_BYTES = 4 << 20
 _FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
 
 # GPUs have kernels that pack floating-point numbers. These integers, such as the counters of random numbers, travel as numbers
-# of the same bits. On a GPU, int32 stays in the host's memory.
-_SENT_AS = {tf.int64: tf.float64, tf.uint64: tf.float64, tf.uint32: tf.float32}
+# of the same bits, and truth values as 0 and 1. On a GPU, int32 stays in the host's memory.
+_SENT_AS = {tf.int64: tf.float64, tf.uint64: tf.float64, tf.uint32: tf.float32, tf.bool: tf.float32}
 
 
 def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
@@ -268,8 +268,12 @@ def _sent_together(
         return written.add("Reshape", inputs, device, "packed/reshape", T=dtype, Tshape=tf.int32)
 
     def cast(tensor: str, before: tf.DType, after: tf.DType, device: str) -> str:
-        """Takes the bits of a tensor as numbers of another dtype, if the dtypes differ."""
-        return tensor if before == after else written.add("Bitcast", [tensor], device, "packed/bits", T=before, type=after)
+        """Takes the bits of a tensor, or its truth values, as numbers of another dtype, if the dtypes differ."""
+        if before == after:
+            return tensor
+        if tf.bool in (before, after):
+            return written.add("Cast", [tensor], device, "packed/truth", SrcT=before, DstT=after)
+        return written.add("Bitcast", [tensor], device, "packed/bits", T=before, type=after)
 
     pairs = zip(message, specs, strict=True)
     parts = [reshaped(cast(names[copy.tensor], spec.dtype, dtype, source), [-1], source) for copy, spec in pairs]
