@@ -20,7 +20,7 @@ check: lint  ## Check style, types and imports, and run the unit tests: before e
 test: $(VENV)/dev.installed  ## Run tests that show each promise once.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough"
 
-test-all: $(VENV)/dev.installed  ## Run all tests but those that take long; CASES=today for a twelfth of the further cases.
+test-all: $(VENV)/dev.installed  ## Run all tests but those that take long; CASES=today for a sixteenth of the further cases.
 	KERAS_DP_TEST_CASES=$(CASES) $(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.

@@ -55,9 +55,9 @@ ROTATING = {
     "test_training_flag",
     "test_unknown_sizes",
 }
-# With KERAS_DP_TEST_CASES=today, a twelfth of the thorough cases in these folders run: all of them in so many days.
+# With KERAS_DP_TEST_CASES=today, a sixteenth of the thorough cases in these folders run: all of them in so many days.
 BY_DAY = ("parity", "workers", "cli", "examples", "unit")
-DAYS = 12
+DAYS = 16
 NEWEST_KERAS = (versions.KERAS[1][0], versions.KERAS[1][1] - 1)
 
 
@@ -106,7 +106,7 @@ def way(request, monkeypatch):
     module = getattr(request.node, "module", None)
     if module is None or module.__name__.rpartition(".")[2] not in ROTATING:
         return "plain"
-    # A case that runs each twelfth day meets all ways.
+    # A case that runs each sixteenth day meets all ways.
     turn = (zlib.crc32(request.node.nodeid.encode()) + datetime.date.today().toordinal()) // DAYS
     name = os.environ.get("KERAS_DP_TEST_WAY") or list(WAYS)[turn % len(WAYS)]
     wrap, compile_towers = keras_dp.DataParallelModel.__init__, keras_dp.DataParallelModel._compile_towers
