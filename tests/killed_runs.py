@@ -148,7 +148,7 @@ def told(folder):
 
 
 def run(folder, way, towers, kill=None):
-    """Trains in a process of its own, kills it when `kill`, which waits with the process, returns, and returns its exit code."""
+    """Trains in a process of its own, kills it when `kill` has waited, and returns its exit code."""
     process = processes.Process(target=train, args=(folder, way, towers))
     process.start()
     if kill is not None:
@@ -170,6 +170,6 @@ def at_a_moment_of(folder, epoch, seconds):
 
 
 def result(folder):
-    """Returns the results of each epoch, the last where there are several, and the weights and the optimizer's state at the end."""
+    """Returns the last results of each epoch, and the weights and the optimizer's state at the end."""
     with np.load(folder / "end.npz") as end:
         return {event[1]: event[2] for event in told(folder) if event[0] == "end"}, [end[name] for name in end.files]

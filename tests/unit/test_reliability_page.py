@@ -21,10 +21,12 @@ def command_for(shown):
     """Returns the command of make that runs the first case of a test, or None if there is no such test."""
     path, name = re.fullmatch(r"`([\w/]+\.py)::(\w+)`", shown).groups()
     file = ROOT / (path if "/" in path else f"tests/parity/{path}")
-    functions = ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
-    for function in functions:
-        if isinstance(function, ast.FunctionDef) and function.name == name:
-            marks = {ast.unparse(decorator) for decorator in function.decorator_list}
+    nodes = ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    of_all = {ast.unparse(node.value) for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            marks = of_all | {ast.unparse(decorator) for decorator in node.decorator_list}
             if file.parent.name == "ecosystem":
                 return "`make test-ecosystem`"
             named = {"pytest.mark.slow": "`make test-slow`", "pytest.mark.thorough": "`make test-all`"}
@@ -46,6 +48,7 @@ def test_every_promise_names_its_test_and_its_command():
         ("`tests/unit/test_nothing.py::test_nothing`", None),
         ("`tests/workers/test_workers.py::test_a_worker_that_never_starts_is_named`", "`make test-all`"),
         ("`tests/workers/test_workers.py::test_published_programs_train_on_workers`", "`make test-slow`"),
+        ("`test_compatibility_callbacks.py::test_early_stopping`", "`make test-all`"),
         ("`tests/ecosystem/test_jupyter.py::test_training_is_interrupted`", "`make test-ecosystem`"),
         ("`test_promise.py::test_towers_give_the_result_of_one_device`", "`make test`"),
     ],
