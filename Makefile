@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz mutants benchmarks gpu-audit gpu-test docs docs-serve lint audit recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz endurance mutants benchmarks gpu-audit gpu-test docs docs-serve lint audit recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -39,6 +39,9 @@ test-host: $(VENV)/dev.installed $(VENV)/ecosystem.installed  ## Run Keras's own
 
 fuzz: $(VENV)/dev.installed  ## Draw random programs, and compare them on towers with one device; OPTIONS="--count 1000 --seed 5".
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(OPTIONS)
+
+endurance: $(VENV)/dev.installed  ## Work for hours, and look for growth of memory, functions, threads and files; OPTIONS="--share 0.1" for less.
+	PYTHONPATH=tests $(BIN)/python -m endurance $(OPTIONS)
 
 mutants: $(VENV)/mutation.installed  ## Put small faults into the partitioner, and print those that no test notices; OPTIONS="--count 200 --seed 5".
 	PYTHONPATH=tests $(BIN)/python -m mutation $(OPTIONS)

@@ -1,0 +1,1 @@
+"""Work for a long time, and look for growth."""

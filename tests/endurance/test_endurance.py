@@ -1,0 +1,34 @@
+"""A short run of each long work shows no growth; `make endurance` has long ones."""
+
+import subprocess
+import sys
+
+import pytest
+
+from endurance.__main__ import grown
+from endurance.work import WORK, Sample
+
+
+def flat(**changes):
+    """Returns the samples of a run in which nothing grows, but for the quantities that are named, by 1 % with each sample."""
+    start = {"megabytes": 500.0, "functions": 200, "threads": 10, "files": 4}
+    return [
+        Sample(i, float(i), **{name: value * (1 + i / 100 * changes.get(name, 0)) for name, value in start.items()})
+        for i in range(30)
+    ]
+
+
+@pytest.mark.parametrize("field", ["megabytes", "functions", "threads", "files"])
+def test_what_grows_on_towers_alone_is_found(field):
+    assert grown({"plain": flat(), "towers": flat()}) == []
+    (found,) = grown({"plain": flat(), "towers": flat(**{field: 1})})
+    assert ("memory" if field == "megabytes" else field) in found
+    assert grown({"plain": flat(**{field: 1}), "towers": flat(**{field: 1})}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(WORK))
+def test_short_runs_do_not_grow(name, tmp_path):
+    command = [sys.executable, "-m", "endurance", "--work", name, "--share", "0.05", "--out", tmp_path]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert run.stdout.endswith("Nothing grows beyond plain Keras.\n"), run.stdout
