@@ -206,3 +206,32 @@ def test_a_number_that_is_none_in_one_tower_does_what_it_does_in_plain_keras(row
     good, spoiled = (inner.get_layer(name).get_weights() for name in ("good", "spoiled"))
     assert all(np.isfinite(weight).all() for weight in good)
     assert all(np.isnan(weight).all() for weight in spoiled)
+
+
+class Unfinished(keras.Sequential):
+    """Fails when its step is traced for the first time, after the optimizer has made its variables."""
+
+    is_finished = False
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        if not self.is_finished:
+            self.is_finished = True
+            raise FaultError("in the trace")
+        return logs
+
+
+def test_after_an_error_in_the_first_trace_the_model_is_compiled_again():
+    """The variables that the trace was making have no values, in plain Keras as well."""
+    models = twins(lambda: Unfinished([keras.Input((4,)), layers.Dense(5), layers.BatchNormalization(), layers.Dense(2)]))
+    one, parallel = models[0], keras_dp.DataParallelModel(models[1], devices=TOWERS)
+    histories = []
+    for model in (one, parallel):
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        with pytest.raises(FaultError):
+            train(model, X, Y)
+        assert [slot.numpy().size for slot in model.optimizer.variables[2:]] == [0] * 12
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        histories.append(train(model, X, Y, epochs=2))
+    assert_same(*histories, 1e-9)
+    assert_same(one.get_weights(), models[1].get_weights(), 1e-9)

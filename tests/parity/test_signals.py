@@ -134,7 +134,7 @@ def compile_each(*models):
 def test_ctrl_c_at_any_moment_leaves_the_state_of_a_whole_step(moments):
     """Training then goes on as if it had not come.
 
-    In the first trace, the optimizer's variables have no values yet, as in plain Keras: the model is compiled again.
+    In the first trace, the optimizer's variables have no values yet: the model is compiled again.
     """
 
     def interrupt(number, frame):
@@ -152,7 +152,7 @@ def test_ctrl_c_at_any_moment_leaves_the_state_of_a_whole_step(moments):
             one.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[recorded])
 
             interrupting = Interrupting(0 if moment % 3 == 0 else int(rng.integers(1, ROWS // BATCH)))
-            # C++ code of TensorFlow that calls Python makes a RuntimeError of it.
+            # It may come as a RuntimeError, where C++ code of TensorFlow calls Python.
             with contextlib.suppress(KeyboardInterrupt, RuntimeError):
                 parallel.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[interrupting])
             signal.setitimer(signal.ITIMER_REAL, 0)
