@@ -1,7 +1,9 @@
 """A short run of each long work shows no growth; `make endurance` has long ones."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,5 +32,6 @@ def test_what_grows_on_towers_alone_is_found(field):
 @pytest.mark.parametrize("name", list(WORK))
 def test_short_runs_do_not_grow(name, tmp_path):
     command = [sys.executable, "-m", "endurance", "--work", name, "--share", "0.05", "--out", tmp_path]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     assert run.stdout.endswith("Nothing grows beyond plain Keras.\n"), run.stdout
