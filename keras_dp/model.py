@@ -118,9 +118,11 @@ class DataParallelModel(CompiledWrapper):
         self._eager: dict[str, bool] = {}  # whether a step's function runs eagerly
         self._loops: list[str] = []
         self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
-        packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
+        # Logical CPUs share their memory: a copy costs little between them.
+        are_gpus = any("GPU" in device for device in self._devices)
+        packs = are_gpus if pack_copies is None else pack_copies
         self._steps = TowerSteps(
-            inner_model, self._feed, batch_norm, gradient_dtype, packs, self._optimizer_of_step, self._variables_made
+            inner_model, self._feed, batch_norm, gradient_dtype, packs, are_gpus, self._optimizer_of_step, self._variables_made
         )
         self._verification = verification(verify, self._steps)
         self._remember(

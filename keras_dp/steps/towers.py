@@ -45,6 +45,7 @@ class TowerSteps:
         batch_norm: see `DataParallelModel`.
         gradient_dtype: see `DataParallelModel`.
         pack_copies: whether the tensors that devices send each other share messages.
+        combine_on_towers: whether each tower combines small parts of sums by itself, in place of home.
         optimizer: returns the optimizer that applies the gradients in "train"; None if there is none.
         variables_made: is called when a first trace has made variables, before a second one.
 
@@ -62,6 +63,7 @@ class TowerSteps:
         batch_norm: choices.BatchNorm = "sync",
         gradient_dtype: choices.GradientType = None,
         pack_copies: bool = False,
+        combine_on_towers: bool = False,
         optimizer: Callable[[], DataParallelOptimizer | None] = lambda: None,
         variables_made: Callable[[], None] = lambda: None,
     ):
@@ -70,6 +72,7 @@ class TowerSteps:
         self.batch_norm = batch_norm
         self.gradient_dtype = gradient_dtype
         self.pack_copies = pack_copies
+        self.combine_on_towers = combine_on_towers
         self._optimizer = optimizer
         self.variables_made = variables_made
         self.jit_compile = False
@@ -97,7 +100,8 @@ class TowerSteps:
         """
         traced = self.trace(name, slices, self.inputs.collectives)
         self.batch_types[name] = BatchTypes.of(slices[0])
-        result, self._partitions[name] = traced.run(self.home, self.jit_compile, self.pack_copies)
+        ways = self.jit_compile, self.pack_copies, self.combine_on_towers
+        result, self._partitions[name] = traced.run(self.home, *ways)
         return result, self._partitions[name]
 
     def trace(self, name: choices.Step, slices: Sequence[Slice], collectives: OneWorker | None = None) -> StepOnSlices:
@@ -130,7 +134,8 @@ class TowerSteps:
 
     def both_ways(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> BothWays:
         """Returns a step for N slices of an eager batch, on one device and on towers, to be compared."""
-        return self.trace(name, slices).both_ways(self.home, tolerance, self.pack_copies, self.jit_compile)
+        ways = self.pack_copies, self.combine_on_towers, self.jit_compile
+        return self.trace(name, slices).both_ways(self.home, tolerance, *ways)
 
     def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
         """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.

@@ -62,6 +62,7 @@ class BothWays:
         home: the device of operations that are computed once.
         tolerance: the largest difference that is ignored.
         pack_copies: as in `run_partitioned`.
+        combine_on_towers: as in `run_partitioned`.
         jit_compile: as in `run_partitioned`.
 
     Attributes:
@@ -80,6 +81,7 @@ class BothWays:
         home: str,
         tolerance: float,
         pack_copies: bool,
+        combine_on_towers: bool,
         jit_compile: bool,
     ):
         self.jit_compile = jit_compile
@@ -92,7 +94,7 @@ class BothWays:
         pairs = zip(self._arguments, wholes, strict=True)
         self._nudged = [dataclasses.replace(one, whole=partial(tf.identity, whole)) for one, whole in pairs]
         self._trace, self._rows, self._devices, self._home = trace, rows, devices, home
-        self._tolerance, self._pack_copies = tolerance, pack_copies
+        self._tolerance, self._pack_copies, self._combine_on_towers = tolerance, pack_copies, combine_on_towers
         names = list(self.traced.arguments)
         self._captured = names[len(names) - len(trace.concrete.captured_inputs) :]
         self.propagation = propagate(self.traced, self._arguments, rows)
@@ -122,7 +124,8 @@ class BothWays:
 
         @tf.function(autograph=False)
         def on_towers() -> list[Tensor]:
-            return run(built, given(concrete, traced, self._arguments, self._rows), self._pack_copies)
+            tensors = given(concrete, traced, self._arguments, self._rows)
+            return run(built, tensors, self._pack_copies, self._combine_on_towers)
 
         @tf.function(autograph=False)
         def on_one_device() -> list[Tensor]:
