@@ -21,7 +21,7 @@ from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.running.packing import pack_copies as pack
-from keras_dp.partition.running.relays import combine_on_towers as combine
+from keras_dp.partition.running.relays import combine_on_towers
 from keras_dp.partition.tensorflow_internals import graphs_around
 from keras_dp.partition.tracing.graph import Traced, traced_step
 from keras_dp.partition.tracing.trace import Trace
@@ -93,7 +93,6 @@ def run_partitioned(
     across: Across | None = None,
     jit_compile: bool = False,
     pack_copies: bool = False,
-    combine_on_towers: bool = False,
 ) -> tuple[Any, Partition]:
     """Runs a step on the towers' slices of a batch, with the result that one device gives for the whole batch.
 
@@ -110,8 +109,8 @@ def run_partitioned(
         home: the device of the operations that are computed once, on each worker.
         across: the exchanges between workers, each of which runs the step on its own towers; None for one worker alone.
         jit_compile: whether XLA compiles the operations of towers between exchanges.
-        pack_copies: whether the tensors that devices send each other share messages; see `packing`.
-        combine_on_towers: whether each tower combines small parts of sums by itself; see `relays`.
+        pack_copies: whether the tensors that devices send each other share messages, and each tower combines small parts of
+            sums by itself; see `packing` and `relays`.
 
     Returns:
         The step's result for the whole batch, and the partition of the step.
@@ -124,7 +123,7 @@ def run_partitioned(
         compile_towers(built, devices)
 
     def on_towers() -> list[Tensor]:
-        return run(built, given(trace.concrete, traced, arguments, rows), pack_copies, combine_on_towers)
+        return run(built, given(trace.concrete, traced, arguments, rows), pack_copies)
 
     results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
@@ -184,21 +183,17 @@ def build(
         return Builder(propagation, devices, home, feeds, rows.known, across).build([*traced.outputs, *more], traced.effects)
 
 
-def run(
-    built: Built, tensors: Mapping[str, Callable[[], Tensor]], pack_copies: bool = False, combine_on_towers: bool = False
-) -> list[Tensor]:
+def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]], pack_copies: bool = False) -> list[Tensor]:
     """Runs a built graph in the current one.
 
     Args:
         built: the graph.
         tensors: functions that make the tensors that it is given, by name.
         pack_copies: as in `run_partitioned`.
-        combine_on_towers: as in `run_partitioned`.
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
-    if combine_on_towers:
-        combine(built.graph, function.given, built.variable_devices)
     if pack_copies:
+        combine_on_towers(built.graph, function.given, built.variable_devices)
         pack(built.graph, function.given, built.variable_devices)
     return call(function)
 

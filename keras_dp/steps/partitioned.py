@@ -41,22 +41,19 @@ class StepOnSlices:
     devices: Sequence[str]
     across: AcrossWorkers | None = None
 
-    def run(
-        self, home: str, jit_compile: bool = False, pack_copies: bool = False, combine_on_towers: bool = False
-    ) -> tuple[Any, Partition]:
+    def run(self, home: str, jit_compile: bool = False, pack_copies: bool = False) -> tuple[Any, Partition]:
         """Runs the step.
 
         Args:
             home: the device of operations that run once.
             jit_compile: whether XLA compiles the towers' operations between exchanges.
             pack_copies: whether the tensors that devices send each other share messages.
-            combine_on_towers: whether each tower combines small parts of sums by itself.
 
         Returns:
             The step's result for the whole batch, and the step's partition.
         """
         given = self.trace, self.arguments, self.rows, self.devices, home
-        return run_partitioned(*given, self.across, jit_compile, pack_copies, combine_on_towers)
+        return run_partitioned(*given, self.across, jit_compile, pack_copies)
 
     def partition(self, home: str) -> Partition:
         """Partitions the step without running it."""
@@ -81,17 +78,9 @@ class StepOnSlices:
             self.trace.of(specs)
         return arithmetic_of_rows(partition, with_more_rows)
 
-    def both_ways(
-        self,
-        home: str,
-        tolerance: float,
-        pack_copies: bool = False,
-        combine_on_towers: bool = False,
-        jit_compile: bool = False,
-    ) -> BothWays:
+    def both_ways(self, home: str, tolerance: float, pack_copies: bool = False, jit_compile: bool = False) -> BothWays:
         """Returns the step on one device and on towers, to be compared. The slices are eager tensors."""
-        given = self.trace, self.arguments, self.rows, self.devices, home, tolerance
-        return BothWays(*given, pack_copies, combine_on_towers, jit_compile)
+        return BothWays(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, jit_compile)
 
 
 def on_slices(

@@ -45,7 +45,6 @@ class TowerSteps:
         batch_norm: see `DataParallelModel`.
         gradient_dtype: see `DataParallelModel`.
         pack_copies: whether the tensors that devices send each other share messages.
-        combine_on_towers: whether each tower combines small parts of sums by itself, in place of home.
         optimizer: returns the optimizer that applies the gradients in "train"; None if there is none.
         variables_made: is called when a first trace has made variables, before a second one.
 
@@ -63,7 +62,6 @@ class TowerSteps:
         batch_norm: choices.BatchNorm = "sync",
         gradient_dtype: choices.GradientType = None,
         pack_copies: bool = False,
-        combine_on_towers: bool = False,
         optimizer: Callable[[], DataParallelOptimizer | None] = lambda: None,
         variables_made: Callable[[], None] = lambda: None,
     ):
@@ -72,7 +70,6 @@ class TowerSteps:
         self.batch_norm = batch_norm
         self.gradient_dtype = gradient_dtype
         self.pack_copies = pack_copies
-        self.combine_on_towers = combine_on_towers
         self._optimizer = optimizer
         self.variables_made = variables_made
         self.jit_compile = False
@@ -100,8 +97,7 @@ class TowerSteps:
         """
         traced = self.trace(name, slices, self.inputs.collectives)
         self.batch_types[name] = BatchTypes.of(slices[0])
-        ways = self.jit_compile, self.pack_copies, self.combine_on_towers
-        result, self._partitions[name] = traced.run(self.home, *ways)
+        result, self._partitions[name] = traced.run(self.home, self.jit_compile, self.pack_copies)
         return result, self._partitions[name]
 
     def trace(self, name: choices.Step, slices: Sequence[Slice], collectives: OneWorker | None = None) -> StepOnSlices:
@@ -134,8 +130,7 @@ class TowerSteps:
 
     def both_ways(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> BothWays:
         """Returns a step for N slices of an eager batch, on one device and on towers, to be compared."""
-        ways = self.pack_copies, self.combine_on_towers, self.jit_compile
-        return self.trace(name, slices).both_ways(self.home, tolerance, *ways)
+        return self.trace(name, slices).both_ways(self.home, tolerance, self.pack_copies, self.jit_compile)
 
     def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
         """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.

@@ -127,7 +127,6 @@ def smallest(program: Program, setting: Setting, seed: int, symptom: str) -> tup
         {"workers": 2},
         {"is_compiled": False},
         {"is_packed": False},
-        {"combines": False},
         {"is_sharded": False},
         {"fails": False},
         {"towers": 2},

@@ -46,7 +46,6 @@ class Setting:
         fails: whether the checks of the program fail.
         reads_at_random: whether integers are read as row counts at random; see `readings`.
         workers: the number of workers, each of which has so many towers.
-        combines: whether each tower combines small parts of sums by itself.
     """
 
     towers: int
@@ -58,7 +57,6 @@ class Setting:
     fails: bool = False
     reads_at_random: bool = False
     workers: int = 1
-    combines: bool = False
 
 
 def draw_setting(seed: int) -> Setting:
@@ -70,8 +68,7 @@ def draw_setting(seed: int) -> Setting:
     packed, sharded, compiled, fails, reads = (rng.random() < share for share in (0.5, 0.4, 0.06, 0.3, 0.5))
     workers = rng.choice([1, 1, 1, 1, 1, 1, 2, 3])
     towers = towers if workers == 1 else min(towers, 2)
-    combines = rng.random() < 0.5
-    return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers, combines)
+    return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers)
 
 
 def of_kept(path: Path) -> tuple[Program, Setting, int]:
@@ -237,7 +234,6 @@ class _Run:
             return tf.function(self._step, autograph=False).get_concrete_function(*specs)
         known_rows = setting.rows[0] if setting.is_static else None
         options = {"jit_compile": setting.is_compiled, "pack_copies": setting.is_packed, "collectives": self._collectives}
-        options["combine_on_towers"] = setting.combines
         with reading_at_random(setting.rows[0]) if setting.reads_at_random else contextlib.nullcontext():
             return partitioned_step(self._step, specs, [True, True], known_rows, self._devices, HOME, **options)[0]
 

@@ -227,8 +227,8 @@ def test_weights_and_gradients_travel_in_one_message_for_each_pair_of_devices(pa
     pairs = 3 if parameter_device is None else 4 * 3
     for kind in ("weights", "gradients"):
         assert packed.number_of(kind) <= pairs < apart.number_of(kind)
-    # TensorFlow sends one of two equal scalars by itself, and both in messages.
-    assert packed.total_bytes <= 1.01 * apart.total_bytes
+    # TensorFlow sends one of two equal scalars by itself, and both in messages. Small weights also go to towers that combine.
+    assert packed.bytes_of("weights", "gradients") <= 1.05 * apart.bytes_of("weights", "gradients")
 
 
 @pytest.mark.parametrize("parameter_device", [None, "sharded"])

@@ -112,7 +112,6 @@ def collect(planned: PlannedRun) -> tuple[keras_dp.DataParallelModel, StepGraph]
     with logical_cpus_for_gpus(planned.towers):
         # The graph takes batches of any size. Some of its choices, such as where tables are looked up, depend on the usual one.
         parallel.tower_steps.inputs.usual_rows = batch_rows(planned)
-        parallel.tower_steps.combine_on_towers = True
         return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(parallel.inner_model, 2 * planned.towers))))
 
 

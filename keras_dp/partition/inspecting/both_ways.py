@@ -62,7 +62,6 @@ class BothWays:
         home: the device of operations that are computed once.
         tolerance: the largest difference that is ignored.
         pack_copies: as in `run_partitioned`.
-        combine_on_towers: as in `run_partitioned`.
         jit_compile: as in `run_partitioned`.
 
     Attributes:
@@ -81,7 +80,6 @@ class BothWays:
         home: str,
         tolerance: float,
         pack_copies: bool,
-        combine_on_towers: bool,
         jit_compile: bool,
     ):
         self.jit_compile = jit_compile
@@ -94,7 +92,7 @@ class BothWays:
         pairs = zip(self._arguments, wholes, strict=True)
         self._nudged = [dataclasses.replace(one, whole=partial(tf.identity, whole)) for one, whole in pairs]
         self._trace, self._rows, self._devices, self._home = trace, rows, devices, home
-        self._tolerance, self._pack_copies, self._combine_on_towers = tolerance, pack_copies, combine_on_towers
+        self._tolerance, self._pack_copies = tolerance, pack_copies
         names = list(self.traced.arguments)
         self._captured = names[len(names) - len(trace.concrete.captured_inputs) :]
         self.propagation = propagate(self.traced, self._arguments, rows)
@@ -124,8 +122,7 @@ class BothWays:
 
         @tf.function(autograph=False)
         def on_towers() -> list[Tensor]:
-            tensors = given(concrete, traced, self._arguments, self._rows)
-            return run(built, tensors, self._pack_copies, self._combine_on_towers)
+            return run(built, given(concrete, traced, self._arguments, self._rows), self._pack_copies)
 
         @tf.function(autograph=False)
         def on_one_device() -> list[Tensor]:
