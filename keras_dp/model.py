@@ -78,8 +78,9 @@ class DataParallelModel(CompiledWrapper):
             refuses names that no tensor has had so far. If all tensors of a batch stay whole, its step runs once, on one
             device. Tensors also stay whole, with a warning, if the types of a dataset say that every batch has other numbers of
             rows of them than of most tensors.
-        pack_copies: whether the tensors that devices send each other travel in few large messages. GPUs need microseconds for
-            each message, whatever its size. None packs tensors between GPUs only: logical CPUs share their memory.
+        pack_copies: whether the tensors that devices send each other travel in few large messages, and small sums in one hop:
+            each tower adds the parts of all towers by itself. GPUs need microseconds for each message, whatever its size. None
+            does so between GPUs only: logical CPUs share their memory.
         verify: whether the first step of each trace is compared with the same step on one device. A difference is an error that
             names the operation, and leaves the weights as before. None asks the environment variable KERAS_DP_VERIFY.
 

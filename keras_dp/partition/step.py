@@ -21,6 +21,7 @@ from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.running.packing import pack_copies as pack
+from keras_dp.partition.running.relays import combine_on_towers
 from keras_dp.partition.tensorflow_internals import graphs_around
 from keras_dp.partition.tracing.graph import Traced, traced_step
 from keras_dp.partition.tracing.trace import Trace
@@ -108,7 +109,8 @@ def run_partitioned(
         home: the device of the operations that are computed once, on each worker.
         across: the exchanges between workers, each of which runs the step on its own towers; None for one worker alone.
         jit_compile: whether XLA compiles the operations of towers between exchanges.
-        pack_copies: whether the tensors that devices send each other share messages; see `packing`.
+        pack_copies: whether the tensors that devices send each other share messages, and each tower combines small parts of
+            sums by itself; see `packing` and `relays`.
 
     Returns:
         The step's result for the whole batch, and the partition of the step.
@@ -191,6 +193,7 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]], pack_copies: 
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
     if pack_copies:
+        combine_on_towers(built.graph, function.given, built.variable_devices)
         pack(built.graph, function.given, built.variable_devices)
     return call(function)
 

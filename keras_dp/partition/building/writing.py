@@ -127,6 +127,23 @@ class GraphWriter:
             self._results_of_copied[definition.name] = self._results[made]
         return made
 
+    def copy_to_tower(self, node: Any, device: str, tower: int, inputs: Sequence[str]) -> str:
+        """Writes a copy of a written node on a tower's device, and returns its name.
+
+        Args:
+            node: the node.
+            device: the full name of the device.
+            tower: the number of the tower.
+            inputs: the copy's inputs, by their names inside the function.
+        """
+        made = self.function.node_def.add()
+        made.CopyFrom(node)
+        made.name, made.device = self._named(self.origins.get(node.name, node.name), tower), device
+        del made.input[:]
+        made.input.extend(inputs)
+        self._results[made.name] = results_of(made)
+        return str(made.name)
+
     def _named(self, name: str, tower: int | None) -> str:
         """Returns the name of a new node, and notes its tower and origin."""
         if tower is None:

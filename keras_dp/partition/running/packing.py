@@ -26,12 +26,11 @@ from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, graph_pb2
+from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running.crossings import Copy, Crossings
-from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
-from keras_dp.partition.tracing.contents import functions_of
+from keras_dp.partition.running.functions import bytes_of, conditional_nodes, in_order, names_of, set_inputs, types_of
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 # A full message leaves before the tensors of the next one are there. DistributedDataParallel of PyTorch fills buckets of 25 MB
@@ -76,7 +75,7 @@ def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Ma
 def find_cycle(function: Any) -> list[str]:
     """Returns the names of nodes of a function that wait for each other in a cycle; empty if there are none."""
     try:
-        _in_order({node.name: node for node in function.node_def})
+        in_order({node.name: node for node in function.node_def})
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []
@@ -84,11 +83,12 @@ def find_cycle(function: Any) -> list[str]:
 
 def _pack(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
     nodes = {node.name: node for node in written.function.node_def}
-    order = _in_order(nodes)
+    order = in_order(nodes)
     crossings = Crossings(written.function, variable_devices)
-    conditional = _conditional(nodes, order)
-    names = _names(written.function)
-    types = _types(written.function, given, names, [copy.tensor for copy in crossings.copies])
+    conditional = conditional_nodes(nodes, order)
+    names = names_of(written.function)
+    found = types_of(written.function, given, names, [copy.tensor for copy in crossings.copies])
+    types = {name: spec for name, spec in found.items() if spec.dtype.is_floating or spec.dtype in _SENT_AS}
     copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]
     before, latest = _steps(copies, nodes, order, written.towers)
     rounds = _rounds(copies, before, latest)
@@ -103,66 +103,8 @@ def _pack(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[
         _begin_after(sent, (user for copy in message for user in users[copy.tensor] if number <= last[user.name]))
         for copy, tensor in zip(message, received, strict=True):
             for taker in copy.takers:
-                _set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
+                set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
     _join_controls(written, crossings)
-
-
-def _in_order(nodes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of nodes in topological order."""
-    sources = {name: [source for source in map(source_of, node.input) if source in nodes] for name, node in nodes.items()}
-    return list(graphlib.TopologicalSorter(sources).static_order())
-
-
-def _conditional(nodes: Mapping[str, Any], order: Sequence[str]) -> set[str]:
-    """Returns the nodes that run in some steps only. If a tensor of a message were missing, all of it would be missing."""
-    found: set[str] = set()
-    for name in order:
-        node = nodes[name]
-        if node.op == "Switch" or (node.op != "Merge" and not found.isdisjoint(map(source_of, node.input))):
-            found.add(name)
-    return found
-
-
-def _names(function: Any) -> dict[str, str]:
-    """Returns the names of all tensors as graphs have them, "node:0", by their names inside the function."""
-    names = {argument.name: f"{argument.name}:0" for argument in function.signature.input_arg}
-    for node in function.node_def:
-        names |= {f"{node.name}:{result}": f"{node.name}:{port}" for port, (result, _) in enumerate(results_of(node))}
-    return names
-
-
-def _types(function: Any, given: Sequence[Any], names: Mapping[str, str], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
-    """Returns the types of the tensors that can be packed: TensorFlow infers their sizes."""
-    calls = {node.name: node for node in function.node_def if functions_of(node)}
-    body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
-    body.node.extend(node for node in function.node_def if node.name not in calls)
-    used = set()
-    for node in body.node:
-        _set_inputs(node, [names[name] for name in data_inputs(node)])
-        used.update(node.input)
-    with tf.Graph().as_default() as graph:
-        feeds = {
-            f"{argument.name}:0": placeholder(tensor.dtype, tensor.shape, handle_data(tensor))
-            for argument, tensor in zip(function.signature.input_arg, given, strict=True)
-        }
-        for name, node in calls.items():
-            results = zip(results_of(node), _stated_shapes(node), strict=True)
-            feeds |= {f"{name}:{port}": placeholder(dtype, shape) for port, ((_, dtype), shape) in enumerate(results)}
-        tf.graph_util.import_graph_def(body, {name: feeds[name] for name in used & feeds.keys()}, name="")
-    found = {
-        name: feeds[names[name]] if source_of(name) in calls else graph.get_tensor_by_name(names[name]) for name in tensors
-    }
-    return {
-        name: tf.TensorSpec(tensor.shape, tensor.dtype)
-        for name, tensor in found.items()
-        if (tensor.dtype.is_floating or tensor.dtype in _SENT_AS) and tensor.shape.is_fully_defined()
-    }
-
-
-def _stated_shapes(node: Any) -> list[tf.TensorShape]:
-    """Returns the shapes of a call's results, as far as the node states them."""
-    stated = node.attr["output_shapes"].list.shape if "output_shapes" in node.attr else ()
-    return list(map(tf.TensorShape, stated)) or [tf.TensorShape(None) for _ in results_of(node)]
 
 
 def _steps(
@@ -229,17 +171,17 @@ def _messages(
     for copy, number in zip(copies, rounds, strict=True):
         groups[number, copy.source, copy.destination, _sent_as(types[copy.tensor])].append(copy)
         for end in (("from", copy.source), ("to", copy.destination)):
-            loads[number, end] += _bytes(types[copy.tensor])
+            loads[number, end] += bytes_of(types[copy.tensor])
     full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
     for (number, *_), group in groups.items():
         message: list[Copy] = []
         size = 0
         for copy in group:
-            if _bytes(types[copy.tensor]) >= full or any(number > last[taker] for taker in copy.takers):
+            if bytes_of(types[copy.tensor]) >= full or any(number > last[taker] for taker in copy.takers):
                 # It leaves by itself: packing would only copy it once more, or make its takers wait for what they lead to.
                 continue
             message.append(copy)
-            size += _bytes(types[copy.tensor])
+            size += bytes_of(types[copy.tensor])
             if size >= full:
                 yield number, message
                 message, size = [], 0
@@ -249,10 +191,6 @@ def _messages(
 
 def _sent_as(spec: tf.TensorSpec) -> tf.DType:
     return _SENT_AS.get(spec.dtype, spec.dtype)
-
-
-def _bytes(spec: tf.TensorSpec) -> int:
-    return math.prod(spec.shape) * int(spec.dtype.size)
 
 
 def _sent_together(
@@ -301,7 +239,7 @@ def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
         for there, names in elsewhere.items():
             if len(names) > 1:
                 joined = written.once(("joined", *names), partial(written.add, "NoOp", names, there, "packed/joined"))
-                _set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
+                set_inputs(node, [*(name for name in node.input if name not in names), f"^{joined}"])
 
 
 def _begin_after(sent: str, users: Iterable[Any]) -> None:
@@ -316,8 +254,3 @@ def _begin_after(sent: str, users: Iterable[Any]) -> None:
     for user in {user.name: user for user in users}.values():
         if not (user.op in _FUSED_ON_CPUS and "CPU" in user.device):
             user.input.append(f"^{sent}")
-
-
-def _set_inputs(node: Any, names: Sequence[str]) -> None:
-    del node.input[:]
-    node.input.extend(names)

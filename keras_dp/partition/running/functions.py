@@ -1,0 +1,85 @@
+"""Read a function: the order of its nodes, and the names and types of its tensors."""
+
+import graphlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+
+from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
+from keras_dp.partition.tracing.contents import functions_of
+from keras_dp.partition.tracing.names import data_inputs, source_of
+
+
+def in_order(nodes: Mapping[str, Any]) -> list[str]:
+    """Returns the names of nodes in topological order."""
+    sources = {name: [source for source in map(source_of, node.input) if source in nodes] for name, node in nodes.items()}
+    return list(graphlib.TopologicalSorter(sources).static_order())
+
+
+def conditional_nodes(nodes: Mapping[str, Any], order: Sequence[str]) -> set[str]:
+    """Returns the nodes that run in some steps only."""
+    found: set[str] = set()
+    for name in order:
+        node = nodes[name]
+        if node.op == "Switch" or (node.op != "Merge" and not found.isdisjoint(map(source_of, node.input))):
+            found.add(name)
+    return found
+
+
+def names_of(function: Any) -> dict[str, str]:
+    """Returns the names of all tensors as graphs have them, "node:0", by their names inside the function."""
+    names = {argument.name: f"{argument.name}:0" for argument in function.signature.input_arg}
+    for node in function.node_def:
+        names |= {f"{node.name}:{result}": f"{node.name}:{port}" for port, (result, _) in enumerate(results_of(node))}
+    return names
+
+
+def types_of(function: Any, given: Sequence[Any], names: Mapping[str, str], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
+    """Returns the types of tensors, as far as TensorFlow infers their sizes.
+
+    Args:
+        function: the function.
+        given: the tensors that it is called with.
+        names: the names of its tensors, as `names_of` returns them.
+        tensors: the tensors' names inside the function.
+    """
+    calls = {node.name: node for node in function.node_def if functions_of(node)}
+    body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
+    body.node.extend(node for node in function.node_def if node.name not in calls)
+    used = set()
+    for node in body.node:
+        set_inputs(node, [names[name] for name in data_inputs(node)])
+        used.update(node.input)
+    with tf.Graph().as_default() as graph:
+        feeds = {
+            f"{argument.name}:0": placeholder(tensor.dtype, tensor.shape, handle_data(tensor))
+            for argument, tensor in zip(function.signature.input_arg, given, strict=True)
+        }
+        for name, node in calls.items():
+            results = zip(results_of(node), _stated_shapes(node), strict=True)
+            feeds |= {f"{name}:{port}": placeholder(dtype, shape) for port, ((_, dtype), shape) in enumerate(results)}
+        tf.graph_util.import_graph_def(body, {name: feeds[name] for name in used & feeds.keys()}, name="")
+    found = {name: feeds[names[name]] if names[name] in feeds else graph.get_tensor_by_name(names[name]) for name in tensors}
+    return {
+        name: tf.TensorSpec(tensor.shape, tensor.dtype) for name, tensor in found.items() if tensor.shape.is_fully_defined()
+    }
+
+
+def _stated_shapes(node: Any) -> list[tf.TensorShape]:
+    """Returns the shapes of a call's results, as far as the node states them."""
+    stated = node.attr["output_shapes"].list.shape if "output_shapes" in node.attr else ()
+    return list(map(tf.TensorShape, stated)) or [tf.TensorShape(None) for _ in results_of(node)]
+
+
+def bytes_of(spec: tf.TensorSpec) -> int:
+    """Returns the bytes of a tensor of a known size."""
+    return math.prod(spec.shape) * int(spec.dtype.size)
+
+
+def set_inputs(node: Any, names: Sequence[str]) -> None:
+    """Gives a node other inputs."""
+    del node.input[:]
+    node.input.extend(names)

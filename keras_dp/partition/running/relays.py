@@ -1,0 +1,230 @@
+"""Let each tower combine small parts of sums by itself, in place of waiting for home to do so.
+
+A sum of the towers' parts takes two hops: the parts go home, and the sum goes to the towers. On GPUs, each hop waits for a copy
+to be launched and to end, however small it is. Where the parts are small, they go from each tower to all others, and each tower
+does what home would do with them: one hop.
+
+For the moments of a batch normalization on two towers, with home on GPU 0:
+
+    two hops: GPU 1 [parts] -> GPU 0, which combines them; GPU 0 [scale, offset] -> GPU 1
+    one hop:  GPU 1 [parts] -> GPU 0 and GPU 0 [parts] -> GPU 1, each of which combines them
+
+A *relay* is a tensor that home computes from parts by few operations, and that a tower takes. These operations are copied to
+the tower. All towers add in the order in which home adds, with the kernels of TensorFlow, also where XLA compiles what follows,
+so that all of them have the same bits. Home keeps those of the operations whose results it needs, such as moving averages.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2
+
+from keras_dp.partition.building.writing import GraphWriter
+from keras_dp.partition.facts.operations import READS
+from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
+from keras_dp.partition.placing.rules.registry import types
+from keras_dp.partition.running.crossings import Crossings
+from keras_dp.partition.running.functions import bytes_of, conditional_nodes, in_order, names_of, set_inputs, types_of
+from keras_dp.partition.tensorflow_internals import is_stateful, results_of
+from keras_dp.partition.tracing.names import control_inputs, data_inputs, source_of
+
+# A tower takes at most so many bytes for a relay: a link of 25 GB/s (PCIe 4.0 x16) sends them in the 15 µs that a hop takes.
+# See `gpu_model.hardware` for both. With eight towers, a part may have 47 kB.
+_MOST_BYTES = 375_000
+# Forward, the scale and the offset of a batch normalization take 16 operations; backward, its gradients take 13.
+_MOST_OPERATIONS = 32
+
+# Their results depend on their inputs alone, on each device in the same way: kernels of GPUs for sums by index, say, add in
+# any order.
+_COPIED = frozenset(
+    [
+        *UNARY,
+        *BINARY,
+        *types(
+            """
+            AddN All Any Betainc BroadcastTo ClipByValue ConcatV2 Const ExpandDims Fill IdentityN L2Loss Max Mean Min Pack Prod
+            Range Reshape Select SelectV2 Slice Snapshot Split SplitV Squeeze StridedSlice Sum Tile Transpose Unpack
+            """
+        ),
+    ]
+)
+_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+
+
+def combine_on_towers(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
+    """Copies the operations of relays to the towers that take them.
+
+    The copies are operations of their towers. So are the originals on a tower's own device, of which that tower needs no copy.
+
+    Args:
+        written: the graph, with the signature of its function.
+        given: the tensors that the function is called with.
+        variable_devices: the devices of variables, by the names that nodes use, as far as they are known.
+    """
+    devices = {argument: variable_devices[name] for name, argument in written.given.items() if name in variable_devices}
+    _Relays(written, given, devices).replace()
+
+
+class _Relays:
+    """Finds relays, and replaces them.
+
+    Args:
+        written: the graph.
+        given: the tensors that its function is called with.
+        variable_devices: the devices of variables, by the function's arguments.
+    """
+
+    def __init__(self, written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]):
+        self._written, self._given = written, given
+        self._nodes = {node.name: node for node in written.function.node_def}
+        self._order = in_order(self._nodes)
+        self._towers = dict(written.towers)
+        self._crossings = Crossings(written.function, variable_devices)
+        self._conditional = conditional_nodes(self._nodes, self._order)
+        self._waiting = self._that_wait_for_towers()
+        self._types: Mapping[str, tf.TensorSpec] = {}
+        self._relayed: set[str] = set()  # nodes at home: all that relays are computed by
+        self._leaves: set[str] = set()  # the tensors that relays are computed from
+        self._known: dict[str, bool] = {}
+        self._near: dict[tuple[str, str], bool] = {}
+        self._instances: dict[tuple[str, str, int], str] = {}
+
+    def _that_wait_for_towers(self) -> set[str]:
+        """Returns the nodes at home that wait for towers."""
+        found: set[str] = set()
+        for name in self._order:
+            sources = map(source_of, self._nodes[name].input)
+            if name not in self._towers and any(source in self._towers or source in found for source in sources):
+                found.add(name)
+        return found
+
+    def replace(self) -> None:
+        """Gives towers what they need to compute relays, and removes the nodes at home that nothing needs any more."""
+        taken = {
+            name: {source for source in map(source_of, data_inputs(self._nodes[name])) if source in self._waiting}
+            for name in self._order
+            if name in self._towers
+        }
+        wanted = set().union(*taken.values())
+        if not wanted:
+            return
+        tensors = {name for node in self._nodes.values() for name in data_inputs(node)}
+        self._types = types_of(self._written.function, self._given, names_of(self._written.function), list(tensors))
+        for name in self._order:
+            if name in wanted:
+                self._judge(name)
+        for taker, sources in taken.items():
+            if not self._relayed.isdisjoint(sources):
+                node = self._nodes[taker]
+                set_inputs(node, [self._on_tower(tensor, node.device, self._towers[taker]) for tensor in node.input])
+        self._remove_unneeded()
+
+    def _judge(self, end: str) -> None:
+        """Notes the nodes of a relay, if all can be copied, and if towers get it sooner from few bytes."""
+        nodes, leaves = {end}, set()
+        is_sent_home, to_visit = False, [end]
+        while to_visit:
+            name = to_visit.pop()
+            node = self._nodes[name]
+            if name in self._relayed:
+                is_sent_home = True
+                continue
+            if not self._can_be_copied(node) or len(nodes) > _MOST_OPERATIONS:
+                return
+            for tensor in data_inputs(node):
+                source = source_of(tensor)
+                if source in self._waiting:
+                    to_visit += {source} - nodes
+                    nodes.add(source)
+                elif not self._is_known(source):
+                    leaves.add(tensor)
+                    is_sent_home |= source in self._towers and self._device(source) != self._device(name)
+        more = leaves - self._leaves
+        if is_sent_home and all(map(self._can_be_sent, more)) and self._bytes(more) <= _MOST_BYTES:
+            self._relayed |= nodes
+            self._leaves |= leaves
+
+    def _device(self, name: str) -> str:
+        return self._crossings.device(name)
+
+    def _can_be_copied(self, node: Any) -> bool:
+        """Returns whether an operation gives the same small numbers wherever it runs."""
+        tensors = [f"{node.name}:{result}" for result, _ in results_of(node)]
+        return (
+            node.op in _COPIED
+            and node.name not in self._conditional
+            and not any(map(self._has_effects, control_inputs(node)))
+            and not any(dtype in _NO_NUMBERS for _, dtype in results_of(node))
+            and self._bytes(tensors) <= _MOST_BYTES
+        )
+
+    def _bytes(self, tensors: Iterable[str]) -> int:
+        return sum(bytes_of(self._types[tensor]) for tensor in tensors if tensor in self._types)
+
+    def _has_effects(self, name: str) -> bool:
+        node = self._nodes[name]
+        return node.op not in READS and is_stateful(node.op)
+
+    def _can_be_sent(self, tensor: str) -> bool:
+        """Returns whether a tensor of a known size is there in each step."""
+        return tensor in self._types and source_of(tensor) not in self._conditional
+
+    def _is_known(self, name: str) -> bool:
+        """Returns whether a node computes from constants alone. Each device has its own copy of it."""
+        if name not in self._known:
+            node = self._nodes.get(name)
+            self._known[name] = (
+                node is not None
+                and name not in self._towers
+                and self._can_be_copied(node)
+                and all(self._is_known(source_of(tensor)) for tensor in node.input)
+            )
+        return self._known[name]
+
+    def _on_tower(self, tensor: str, device: str, tower: int) -> str:
+        """Returns a tensor as a node of a tower takes it: a relay is computed by the tower."""
+        source = source_of(tensor)
+        if source not in self._relayed and not self._known.get(source):
+            return tensor
+        return tensor if tensor.startswith("^") else self._instance(source, device, tower) + tensor.removeprefix(source)
+
+    def _instance(self, name: str, device: str, tower: int) -> str:
+        """Returns the node that computes a node's results for a tower: a copy, or the node, if it is on the tower's device."""
+        key = name, device, tower
+        if key not in self._instances:
+            node = self._nodes[name]
+            if self._is_near(name, device):
+                self._instances[key] = name
+                if name in self._relayed:
+                    self._written.towers.setdefault(name, tower)
+                for tensor in data_inputs(node):
+                    self._on_tower(tensor, device, tower)
+            else:
+                inputs = [self._on_tower(tensor, device, tower) for tensor in data_inputs(node)]
+                self._instances[key] = self._written.copy_to_tower(node, device, tower, inputs)
+        return self._instances[key]
+
+    def _is_near(self, name: str, device: str) -> bool:
+        """Returns whether a node and all that it needs from home, but leaves, are on a tower's device."""
+        key = name, device
+        if key not in self._near:
+            node = self._nodes[name]
+            sources = map(source_of, data_inputs(node))
+            self._near[key] = node.device == device and all(
+                self._is_near(source, device) for source in sources if source in self._relayed or self._known.get(source)
+            )
+        return self._near[key]
+
+    def _remove_unneeded(self) -> None:
+        function = self._written.function
+        needed = {*map(source_of, function.ret.values()), *function.control_ret.values()}
+        needed.update(source_of(name) for node in function.node_def if node.name not in self._relayed for name in node.input)
+        for name in reversed(self._order):
+            if name in self._relayed and name in needed:
+                needed.update(map(source_of, self._nodes[name].input))
+        kept = [node for node in function.node_def if node.name in needed or node.name not in self._relayed]
+        if len(kept) < len(function.node_def):
+            body = function_pb2.FunctionDef(node_def=kept)
+            del function.node_def[:]
+            function.node_def.extend(body.node_def)

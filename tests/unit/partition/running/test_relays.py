@@ -1,0 +1,154 @@
+"""Each tower computes small values from all towers' parts by itself; what is large, random or has effects stays at home."""
+
+import graphlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from partitioned_steps import DEVICES, HOME, partitioned_step
+
+from keras_dp.partition import step as steps
+from keras_dp.partition.running import relays
+from keras_dp.partition.tracing.names import source_of
+
+ROWS = np.random.default_rng(4).normal(size=(7, 3))
+
+
+def normalized(x):
+    mean, variance = tf.nn.moments(x, 0)
+    return (x - mean) * tf.math.rsqrt(variance + 1e-3)
+
+
+def of_a_weighted_mean(x):
+    weights = tf.abs(x[:, :1])
+    return x * tf.math.divide_no_nan(tf.reduce_sum(weights * x, 0), tf.reduce_sum(weights))
+
+
+def of_extremes(x):
+    return (x - tf.reduce_min(x, 0)) / (tf.reduce_max(x, 0) - tf.reduce_min(x, 0))
+
+
+def of_a_chain(x):
+    for _ in range(3):
+        x = x - tf.reduce_mean(x, 0)
+        x = x / tf.sqrt(tf.reduce_sum(x**2, 0) + tf.reduce_max(x))
+    return x
+
+
+def of_a_known_integer(x):
+    return x * tf.cast(tf.reduce_sum(tf.cast(x > 0, tf.int32)), x.dtype)
+
+
+COMBINED = [normalized, of_a_weighted_mean, of_extremes, of_a_chain, of_a_known_integer]
+
+
+def checked_first(x):
+    total = tf.reduce_sum(x, 0)
+    with tf.control_dependencies([tf.debugging.assert_less(total, 1e6 * tf.ones_like(total))]):
+        return x - tf.identity(total)
+
+
+def with_random_numbers(x):
+    seed = tf.reduce_sum(tf.cast(x > 0, tf.int32), 0)[:2]
+    return x * tf.random.stateless_uniform((3,), seed, dtype=x.dtype)
+
+
+def of_a_factorization(x):
+    """Not one of the operations that are known to give the same bits everywhere."""
+    return x @ tf.linalg.inv(tf.transpose(x) @ x)
+
+
+def of_a_large_sum(x):
+    """Each part has 480 kB, which takes longer than a hop."""
+    return x - tf.reduce_mean(tf.reduce_sum(x[:, :, None] * tf.ones((1, 3, 20_000), x.dtype), 0), 1)
+
+
+KEPT_AT_HOME = [checked_first, with_random_numbers, of_a_factorization, of_a_large_sum]
+
+
+def combined(step, monkeypatch, size=3, devices=DEVICES, home=HOME):
+    """Returns the result of a step, its graph, and the longest chains of copies between devices before and after."""
+    found, combine = [], steps.combine_on_towers
+
+    def measuring(written, *arguments):
+        before = longest_chain(written.function)
+        combine(written, *arguments)
+        found.append((written, before, longest_chain(written.function)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "combine_on_towers", measuring)
+        specs = [tf.TensorSpec([None, size], tf.float64)]
+        function, _ = partitioned_step(step, specs, [True], None, devices, home, pack_copies=True)
+    return function(tf.constant(ROWS)).numpy(), *found[-1]
+
+
+def longest_chain(function):
+    nodes = {node.name: node for node in function.node_def}
+    sources = {name: [source_of(source) for source in node.input if source_of(source) in nodes] for name, node in nodes.items()}
+    lengths = {}
+    for name in graphlib.TopologicalSorter(sources).static_order():
+        device = nodes[name].device
+        ends = [lengths[source] + (nodes[source].device not in ("", device)) for source in sources[name]]
+        lengths[name] = max(ends, default=0)
+    return max(lengths.values())
+
+
+@pytest.mark.parametrize("home", [HOME, DEVICES[0]])
+@pytest.mark.parametrize("step", COMBINED)
+def test_each_tower_combines_small_parts_by_itself(step, home, monkeypatch):
+    result, written, before, after = combined(step, monkeypatch, home=home)
+    np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-12)
+    meetings = 6 if step is of_a_chain else 1
+    assert before - after == meetings
+    assert {written.towers[node.name] for node in written.function.node_def if "sum/" in node.name} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("step", KEPT_AT_HOME)
+def test_all_else_is_combined_at_home(step, monkeypatch):
+    result, written, before, after = combined(step, monkeypatch)
+    np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-9)
+    assert before == after
+    assert not any(node.name.startswith("tower_1/sum/") for node in written.function.node_def)
+
+
+def test_the_limit_decides_about_large_sums(monkeypatch):
+    """A negative control: only its size keeps a large sum at home."""
+    monkeypatch.setattr(relays, "_MOST_BYTES", 10_000_000)
+    _, _, before, after = combined(of_a_large_sum, monkeypatch)
+    assert after < before
+
+
+def test_a_sum_of_unknown_size_is_combined_at_home(monkeypatch):
+    _, _, before, after = combined(normalized, monkeypatch, size=None)
+    assert before == after
+
+
+def test_home_keeps_only_what_it_needs(monkeypatch):
+    """On a device without a tower, nothing of a relay is left, unless the result of the step is made of it."""
+
+    def also_a_result(x):
+        return tf.concat([normalized(x), tf.reduce_mean(x, 0, keepdims=True)], 0)
+
+    for step, is_left in ((normalized, False), (also_a_result, True)):
+        _, written, _, _ = combined(step, monkeypatch)
+        at_home = [node.name for node in written.function.node_def if node.name.endswith("moments/Squeeze_1")]
+        assert at_home == [f"tower_{k}/moments/Squeeze_1" for k in range(3)]
+        assert is_left == any(node.op == "AddN" and "CPU:3" in node.device for node in written.function.node_def)
+
+
+def the_scale(x):
+    return tf.math.rsqrt(tf.nn.moments(x, 0)[1] + 1e-3)
+
+
+def sums_of_sums(x):
+    return (tf.reduce_sum(tf.sin(x), 0) + tf.reduce_sum(x**2, 0)) / 3.0 + tf.reduce_sum(tf.exp(x), 0)
+
+
+@pytest.mark.parametrize("home", [HOME, DEVICES[0]])
+@pytest.mark.parametrize("value", [the_scale, sums_of_sums])
+def test_all_towers_have_the_same_bits(value, home, monkeypatch):
+    """Each row returns the value that its tower computes."""
+    result, _, before, after = combined(lambda x: tf.zeros_like(x) + value(x), monkeypatch, home=home)
+    assert after < before
+    np.testing.assert_allclose(result[0], value(tf.constant(ROWS)), rtol=1e-12)
+    assert len(np.unique(result, axis=0)) == 1
