@@ -1,7 +1,7 @@
 """Tell the time of NCCL's collectives, by the model with which NCCL chooses among its own algorithms.
 
-Model and constants are those of src/graph/tuning.cc in NCCL 2.30.7, for GPUs of one machine. Its corrections for trees of medium
-size, and its limits for each channel, are left out: they only make collectives slower.
+Model and constants are those of src/graph/tuning.cc in NCCL 2.30.7, for GPUs of one machine. Its corrections for trees of
+medium size, and its limits for each channel, are left out: they only make collectives slower.
 """
 
 import dataclasses
