@@ -1,7 +1,6 @@
 """Find the collectives of a step: operations in which all towers meet, each with one of its own."""
 
 import graphlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from keras_dp.gpu_model.loops import forward_inputs
 from keras_dp.gpu_model.placement import Operation, PlacedStep
 from keras_dp.partition.tracing.names import source_of
 
-_ALL_REDUCE, _ALL_GATHER = "CollectiveReduceV2", "CollectiveGatherV2"
+_ALL_REDUCE, _ALL_GATHER = _TYPES = ("CollectiveReduceV2", "CollectiveGatherV2")
 
 
 class Collective(NamedTuple):
@@ -39,14 +38,16 @@ def collectives(step: PlacedStep) -> Iterator[Collective]:
     Raises:
         ValueError: if the towers do not have the same collectives.
     """
-    by_device: dict[str, list[Operation]] = defaultdict(list)
-    if any(operation.type in (_ALL_REDUCE, _ALL_GATHER) for operation in step.operations.values()):
-        for operation in _in_order(step.operations):
-            if operation.type in (_ALL_REDUCE, _ALL_GATHER) and operation.name not in step.not_taken:
-                by_device[operation.device].append(operation)
-    if len({tuple(operation.type for operation in own) for own in by_device.values()}) > 1:
-        raise ValueError(f"All towers must have the same collectives. Received: {dict(by_device)}")
-    for members in zip(*by_device.values(), strict=True):
+    if all(operation.type not in _TYPES for operation in step.operations.values()):
+        return
+    of_tower: dict[str, list[Operation]] = {tower: [] for tower in step.towers}
+    for operation in _in_order(step.operations):
+        if operation.type in _TYPES and operation.name not in step.not_taken:
+            of_tower[operation.device].append(operation)
+    types = {tower: [operation.type for operation in own] for tower, own in of_tower.items()}
+    if any(own != types[step.towers[0]] for own in types.values()):
+        raise ValueError(f"All towers must have the same collectives. Received: {types}")
+    for members in zip(*of_tower.values(), strict=True):
         size = max(step.sizes.bytes_of(member.inputs[0]) for member in members)
         yield Collective(members[0].type, tuple(member.name for member in members), size)
 
