@@ -39,6 +39,12 @@ def embeddings():
     return keras.Model(inputs, layers.Dense(4, "softmax")(x))
 
 
+def sequences():
+    inputs = keras.Input((6, 5))
+    x = layers.Dense(7, "relu")(layers.LayerNormalization()(inputs))
+    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.GlobalAveragePooling1D()(x)))
+
+
 def built(build):
     keras.config.set_floatx("float32")
     model = build()
@@ -130,3 +136,10 @@ def test_collectives_that_a_replica_does_not_have_are_refused():
     changed = dataclasses.replace(placed, operations=placed.operations | {last: dataclasses.replace(operation, node=other)})
     with pytest.raises(ValueError, match=r"the same collectives. Received: .*'GPU:2': \[\]"):
         list(collectives(changed))
+
+
+def test_products_of_sequences_count_although_plain_keras_computes_their_shapes():
+    placed = plain(sequences)
+    flops = [placed.work[name].flops for name, operation in placed.operations.items() if operation.type == "MatMul"]
+    # Of each dense layer: forward, and the gradients of its weights and its input.
+    assert sorted(flops) == 3 * [2 * ROWS * 7 * 4] + 3 * [2 * ROWS * 6 * 5 * 7]
