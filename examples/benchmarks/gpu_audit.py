@@ -21,8 +21,8 @@ from write_tables import write_table
 
 import keras_dp
 from keras_dp.cli import models, runs, synthetic
-from keras_dp.cli.plan import planning
-from keras_dp.cli.plan.prediction import Plan, PlannedRun
+from keras_dp.cli.plan import mirrored, planning
+from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
 from keras_dp.gpu_model.audit import audit
 from keras_dp.gpu_model.hardware import Link, Machine, Processor, machine_of
 from keras_dp.gpu_model.placement import place_step
@@ -145,21 +145,26 @@ def answer_one(question):
     print(json.dumps(plans))
 
 
-def plans_of(planned, directory, runs_missing):
-    """Returns the plan for each machine, from a file of results or a process of its own; None if there is none."""
-    name = f"{planned.model.split(':')[-1]}_{planned.towers}_{planned.parameter_device}_{planned.pack_copies}.json"
-    path = directory / name
+def answer_mirrored(question):
+    """Plans one step under MirroredStrategy for each machine; in a process of its own."""
+    placed = mirrored.collect(PlannedRun(**question))
+    plans = {name: dataclasses.asdict(mirrored.predicted(machine_of(*hardware), placed)) for name, hardware in MACHINES.items()}
+    print(json.dumps(plans))
+
+
+def answers_of(option, planned, path, runs_missing):
+    """Returns the answer for each machine, from a file of results or a process of its own; None if there is none."""
     if not path.exists():
         if not runs_missing:
             return None
         begin = time.monotonic()
         try:
-            path.write_text(_answer("--one", dataclasses.asdict(planned)))
+            path.write_text(_answer(option, dataclasses.asdict(planned)))
         except runs.RunFailedError as error:
-            print(f"{name} failed:\n{error}", file=sys.stderr, flush=True)
+            print(f"{path.name} failed:\n{error}", file=sys.stderr, flush=True)
             return None
-        print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    return {name: Plan(**plan) for name, plan in json.loads(path.read_text()).items()}
+        print(f"{path.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    return json.loads(path.read_text())
 
 
 def all_plans(names, towers, directory, runs_missing):
@@ -169,9 +174,22 @@ def all_plans(names, towers, directory, runs_missing):
         for count in (1, *towers):
             for home, packs in VARIANTS if count > 1 else VARIANTS[:1]:
                 planned = PlannedRun(name, count, BATCH_SIZES[name], parameter_device=home, pack_copies=packs)
-                found = plans_of(planned, directory, runs_missing)
-                if found is not None:
-                    plans[name, count, home, packs] = found
+                path = directory / f"{name.split(':')[-1]}_{count}_{home}_{packs}.json"
+                answers = answers_of("--one", planned, path, runs_missing)
+                if answers is not None:
+                    plans[name, count, home, packs] = {machine: Plan(**plan) for machine, plan in answers.items()}
+    return plans
+
+
+def all_mirrored(names, towers, directory, runs_missing):
+    """Plans the steps of all models under MirroredStrategy. On one GPU, such a step is that of plain Keras."""
+    plans = {}
+    for name in names:
+        for count in (1, *towers):
+            path = directory / f"{name.split(':')[-1]}_{count}_mirrored.json"
+            answers = answers_of("--mirrored-one", PlannedRun(name, count, BATCH_SIZES[name]), path, runs_missing)
+            if answers is not None:
+                plans[name, count] = {machine: MirroredPlan(**plan) for machine, plan in answers.items()}
     return plans
 
 
@@ -222,6 +240,24 @@ def scaling_table(plans, names, towers):
                     rows = f"{name.split(':')[-1]}, {BATCH_SIZES[name]:,}"
                     cells = [rows, machine, f"{first.milliseconds:.2f}", _variant(home, packs), *ups, busy, memory]
                     lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def mirrored_table(plans, peers, names):
+    """The predicted times of a step in milliseconds, beside those under MirroredStrategy, in Markdown."""
+    headings = ["model, rows", "machine", "GPUs", *(f"keras_dp, {_variant(*variant)}" for variant in VARIANTS)]
+    headings += ["MirroredStrategy", "its collectives", "keras_dp at best / MirroredStrategy"]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for (name, count), by_machine in peers.items():
+        for machine, peer in by_machine.items() if name in names else ():
+            own = [plans.get((name, count, *variant)) for variant in VARIANTS]
+            times = [found[machine].milliseconds if found else None for found in own]
+            best = min((time for time in times if time), default=None)
+            cells = [f"{name.split(':')[-1]}, {BATCH_SIZES[name]:,}", machine, count]
+            cells += [f"{time:.2f}" if time else "-" for time in times]
+            cells += [f"{peer.milliseconds:.2f}", f"{peer.collectives}: {peer.collective_milliseconds:.2f}"]
+            cells.append(f"{best / peer.milliseconds:.2f}" if best else "-")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -342,11 +378,13 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("results/gpu_audit"), help="where results are kept")
     parser.add_argument("--kept", action="store_true", help="show what --out holds of the models, and plan nothing")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/gpu_audit.md")
-    for option in ("--one", "--measure", "--check-one"):
+    for option in ("--one", "--mirrored-one", "--measure", "--check-one"):
         parser.add_argument(option, type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
         answer_one(arguments.one)
+    elif arguments.mirrored_one is not None:
+        answer_mirrored(arguments.mirrored_one)
     elif "--measure" in sys.argv:
         print(json.dumps(dataclasses.asdict(measured_processor())))
     elif arguments.check_one is not None:
@@ -358,7 +396,9 @@ def main():
             plans = all_plans(names, arguments.towers, arguments.out, not arguments.kept)
             show("audit", audit_table(plans), arguments.write)
             planned = [name for name in names if (name, 1, None, True) in plans]
+            peers = all_mirrored(planned, arguments.towers, arguments.out, not arguments.kept)
             show("scaling", scaling_table(plans, planned, arguments.towers), arguments.write)
+            show("mirrored", mirrored_table(plans, peers, planned), arguments.write)
         if arguments.check:
             show("check", check_table(), arguments.write)
 

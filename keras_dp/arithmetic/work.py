@@ -35,13 +35,24 @@ def work_of_operations(graph: Any) -> dict[str, Work]:
         graph: a `tf.Graph` with the shapes of its arguments.
     """
     nodes = costed_nodes(graph)
+    types = {node.name: node.op for node in nodes.node}
     for node in nodes.node:
         node.device = _DEVICE
+        # The model does not find the sizes of a shape that is computed, which the graph may know.
+        if node.op == "Reshape" and types[source_of(node.input[1])] != "Const" and _is_known(node):
+            node.attr["dtype"].type = node.attr["T"].type
+            become_placeholder(node)
     costs, _ = VirtualCluster(nodes, ends(nodes), {_DEVICE: _UNIT}).run()
     return {
         cost.node: Work(cost.compute_time // 1000, cost.memory_time // 1000, tuple(cost.op_memory.output_memory))
         for cost in costs
     }
+
+
+def _is_known(node: Any) -> bool:
+    """Returns whether the shape of a node's first output is known."""
+    shape = node.attr["_output_shapes"].list.shape[0]
+    return not shape.unknown_rank and all(size.size >= 0 for size in shape.dim)
 
 
 def costed_nodes(graph: Any) -> graph_pb2.GraphDef:

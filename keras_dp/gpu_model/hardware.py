@@ -7,6 +7,8 @@ its own. Latencies and launch costs are assumptions: they depend on the driver a
 
 import dataclasses
 
+from keras_dp.gpu_model.nccl import OVER_NVLINK_2, OVER_NVLINK_3, OVER_NVLINK_4, OVER_PCIE, Nccl
+
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
@@ -56,12 +58,14 @@ class Link:
         latency_seconds: the time of a copy, however small it is.
         bandwidth: bytes per second, in each direction.
         source: where the numbers are from.
+        nccl: how NCCL uses it.
     """
 
     name: str
     latency_seconds: float
     bandwidth: float
     source: str = ""
+    nccl: Nccl = OVER_PCIE
 
     def seconds(self, copied_bytes: float) -> float:
         """Returns the time of a copy: latency and bytes / bandwidth (Thakur, Rabenseifner and Gropp 2005)."""
@@ -91,13 +95,14 @@ class Machine:
 
 # TensorFlow waits for the sender's stream and for the end of each copy: 10 to 30 µs, depending on the driver and the machine.
 _COPY_SECONDS = 15e-6
+_ASSUMED = "; the latency is an assumption"
 
-PCIE_3 = Link("PCIe 3.0 x16", _COPY_SECONDS, 12.5e9, source="of 16 GB/s by its standard; the latency is an assumption")
-PCIE = Link("PCIe 4.0 x16", _COPY_SECONDS, 25e9, source="of 32 GB/s by its standard; the latency is an assumption")
-PCIE_5 = Link("PCIe 5.0 x16", _COPY_SECONDS, 50e9, source="of 64 GB/s by its standard; the latency is an assumption")
-NVLINK_2 = Link("NVLink 2", _COPY_SECONDS, 125e9, source="of 150 GB/s, NVIDIA V100 data sheet; the latency is an assumption")
-NVLINK_3 = Link("NVLink 3", _COPY_SECONDS, 250e9, source="of 300 GB/s, NVIDIA A100 data sheet; the latency is an assumption")
-NVLINK_4 = Link("NVLink 4", _COPY_SECONDS, 375e9, source="of 450 GB/s, NVIDIA H100 data sheet; the latency is an assumption")
+PCIE_3 = Link("PCIe 3.0 x16", _COPY_SECONDS, 12.5e9, source=f"of 16 GB/s by its standard{_ASSUMED}")
+PCIE = Link("PCIe 4.0 x16", _COPY_SECONDS, 25e9, source=f"of 32 GB/s by its standard{_ASSUMED}")
+PCIE_5 = Link("PCIe 5.0 x16", _COPY_SECONDS, 50e9, source=f"of 64 GB/s by its standard{_ASSUMED}")
+NVLINK_2 = Link("NVLink 2", _COPY_SECONDS, 125e9, source=f"of 150 GB/s, NVIDIA V100 data sheet{_ASSUMED}", nccl=OVER_NVLINK_2)
+NVLINK_3 = Link("NVLink 3", _COPY_SECONDS, 250e9, source=f"of 300 GB/s, NVIDIA A100 data sheet{_ASSUMED}", nccl=OVER_NVLINK_3)
+NVLINK_4 = Link("NVLink 4", _COPY_SECONDS, 375e9, source=f"of 450 GB/s, NVIDIA H100 data sheet{_ASSUMED}", nccl=OVER_NVLINK_4)
 
 
 def _gpu(name: str, matrix: float, half: float, vector: float, bandwidth: float, gigabytes: float, source: str) -> Processor:

@@ -4,6 +4,7 @@ import dataclasses
 from collections import defaultdict
 
 from keras_dp.arithmetic.work import Work
+from keras_dp.gpu_model.collectives import collectives
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_operations
 from keras_dp.gpu_model.memory import SAME, peak_bytes
@@ -42,8 +43,9 @@ def simulate(step: PlacedStep, machine: Machine) -> Simulation:
 
     Each device runs its operations one at a time, in the order in which the host gives them to it. The host gives an operation
     as soon as it has given those before it, and waits for copies to end. A copy occupies the link out of one device and the
-    link into the other, and waits for the operations that both were given before it. Operations on the host's memory take no
-    time of a GPU. Of the branches of a condition, the one that makes more bytes runs.
+    link into the other, and waits for the operations that both were given before it. A collective begins when each tower has
+    made what it brings, and occupies all links. Operations on the host's memory take no time of a GPU. Of the branches of a
+    condition, the one that makes more bytes runs.
 
     Args:
         step: the step, on GPUs, or on logical CPUs for a machine that is shared.
@@ -80,8 +82,19 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
         ]
         after += [numbers[last] for last in last_of_rounds(operation.node, nodes)]
         awaiting[name] = after + [awaited.get((control, operation.device), numbers[control]) for control in operation.controls]
+    meetings = {collective.members[0]: collective for collective in collectives(step)}
+    first_of = {member: first for first, collective in meetings.items() for member in collective.members}
     tasks = []
     for name, operation in step.operations.items():
+        if name in meetings:
+            # All begin when the last is there.
+            waits_for = tuple(dict.fromkeys(number for member in meetings[name].members for number in awaiting[member]))
+            links = tuple(f"{way} {device}" for device in step.towers for way in ("out of", "into"))
+            tasks.append(Task(meetings[name].seconds(machine), links, waits_for))
+            continue
+        if name in first_of:
+            tasks.append(Task(0.0, (), (numbers[first_of[name]],)))
+            continue
         # A shape is known as soon as the operation that makes the tensor is launched.
         before = source_of(operation.inputs[0]) if operation.type in SHAPES_AND_RANK else name
         runs = name not in step.not_taken

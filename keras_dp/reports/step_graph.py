@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,11 @@ class StepGraph:
 
     def for_rows(self, rows: int) -> tf.Graph:
         """Returns the graph for batches of a number of rows, in which the sizes of tensors are known as far as possible."""
+        # Some tensors that a step uses are made when they are asked for, which no other graph can do.
+        names, captured = self.names_of_slices, self.captured()
         with tf.Graph().as_default() as graph:
-            made = dict(zip(self.names_of_slices, self._tensors_of_slices(rows), strict=True))
-            for name, (outside, inside) in self.captured().items():
+            made = dict(zip(names, self._tensors_of_slices(rows, names), strict=True))
+            for name, (outside, inside) in captured.items():
                 made[name] = placeholder(outside.dtype, outside.shape, handle_data(inside), name)
             used = {source for node in self.nodes.node for source in node.input}
             tf.graph_util.import_graph_def(
@@ -70,8 +72,8 @@ class StepGraph:
             )
         return graph
 
-    def _tensors_of_slices(self, rows: int) -> Iterator[Tensor]:
-        names = iter(self.names_of_slices)
+    def _tensors_of_slices(self, rows: int, slice_names: Sequence[str]) -> Iterator[Tensor]:
+        names = iter(slice_names)
         for i, part in enumerate(self.slices):
             begin, end = rows * i // len(self.slices), rows * (i + 1) // len(self.slices)
             for spec in tf.nest.flatten(part.data, expand_composites=True):
@@ -97,19 +99,44 @@ def graph_of_step(parallel: Wrapped, batch: Any) -> StepGraph:
     """
     refuse_what_has_no_graph("graph_of_step()", parallel)
     steps = parallel.tower_steps
-    slices = []
     on_host = steps.slices_of(batch if isinstance(batch, tuple) else (batch,))
     make_variables(parallel, on_host)
-    for part, device in zip(on_host, parallel.devices, strict=True):
+    with untouched(parallel), replaced(steps, "jit_compile", False):
+        return collect(
+            lambda parts: parallel.train_step(tuple(parts)),
+            on_devices(on_host, parallel.devices),
+            lambda: restored(used_variables(parallel)),
+        )
+
+
+def on_devices(slices: Sequence[Slice], devices: Sequence[str]) -> list[Slice]:
+    """Copies each slice to its tower's device."""
+    copies = []
+    for part, device in zip(slices, devices, strict=True):
         with tf.device(device):
-            slices.append(keras.tree.map_structure(tf.identity, part))
+            copies.append(keras.tree.map_structure(tf.identity, part))
+    return copies
+
+
+def collect(
+    step: Callable[[Sequence[Slice]], Any],
+    slices: Sequence[Slice],
+    around_the_run: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> StepGraph:
+    """Traces a step, runs it once, and collects the graph that TensorFlow runs.
+
+    Args:
+        step: takes the N slices.
+        slices: the slices, each on its tower's device. The graph does not depend on their numbers of rows.
+        around_the_run: returns the context in which the step runs, after it was traced.
+    """
     specs = [_with_any_rows(part) for part in slices]
-    function = tf.function(lambda parts: parallel.train_step(tuple(parts)), autograph=False, input_signature=[specs])
-    with untouched(parallel), replaced(steps, "jit_compile", False), graph_optimizer(remapping=False):
-        # On CPUs, remapping fuses operations to others than on GPUs.
+    function = tf.function(step, autograph=False, input_signature=[specs])
+    # On CPUs, remapping fuses operations to others than on GPUs.
+    with graph_optimizer(remapping=False):
         concrete = function.get_concrete_function()
         arguments = {argument.name for argument in concrete.function_def.signature.input_arg}
-        with restored(used_variables(parallel)):
+        with around_the_run():
             parts = partition_graphs(function, slices, arguments)
     return StepGraph(_merged(parts), concrete, tuple(specs))
 

@@ -10,7 +10,7 @@ from keras_dp import tables
 from keras_dp.cli import main
 from keras_dp.cli.plan import command as plan
 from keras_dp.cli.plan import planning, table
-from keras_dp.cli.plan.prediction import Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware
 
@@ -111,6 +111,36 @@ def test_table_of_speed_ups(monkeypatch, capsys):
     assert "the audit" in shown
     assert "nothing to say" not in shown
     assert max(map(len, shown.splitlines())) <= 128
+
+
+PEER = MirroredPlan(7.5, (1.0, 1.0), 900.0, collectives=1, collective_megabytes=3.0, collective_milliseconds=0.5)
+
+
+def test_steps_under_mirrored_strategy_stand_beside(monkeypatch, capsys):
+    def of_peer(planned):
+        if planned.towers == 1:
+            return PEER
+        raise RunFailedError("clipping is not for it")
+
+    monkeypatch.setattr(plan, "plan_in_new_process", lambda planned: FIRST)
+    monkeypatch.setattr(plan, "mirrored_in_new_process", of_peer)
+    assert main(["plan", "--towers", "1,2", "--mirrored", "--json"]) == 0
+    captured = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in captured.err.splitlines()]
+    assert "1 64 8.00 7.50 1.00 100 to 100 1000 any 0 0 0 0 1 + 2" in lines
+    assert "2 64 8.00 - 1.00 100 to 100 1000 any 0 0 0 0 1 + 2" in lines
+    assert "the step under MirroredStrategy on 2 GPUs cannot be predicted:\nclipping is not for it" in captured.err
+    assert "Mirrored: the step under MirroredStrategy" in captured.err
+    first, second = (answer["mirrored"] for answer in json.loads(captured.out))
+    assert first == dataclasses.asdict(PEER) | {"busy": [1.0, 1.0]}
+    assert second is None
+
+
+def test_mirrored_strategy_is_left_out_unless_it_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "plan_in_new_process", lambda planned: FIRST)
+    monkeypatch.delattr(plan, "mirrored_in_new_process")
+    assert main(["plan", "--towers", "1,2"]) == 0
+    assert "irrored" not in capsys.readouterr().out
 
 
 def test_constants_that_check_has_measured(tmp_path):
@@ -260,6 +290,12 @@ def test_a_failure_is_shown(monkeypatch, capsys):
 def test_a_model_without_inputs_is_refused(user_directory, capsys):
     assert main(["plan", "--model", "planned_models:without_inputs", "--towers", "2"]) == 1
     assert "The model must have known inputs" in capsys.readouterr().out
+
+
+def test_plans_a_model_of_the_user_under_mirrored_strategy(user_directory):
+    plans = [plan.mirrored_in_new_process(PlannedRun("planned_models:small", towers)) for towers in (1, 2)]
+    assert [one.collectives for one in plans] == [0, 1]
+    assert all(one.milliseconds > one.collective_milliseconds for one in plans)
 
 
 def test_plans_a_model_of_the_user(user_directory, capsys):

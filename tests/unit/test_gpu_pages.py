@@ -35,7 +35,7 @@ def test_the_best_placements_are_those_of_the_simulation():
         ]
 
 
-@pytest.mark.parametrize("name", ["audit", "scaling", "check"])
+@pytest.mark.parametrize("name", ["audit", "scaling", "mirrored", "check"])
 def test_the_tables_have_their_places(name):
     program = (ROOT / "examples" / "benchmarks" / "gpu_audit.py").read_text(encoding="utf-8")
     assert 'PAGE = DIRECTORY.parents[1] / "docs" / "gpu_audit.md"' in program

@@ -18,7 +18,7 @@ from keras_dp.cli.bench.summary import Cell
 from keras_dp.cli.check import training, workers
 from keras_dp.cli.check.copying import Copy
 from keras_dp.cli.check.findings import Finding
-from keras_dp.cli.plan.prediction import Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
 from keras_dp.cli.runs import Measurement, Survey, TrainingMeasurement
 from keras_dp.reports.report import ComputedOnce, Report
 
@@ -75,9 +75,10 @@ def test_each_field_is_documented(monkeypatch):
         "field of `data` of `workers`": set(data_of_workers(monkeypatch)),
         "field of a copy": set(Copy._fields),
         "field of `data` of `speed`": set(training.speed(parallel, batches).data),
-        "field of an entry": {"run", "plan"},
+        "field of an entry": {"run", "plan", "mirrored"},
         "field of `run`": names(PlannedRun),
         "field of `plan`": names(Plan),
+        "field of `mirrored`": names(MirroredPlan),
         "field of `bench.json`": set(results),
         "field of `environment`": set(results["environment"]),
         "field of a row": names(step_summary.Row),

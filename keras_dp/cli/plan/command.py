@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.live import Live
 from rich.table import Table
@@ -21,10 +22,11 @@ from rich.table import Table
 from keras_dp import choices, tables
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument
-from keras_dp.cli.plan.prediction import Plan, PlannedRun
-from keras_dp.cli.plan.table import COLUMNS, LEGEND, Line, advice
+from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
+from keras_dp.cli.plan.table import COLUMNS, LEGEND, MIRRORED, MIRRORED_LEGEND, Line, advice
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware, own_gpus
+from keras_dp.tables import Column
 
 _MOST_MEMORY = 1e9  # gigabytes, or megabytes
 
@@ -69,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alternatives", action="store_true", help="compare placements and packings for the most towers, and name the fastest"
     )
+    parser.add_argument("--mirrored", action="store_true", help="predict the steps under MirroredStrategy, too")
     parser.add_argument("--json", action="store_true", help="print the predictions as JSON")
 
 
@@ -94,38 +97,59 @@ def run(options: argparse.Namespace) -> int:
     console, width = tables.console(file), tables.terminal_width()
     say(f"{described(machine)}\n{options.command}\n")
     plans: list[Plan] = []
+    mirrored: list[MirroredPlan | None] = []
     others: list[Plan] = []
     alternatives = _alternatives(planned[-1]) if options.alternatives else []
-    failure = ""
+    columns = (*COLUMNS[:3], MIRRORED, *COLUMNS[3:]) if options.mirrored else COLUMNS
+    failure = refusal = ""
     try:
         # On a terminal, each line is there as soon as it is known.
         with Live(console=console, auto_refresh=False, transient=True) as live:
             for one in planned:
                 plans.append(plan_in_new_process(one))
-                live.update(_table(planned, plans, width), refresh=True)
+                try:
+                    mirrored.append(mirrored_in_new_process(one) if options.mirrored else None)
+                except RunFailedError as error:
+                    mirrored.append(None)
+                    refusal = f"\nthe step under MirroredStrategy on {one.towers} GPUs cannot be predicted:\n{error}"
+                live.update(_table(columns, planned, plans, mirrored, width), refresh=True)
         for one in alternatives:
             others.append(plan_in_new_process(one))
     except RunFailedError as error:
         failure = f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}"
-    console.print(_table(planned, plans, width))
+    console.print(_table(columns, planned, plans, mirrored, width))
     if failure:
         say(failure)
         return 1
-    say(f"\n{tables.legend(LEGEND, width)}")
+    say(f"\n{tables.legend((*LEGEND, MIRRORED_LEGEND) if options.mirrored else LEGEND, width)}")
+    if refusal:
+        say(refusal)
     if others:
         say()
         console.print(advice([planned[-1], *alternatives], [plans[-1], *others]))
     say(f"\na step on {planned[-1].towers} GPUs:\n{plans[-1].audit}")
     if options.json:
-        pairs = zip([*planned, *alternatives], [*plans, *others], strict=True)
-        print(json.dumps([{"run": dataclasses.asdict(one), "plan": dataclasses.asdict(made)} for one, made in pairs], indent=1))
+        entries = zip([*planned, *alternatives], [*plans, *others], [*mirrored, *(None for _ in others)], strict=True)
+        print(json.dumps([_entry(*entry) for entry in entries], indent=1))
     return 0
 
 
-def _table(planned: Sequence[PlannedRun], plans: Sequence[Plan], width: int) -> Table:
+def _entry(planned: PlannedRun, plan: Plan, mirrored: MirroredPlan | None) -> dict[str, Any]:
+    """Returns what JSON tells of a step."""
+    peer = None if mirrored is None else dataclasses.asdict(mirrored)
+    return {"run": dataclasses.asdict(planned), "plan": dataclasses.asdict(plan), "mirrored": peer}
+
+
+def _table(
+    columns: Sequence[Column],
+    planned: Sequence[PlannedRun],
+    plans: Sequence[Plan],
+    mirrored: Sequence[MirroredPlan | None],
+    width: int,
+) -> Table:
     """Returns the table of the steps that are predicted so far."""
-    lines = [Line(one, plan, plans[0]) for one, plan in zip(planned, plans, strict=False)]
-    return tables.table(COLUMNS, lines, width)
+    lines = [Line(one, plan, plans[0], peer) for one, plan, peer in zip(planned, plans, mirrored, strict=False)]
+    return tables.table(columns, lines, width)
 
 
 def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
@@ -147,6 +171,15 @@ def plan_in_new_process(planned: PlannedRun) -> Plan:
     """
     # Keras and TensorFlow trace and optimize some layers otherwise where there is a GPU.
     return Plan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), CUDA_VISIBLE_DEVICES="-1"))
+
+
+def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
+    """Predicts a step under MirroredStrategy in a process of its own.
+
+    Raises:
+        RunFailedError: if the process fails, as it does for models that MirroredStrategy cannot train.
+    """
+    return MirroredPlan(**runs.answer_of("plan.mirrored", dataclasses.asdict(planned), CUDA_VISIBLE_DEVICES="-1"))
 
 
 def described(machine: hardware.Machine) -> str:

@@ -104,3 +104,24 @@ class Plan:
     virtual_megabytes: float
     audit: str
     largest_batch: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MirroredPlan:
+    """Holds the prediction of the same step under `tf.distribute.MirroredStrategy`.
+
+    Attributes:
+        milliseconds: the predicted time of the step.
+        busy: the share of this time in which the busiest and the idlest GPU run operations.
+        peak_megabytes: the predicted memory of the fullest GPU.
+        collectives: the number of collectives: all-reduces of gradients, and gatherings of the rows of sparse ones.
+        collective_megabytes: what one GPU brings to them.
+        collective_milliseconds: the time of all of them.
+    """
+
+    milliseconds: float
+    busy: tuple[float, float]
+    peak_megabytes: float
+    collectives: int
+    collective_megabytes: float
+    collective_milliseconds: float

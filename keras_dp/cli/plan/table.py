@@ -6,16 +6,17 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 
 from keras_dp import tables
-from keras_dp.cli.plan.prediction import Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
 from keras_dp.tables import Column
 
 
 class Line(NamedTuple):
-    """Holds a step of the table, its prediction, and the prediction of the first line."""
+    """Holds a step of the table, its prediction, that of the first line, and that of the step under MirroredStrategy."""
 
     planned: PlannedRun
     plan: Plan
     first: Plan
+    mirrored: MirroredPlan | None = None
 
     @property
     def speed_up(self) -> float:
@@ -46,6 +47,9 @@ COLUMNS = (
     Column("to and", "from host", lambda line: f"{line.plan.to_host} + {line.plan.from_host}", 6),
 )
 
+# Beside the other columns, with --mirrored.
+MIRRORED = Column("Mirrored", "ms", lambda line: f"{line.mirrored.milliseconds:.2f}" if line.mirrored else "-")
+
 LEGEND = (
     "speed-up: the rows in a second, divided by those of the first line.",
     "busy: the share of the step in which the busiest and the idlest GPU run operations.",
@@ -53,6 +57,7 @@ LEGEND = (
     "one GPU sends, receives: the most copies of weights, gradients and moments in a step.",
     "to and from host: the tensors that an operation of a GPU takes from the other memory than they are made in.",
 )
+MIRRORED_LEGEND = "Mirrored: the step under MirroredStrategy, with batch normalization over each GPU's rows alone."
 
 
 class Alternative(NamedTuple):
