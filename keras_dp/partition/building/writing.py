@@ -144,6 +144,29 @@ class GraphWriter:
         self._results[made.name] = results_of(made)
         return str(made.name)
 
+    def sum_of_stack(self, node: Any) -> tuple[Any, Any]:
+        """Turns a written AddN into the Sum of its stacked addends, and returns the nodes of the stack and of the axis.
+
+        The result of the node is then named "output" inside the function.
+        """
+        dtype, count = tf.as_dtype(node.attr["T"].type), len(data_inputs(node))
+        stacked = self.function.node_def.add(op="Pack", name=self.unique(f"{node.name}/stack"), device=node.device)
+        stacked.input.extend(data_inputs(node))
+        stacked.attr["T"].type, stacked.attr["N"].i, stacked.attr["axis"].i = dtype.as_datatype_enum, count, 0
+        axis = self.function.node_def.add(op="Const", name=self.unique(f"{node.name}/axis"), device=node.device)
+        axis.attr["dtype"].type = tf.int32.as_datatype_enum
+        axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(0, tf.int32))
+        inputs = [f"{stacked.name}:output:0", f"{axis.name}:output:0", *(f"^{name}" for name in control_inputs(node))]
+        del node.input[:]
+        node.input.extend(inputs)
+        node.op = "Sum"
+        del node.attr["N"]
+        node.attr["Tidx"].type, node.attr["keep_dims"].b = tf.int32.as_datatype_enum, False
+        for made in (stacked, axis, node):
+            self._results[made.name] = results_of(made)
+        self._inside.pop(node.name, None)
+        return stacked, axis
+
     def _named(self, name: str, tower: int | None) -> str:
         """Returns the name of a new node, and notes its tower and origin."""
         if tower is None:

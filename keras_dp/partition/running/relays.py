@@ -10,8 +10,8 @@ For the moments of a batch normalization on two towers, with home on GPU 0:
     one hop:  GPU 1 [parts] -> GPU 0 and GPU 0 [parts] -> GPU 1, each of which combines them
 
 A *relay* is a tensor that home computes from parts by few operations, and that a tower takes. These operations are copied to
-the tower. All towers add in the order in which home adds, with the kernels of TensorFlow, also where XLA compiles what follows,
-so that all of them have the same bits. Home keeps those of the operations whose results it needs, such as moving averages.
+the tower. All towers add in the same order, with the kernels of TensorFlow, also where XLA compiles what follows, so that all
+of them have the same bits. Home keeps those of the operations whose results it needs, such as moving averages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +114,7 @@ class _Relays:
         for name in self._order:
             if name in wanted:
                 self._judge(name)
+        self._add_in_order()
         for taker, sources in taken.items():
             if not self._relayed.isdisjoint(sources):
                 node = self._nodes[taker]
@@ -144,6 +145,27 @@ class _Relays:
         if is_sent_home and all(map(self._can_be_sent, more)) and self._bytes(more) <= _MOST_BYTES:
             self._relayed |= nodes
             self._leaves |= leaves
+
+    def _add_in_order(self) -> None:
+        """Makes relays add in the order of their addends.
+
+        AddN begins with any addend whose memory it can reuse at that moment, so that towers would round otherwise.
+        """
+        renamed = {}
+        for name in sorted(self._relayed):
+            node = self._nodes[name]
+            if node.op == "AddN" and node.attr["N"].i > 2 and not tf.as_dtype(node.attr["T"].type).is_integer:
+                stacked, axis = self._written.sum_of_stack(node)
+                self._nodes |= {made.name: made for made in (stacked, axis)}
+                self._relayed.add(stacked.name)
+                self._is_known(axis.name)
+                renamed[f"{name}:sum:0"] = f"{name}:output:0"
+        if renamed:
+            self._order = in_order(self._nodes)
+            for node in self._nodes.values():
+                set_inputs(node, [renamed.get(tensor, tensor) for tensor in node.input])
+            for result, tensor in self._written.function.ret.items():
+                self._written.function.ret[result] = renamed.get(tensor, tensor)
 
     def _device(self, name: str) -> str:
         return self._crossings.device(name)
