@@ -76,7 +76,8 @@ class Partition:
             devices: the devices of the N towers.
         """
         propagation, graph = built.propagation, built.graph
-        return cls(propagation.traced, propagation, built.exchanges, graph.origins, graph.towers, trace.variables(), devices)
+        towers = dict(graph.towers)
+        return cls(propagation.traced, propagation, built.exchanges, graph.origins, towers, trace.variables(), devices)
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -125,10 +126,11 @@ def run_partitioned(
     def on_towers() -> list[Tensor]:
         return run(built, given(trace.concrete, traced, arguments, rows), pack_copies)
 
+    # What towers compute in place of home, and what packs messages, is no tower's own work.
+    partition = Partition.of(built, trace, devices)
     results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
     for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape(plain.shape)
-    partition = Partition.of(built, trace, devices)
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 

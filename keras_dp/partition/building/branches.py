@@ -93,6 +93,6 @@ def _without(merged: Mapping[str, str], function: Any) -> Any:
             kept.input.extend(map(renamed, data_inputs(node)))
             kept.input.extend(dict.fromkeys(renamed(f"^{name}") for name in control_inputs(node)))
     for results in (made.ret, made.control_ret):
-        for result, name in results.items():
+        for result, name in list(results.items()):
             results[result] = renamed(name)
     return made

@@ -86,7 +86,7 @@ class _Relays:
         self._types: Mapping[str, tf.TensorSpec] = {}
         self._relayed: set[str] = set()  # nodes at home: all that relays are computed by
         self._leaves: set[str] = set()  # the tensors that relays are computed from
-        self._known: dict[str, bool] = {}
+        self._known: dict[str, int] = {}  # nodes that compute from constants alone, and the lengths of the chains to them
         self._near: dict[tuple[str, str], bool] = {}
         self._instances: dict[tuple[str, str, int], str] = {}
 
@@ -111,6 +111,7 @@ class _Relays:
             return
         tensors = {name for node in self._nodes.values() for name in data_inputs(node)}
         self._types = types_of(self._written.function, self._given, names_of(self._written.function), list(tensors))
+        self._find_known()
         for name in self._order:
             if name in wanted:
                 self._judge(name)
@@ -120,6 +121,16 @@ class _Relays:
                 node = self._nodes[taker]
                 set_inputs(node, [self._on_tower(tensor, node.device, self._towers[taker]) for tensor in node.input])
         self._remove_unneeded()
+
+    def _find_known(self) -> None:
+        """Finds the nodes that compute from constants alone, by few operations. Each device has its own copy of them."""
+        for name in self._order:
+            node = self._nodes[name]
+            sources = set(map(source_of, node.input))
+            if name not in self._towers and sources <= self._known.keys() and self._can_be_copied(node):
+                length = 1 + max((self._known[source] for source in sources), default=0)
+                if length <= _MOST_OPERATIONS:
+                    self._known[name] = length
 
     def _judge(self, end: str) -> None:
         """Notes the nodes of a relay, if all can be copied, and if towers get it sooner from few bytes."""
@@ -138,7 +149,7 @@ class _Relays:
                 if source in self._waiting:
                     to_visit += {source} - nodes
                     nodes.add(source)
-                elif not self._is_known(source):
+                elif source not in self._known:
                     leaves.add(tensor)
                     is_sent_home |= source in self._towers and self._device(source) != self._device(name)
         more = leaves - self._leaves
@@ -158,7 +169,7 @@ class _Relays:
                 stacked, axis = self._written.sum_of_stack(node)
                 self._nodes |= {made.name: made for made in (stacked, axis)}
                 self._relayed.add(stacked.name)
-                self._is_known(axis.name)
+                self._known[axis.name] = 1
                 renamed[f"{name}:sum:0"] = f"{name}:output:0"
         if renamed:
             self._order = in_order(self._nodes)
@@ -186,28 +197,16 @@ class _Relays:
 
     def _has_effects(self, name: str) -> bool:
         node = self._nodes[name]
-        return node.op not in READS and is_stateful(node.op)
+        return node.op == "NoOp" or (node.op not in READS and is_stateful(node.op))
 
     def _can_be_sent(self, tensor: str) -> bool:
         """Returns whether a tensor of a known size is there in each step."""
         return tensor in self._types and source_of(tensor) not in self._conditional
 
-    def _is_known(self, name: str) -> bool:
-        """Returns whether a node computes from constants alone. Each device has its own copy of it."""
-        if name not in self._known:
-            node = self._nodes.get(name)
-            self._known[name] = (
-                node is not None
-                and name not in self._towers
-                and self._can_be_copied(node)
-                and all(self._is_known(source_of(tensor)) for tensor in node.input)
-            )
-        return self._known[name]
-
     def _on_tower(self, tensor: str, device: str, tower: int) -> str:
         """Returns a tensor as a node of a tower takes it: a relay is computed by the tower."""
         source = source_of(tensor)
-        if source not in self._relayed and not self._known.get(source):
+        if source not in self._relayed and source not in self._known:
             return tensor
         return tensor if tensor.startswith("^") else self._instance(source, device, tower) + tensor.removeprefix(source)
 
@@ -234,7 +233,7 @@ class _Relays:
             node = self._nodes[name]
             sources = map(source_of, data_inputs(node))
             self._near[key] = node.device == device and all(
-                self._is_near(source, device) for source in sources if source in self._relayed or self._known.get(source)
+                self._is_near(source, device) for source in sources if source in self._relayed or source in self._known
             )
         return self._near[key]
 

@@ -1,12 +1,15 @@
 """Each tower computes small values from all towers' parts by itself; what is large, random or has effects stays at home."""
 
 import graphlib
+import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from partitioned_steps import DEVICES, HOME, partitioned_step
 
+import keras_dp
 from keras_dp.partition import step as steps
 from keras_dp.partition.running import relays
 from keras_dp.partition.tracing.names import source_of
@@ -168,3 +171,35 @@ def test_no_order_depends_on_the_moment(monkeypatch):
     assert summed_at_once(monkeypatch) == []
     monkeypatch.setattr(relays._Relays, "_add_in_order", lambda self: None)
     assert summed_at_once(monkeypatch) != []
+
+
+def test_a_long_chain_of_small_operations_is_no_deep_recursion():
+    weights = tf.Variable(np.ones(3))
+
+    def scaled(x):
+        scale = tf.reduce_sum(weights) * 0 + 1.0
+        for _ in range(400):
+            scale = tf.sin(scale) + 1.0
+        return x * (tf.abs(tf.reduce_sum(x, 0)) * scale)
+
+    spec = [tf.TensorSpec([None, 3], tf.float64)]
+    function, _ = partitioned_step(scaled, spec, [True], None, DEVICES, HOME, pack_copies=True)
+    np.testing.assert_allclose(function(ROWS), scaled(tf.constant(ROWS)), rtol=1e-12)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
+def test_an_error_in_what_towers_compute_in_place_of_home_names_no_tower():
+    class Divides(keras.Model):
+        def train_step(self, data):
+            x = data[0]
+            count = tf.reduce_sum(tf.cast(x[:, 0] > 1e9, tf.int64))
+            return {"result": tf.reduce_sum(x * tf.cast(5 // count, x.dtype))}
+
+    model = Divides(inputs=(inputs := keras.Input((3,))), outputs=keras.layers.Dense(1)(inputs))
+    parallel = keras_dp.DataParallelModel(model, devices=3, pack_copies=True)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError) as failed:
+        parallel.train_on_batch(ROWS, ROWS)
+    notes = "".join(failed.value.__notes__)
+    assert "floordiv failed on all rows, for which it is computed once" in notes
+    assert "failed on tower" not in notes
