@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_dp.devices.available import are_gpus
 from keras_dp.keras_internals import keras_models, keras_optimizers
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.steps.towers import TowerSteps
@@ -181,8 +182,7 @@ class CompiledWrapper(ModelWrapper):
         """
         model = self.inner_model
         is_told = keras_models.was_told_to_use_xla(model) if is_told is None else is_told
-        are_gpus = all("GPU" in device for device in self._steps.inputs.devices)
-        self._steps.jit_compile = bool(model.jit_compile) and (is_told or are_gpus)
+        self._steps.jit_compile = bool(model.jit_compile) and (is_told or are_gpus(self._steps.inputs.devices))
         with self._read_by_keras():
             super().compile(
                 self.optimizer,

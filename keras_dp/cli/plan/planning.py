@@ -130,7 +130,8 @@ def _on_first_gpu(parallel: keras_dp.DataParallelModel, device: str, variables_m
     """
     variables_made()
     model = parallel.inner_model
-    for variable in (*model.variables, *model.metrics_variables, *model.optimizer.variables):
+    of_optimizer = model.optimizer.variables if model.optimizer is not None else []
+    for variable in (*model.variables, *model.metrics_variables, *of_optimizer):
         # A GPU has no variables of 32-bit integers.
         if home(variable) == HOST and variable.dtype != "int32":
             keras_models.move_variable(variable, device)
