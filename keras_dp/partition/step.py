@@ -20,6 +20,7 @@ from keras_dp.partition.placing.planned import Gathered
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
+from keras_dp.partition.running.functions import types_of
 from keras_dp.partition.running.packing import pack_copies as pack
 from keras_dp.partition.running.relays import combine_on_towers
 from keras_dp.partition.tensorflow_internals import graphs_around
@@ -195,8 +196,9 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]], pack_copies: 
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
     if pack_copies:
-        combine_on_towers(built.graph, function.given, built.variable_devices)
-        pack(built.graph, function.given, built.variable_devices)
+        types = types_of(function.definition, function.given)
+        combine_on_towers(built.graph, types, built.variable_devices)
+        pack(built.graph, types, built.variable_devices)
     return call(function)
 
 

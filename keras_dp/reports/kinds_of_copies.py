@@ -57,6 +57,9 @@ class KindsOfCopies:
         return "gradients" if self._updates_weights(after) else "outputs"
 
     def _kind_of_message(self, packed: tf.Operation, unpacked: tf.Operation) -> str:
+        if unpacked.type == "Pack":
+            # The messages of all towers are stacked before they are split.
+            unpacked = unpacked.outputs[0].consumers()[0]
         # The graph optimizer may leave out what reshapes a tensor, and may pack constants beforehand.
         received = [_takers(*_unpacked(taken)) for taken in unpacked.outputs]
         parts = list(map(_before_packing, packed.inputs[:-1]))

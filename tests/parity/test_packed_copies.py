@@ -12,7 +12,7 @@ from keras import layers
 import keras_dp
 from keras_dp.partition import step
 from keras_dp.partition.running import packing
-from keras_dp.partition.tracing.names import source_of
+from keras_dp.partition.tracing.names import data_inputs, source_of
 from keras_dp.reports.graph_optimizer import graph_optimizer
 
 RNG = np.random.default_rng(5)
@@ -289,10 +289,24 @@ def test_each_tower_combines_parts_after_it_has_sent_its_own(monkeypatch):
     """All other towers wait for them, and a GPU works in the order in which it is given operations."""
     functions = keeping_functions(monkeypatch)
     report(pack_copies=True)
-    adding = [node for node in functions[-1].node_def if node.name.endswith("moments/mean/stack")]
-    waiting = [node.device for node in adding if any("^packed/message" in name for name in node.input)]
-    assert len(adding) == len(waiting) == 4 * 3
-    assert len(set(waiting)) == 4
+    nodes = {node.name: node for node in functions[-1].node_def}
+    stacks = [node for node in nodes.values() if node.name.startswith("packed/stack")]
+    # Forward and backward, for three batch normalizations.
+    assert sorted(node.device[-1] for node in stacks) == sorted("0123" * 6)
+    for stack in stacks:
+        messages = [nodes[source_of(tensor)] for tensor in data_inputs(stack)]
+        assert sorted(message.device[-1] for message in messages) == list("0123")
+        assert all(message.op == "ConcatV2" for message in messages)
+
+
+def test_towers_split_messages_once_however_many_there_are(monkeypatch):
+    """Each tower splits the weights that it gets, and, forward and backward, the moments of three batch normalizations."""
+    functions = keeping_functions(monkeypatch)
+    report(pack_copies=True)
+    splits = [node for node in functions[-1].node_def if node.name.startswith("packed/received")]
+    assert sum(node.device.endswith("3") for node in splits) == 1 + 2 * 3
+    messages = [node for node in functions[-1].node_def if node.name.startswith("packed/message")]
+    assert sum(node.device.endswith("3") for node in messages) == 1 + 2 * 3  # The gradients, in place of the weights.
 
 
 def test_the_tower_at_home_begins_after_messages_are_sent(monkeypatch):

@@ -46,8 +46,8 @@ class Crossings:
     """
 
     def __init__(self, function: Any, variable_devices: Mapping[str, str]):
-        devices = {name: _local(device) for name, device in variable_devices.items()}
-        self._devices = {node.name: _local(node.device) or _of_variable(node, devices) for node in function.node_def}
+        devices = {name: local_name(device) for name, device in variable_devices.items()}
+        self._devices = {node.name: local_name(node.device) or _of_variable(node, devices) for node in function.node_def}
         copies: dict[tuple[str, str], Copy] = {}
         controls: dict[tuple[str, str], tuple[str, str]] = {}
         for node in function.node_def:
@@ -79,7 +79,7 @@ def _taken(node: Any) -> Sequence[str]:
 
 
 @functools.cache
-def _local(device: str) -> str:
+def local_name(device: str) -> str:
     """Returns the name of a device within this process, such as "/device:GPU:0"; empty if it is not known."""
     spec = tf.DeviceSpec.from_string(device)
     return f"/device:{spec.device_type}:{spec.device_index or 0}" if spec.device_type else ""

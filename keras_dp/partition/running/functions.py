@@ -1,12 +1,12 @@
-"""Read a function: the order of its nodes, and the names and types of its tensors."""
+"""Read a function, replace its tensors, and remove nodes."""
 
 import graphlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2
 
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
 from keras_dp.partition.tracing.contents import functions_of
@@ -37,15 +37,15 @@ def names_of(function: Any) -> dict[str, str]:
     return names
 
 
-def types_of(function: Any, given: Sequence[Any], names: Mapping[str, str], tensors: Sequence[str]) -> dict[str, tf.TensorSpec]:
-    """Returns the types of tensors, as far as TensorFlow infers their sizes.
+def types_of(function: Any, given: Sequence[Any]) -> dict[str, tf.TensorSpec]:
+    """Returns the types of the tensors that nodes of a function take, as far as TensorFlow infers their sizes.
 
     Args:
         function: the function.
         given: the tensors that it is called with.
-        names: the names of its tensors, as `names_of` returns them.
-        tensors: the tensors' names inside the function.
     """
+    names = names_of(function)
+    tensors = {name for node in function.node_def for name in data_inputs(node)}
     calls = {node.name: node for node in function.node_def if functions_of(node)}
     body = graph_pb2.GraphDef(versions=tf.compat.v1.get_default_graph().graph_def_versions)
     body.node.extend(node for node in function.node_def if node.name not in calls)
@@ -83,3 +83,32 @@ def set_inputs(node: Any, names: Sequence[str]) -> None:
     """Gives a node other inputs."""
     del node.input[:]
     node.input.extend(names)
+
+
+def replace_tensors(function: Any, replaced: Mapping[str, str]) -> None:
+    """Replaces tensors wherever they are taken, by their names inside a function."""
+    for node in function.node_def:
+        if not replaced.keys().isdisjoint(node.input):
+            set_inputs(node, [replaced.get(tensor, tensor) for tensor in node.input])
+    for result, tensor in function.ret.items():
+        function.ret[result] = replaced.get(tensor, tensor)
+
+
+def remove_unneeded(function: Any, removable: Set[str]) -> None:
+    """Removes nodes of a function that nothing needs any more, but other such nodes.
+
+    Args:
+        function: the function.
+        removable: the names of the nodes that may be removed.
+    """
+    needed = {*map(source_of, function.ret.values()), *function.control_ret.values()}
+    needed.update(source_of(name) for node in function.node_def if node.name not in removable for name in node.input)
+    nodes = {node.name: node for node in function.node_def if node.name in removable}
+    for name in reversed(in_order(nodes)):
+        if name in needed:
+            needed.update(map(source_of, nodes[name].input))
+    kept = [node for node in function.node_def if node.name in needed or node.name not in removable]
+    if len(kept) < len(function.node_def):
+        body = function_pb2.FunctionDef(node_def=kept)
+        del function.node_def[:]
+        function.node_def.extend(body.node_def)

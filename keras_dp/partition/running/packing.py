@@ -18,7 +18,6 @@ message meets messages of later rounds alone, and never returns. The packed func
 """
 
 import graphlib
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,9 @@ from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running.crossings import Copy, Crossings
-from keras_dp.partition.running.functions import bytes_of, conditional_nodes, in_order, names_of, set_inputs, types_of
+from keras_dp.partition.running.functions import bytes_of, conditional_nodes, in_order, names_of, set_inputs
+from keras_dp.partition.running.messages import Layout, Message, sent_as
+from keras_dp.partition.running.stacking import stack_messages
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 # A full message leaves before the tensors of the next one are there. DistributedDataParallel of PyTorch fills buckets of 25 MB
@@ -41,12 +42,8 @@ _LEAST_BYTES = 4 << 20
 # On CPUs, oneDNN fuses these operations with others. TensorFlow ends the process if they wait for anything but their inputs.
 _FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
 
-# GPUs have kernels that pack floating-point numbers. These integers, such as the counters of random numbers, travel as numbers
-# of the same bits, and truth values as 0 and 1. On a GPU, int32 stays in the host's memory.
-_SENT_AS = {tf.int64: tf.float64, tf.uint64: tf.float64, tf.uint32: tf.float32, tf.bool: tf.float32}
 
-
-def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
+def pack_copies(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_devices: Mapping[str, str]) -> None:
     """Packs the tensors that devices send each other, and joins control dependencies between devices.
 
     A message holds tensors one after the other. Tensors of unknown size are sent by themselves. The packed function is checked:
@@ -54,13 +51,13 @@ def pack_copies(written: GraphWriter, given: Sequence[Any], variable_devices: Ma
 
     Args:
         written: the graph, with the signature of its function.
-        given: the tensors that the function is called with.
+        types: the types of its tensors, as `types_of` returns them.
         variable_devices: the devices of variables, by the names that nodes use, as far as they are known.
     """
     apart = function_pb2.FunctionDef()
     apart.CopyFrom(written.function)
     devices = {argument: variable_devices[name] for name, argument in written.given.items() if name in variable_devices}
-    _pack(written, given, devices)
+    _pack(written, types, devices)
     cycle = find_cycle(written.function)
     if cycle:
         written.function.CopyFrom(apart)
@@ -81,14 +78,13 @@ def find_cycle(function: Any) -> list[str]:
     return []
 
 
-def _pack(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
+def _pack(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_devices: Mapping[str, str]) -> None:
     nodes = {node.name: node for node in written.function.node_def}
     order = in_order(nodes)
     crossings = Crossings(written.function, variable_devices)
     conditional = conditional_nodes(nodes, order)
     names = names_of(written.function)
-    found = types_of(written.function, given, names, [copy.tensor for copy in crossings.copies])
-    types = {name: spec for name, spec in found.items() if spec.dtype.is_floating or spec.dtype in _SENT_AS}
+    types = {name: spec for name, spec in types.items() if sent_as(spec.dtype)}
     copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]
     before, latest = _steps(copies, nodes, order, written.towers)
     rounds = _rounds(copies, before, latest)
@@ -98,12 +94,15 @@ def _pack(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[
         for name in data_inputs(node):
             if crossings.device(source_of(name)) == crossings.device(node.name):
                 users[name].append(node)
-    for number, message in _messages(copies, rounds, last, types):
-        sent, received = _sent_together(written, message, names, types)
-        _begin_after(sent, (user for copy in message for user in users[copy.tensor] if number <= last[user.name]))
-        for copy, tensor in zip(message, received, strict=True):
+    messages = []
+    for number, sent in _messages(copies, rounds, last, types):
+        message = _send(written, number, sent, names, types)
+        _begin_after(message.node, (user for copy in sent for user in users[copy.tensor] if number <= last[user.name]))
+        for copy, tensor in zip(sent, message.received, strict=True):
             for taker in copy.takers:
                 set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
+        messages.append(message)
+    stack_messages(written, messages, last)
     _join_controls(written, crossings)
 
 
@@ -169,7 +168,7 @@ def _messages(
     groups: dict[Any, list[Copy]] = defaultdict(list)
     loads: dict[Any, int] = defaultdict(int)
     for copy, number in zip(copies, rounds, strict=True):
-        groups[number, copy.source, copy.destination, _sent_as(types[copy.tensor])].append(copy)
+        groups[number, copy.source, copy.destination, sent_as(types[copy.tensor].dtype)].append(copy)
         for end in (("from", copy.source), ("to", copy.destination)):
             loads[number, end] += bytes_of(types[copy.tensor])
     full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
@@ -189,40 +188,17 @@ def _messages(
             yield number, message
 
 
-def _sent_as(spec: tf.TensorSpec) -> tf.DType:
-    return _SENT_AS.get(spec.dtype, spec.dtype)
-
-
-def _sent_together(
-    written: GraphWriter, message: Sequence[Copy], names: Mapping[str, str], types: Mapping[str, tf.TensorSpec]
-) -> tuple[str, list[str]]:
-    """Sends some tensors in one message. Returns its node, and the names of the received tensors inside the function."""
-    source, destination = message[0].source, message[0].destination
-    specs = [types[copy.tensor] for copy in message]
-    dtype, count = _sent_as(specs[0]), len(specs)
-
-    def reshaped(tensor: str, shape: list[int], device: str) -> str:
-        inputs = [tensor, written.constant(shape, device=device)]
-        return written.add("Reshape", inputs, device, "packed/reshape", T=dtype, Tshape=tf.int32)
-
-    def cast(tensor: str, before: tf.DType, after: tf.DType, device: str) -> str:
-        """Takes the bits of a tensor, or its truth values, as numbers of another dtype, if the dtypes differ."""
-        if before == after:
-            return tensor
-        if tf.bool in (before, after):
-            return written.add("Cast", [tensor], device, "packed/truth", SrcT=before, DstT=after)
-        return written.add("Bitcast", [tensor], device, "packed/bits", T=before, type=after)
-
-    pairs = zip(message, specs, strict=True)
-    parts = [reshaped(cast(names[copy.tensor], spec.dtype, dtype, source), [-1], source) for copy, spec in pairs]
-    inputs = [*parts, written.constant(0, device=source)]
-    sent = written.add("ConcatV2", inputs, source, "packed/message", N=count, T=dtype, Tidx=tf.int32)
-    sizes = written.constant([math.prod(spec.shape) for spec in specs], device=destination)
-    inputs = [sent, sizes, written.constant(0, device=destination)]
-    split = written.add("SplitV", inputs, destination, "packed/received", num_split=count, T=dtype, Tlen=tf.int32)
-    received = [reshaped(f"{split}:{i}", spec.shape.as_list(), destination) for i, spec in enumerate(specs)]
-    made = [cast(tensor, dtype, spec.dtype, destination) for tensor, spec in zip(received, specs, strict=True)]
-    return sent, [written.inside(tensor)[0] for tensor in made]
+def _send(
+    written: GraphWriter, number: int, copies: Sequence[Copy], names: Mapping[str, str], types: Mapping[str, tf.TensorSpec]
+) -> Message:
+    """Sends tensors in one message. The same tensors for several devices are joined once."""
+    source, destination = copies[0].source, copies[0].destination
+    tensors = [copy.tensor for copy in copies]
+    layout = Layout(tuple(types[tensor] for tensor in tensors))
+    join = partial(layout.join, written, [names[tensor] for tensor in tensors], source)
+    node = written.once(("message", source, *tensors), join)
+    received = [written.inside(tensor)[0] for tensor in layout.split(written, node, destination)]
+    return Message(node, number, layout, source, tensors, destination, received)
 
 
 def _join_controls(written: GraphWriter, crossings: Crossings) -> None:
@@ -252,5 +228,5 @@ def _begin_after(sent: str, users: Iterable[Any]) -> None:
         users: the nodes of the tower that take tensors of the message on the device that makes them.
     """
     for user in {user.name: user for user in users}.values():
-        if not (user.op in _FUSED_ON_CPUS and "CPU" in user.device):
+        if f"^{sent}" not in user.input and not (user.op in _FUSED_ON_CPUS and "CPU" in user.device):
             user.input.append(f"^{sent}")

@@ -14,18 +14,24 @@ the tower. All towers add in the same order, with the kernels of TensorFlow, als
 of them have the same bits. Home keeps those of the operations whose results it needs, such as moving averages.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import READS
 from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.running.crossings import Crossings
-from keras_dp.partition.running.functions import bytes_of, conditional_nodes, in_order, names_of, set_inputs, types_of
+from keras_dp.partition.running.functions import (
+    bytes_of,
+    conditional_nodes,
+    in_order,
+    remove_unneeded,
+    replace_tensors,
+    set_inputs,
+)
 from keras_dp.partition.tensorflow_internals import is_stateful, results_of
 from keras_dp.partition.tracing.names import control_inputs, data_inputs, source_of
 
@@ -52,18 +58,18 @@ _COPIED = frozenset(
 _NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 
 
-def combine_on_towers(written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]) -> None:
+def combine_on_towers(written: GraphWriter, types: dict[str, tf.TensorSpec], variable_devices: Mapping[str, str]) -> None:
     """Copies the operations of relays to the towers that take them.
 
     The copies are operations of their towers. So are the originals on a tower's own device, of which that tower needs no copy.
 
     Args:
         written: the graph, with the signature of its function.
-        given: the tensors that the function is called with.
+        types: the types of its tensors, as `types_of` returns them. Gets those of the copies.
         variable_devices: the devices of variables, by the names that nodes use, as far as they are known.
     """
     devices = {argument: variable_devices[name] for name, argument in written.given.items() if name in variable_devices}
-    _Relays(written, given, devices).replace()
+    _Relays(written, types, devices).replace()
 
 
 class _Relays:
@@ -71,19 +77,18 @@ class _Relays:
 
     Args:
         written: the graph.
-        given: the tensors that its function is called with.
+        types: the types of its tensors.
         variable_devices: the devices of variables, by the function's arguments.
     """
 
-    def __init__(self, written: GraphWriter, given: Sequence[Any], variable_devices: Mapping[str, str]):
-        self._written, self._given = written, given
+    def __init__(self, written: GraphWriter, types: dict[str, tf.TensorSpec], variable_devices: Mapping[str, str]):
+        self._written, self._types = written, types
         self._nodes = {node.name: node for node in written.function.node_def}
         self._order = in_order(self._nodes)
         self._towers = dict(written.towers)
         self._crossings = Crossings(written.function, variable_devices)
         self._conditional = conditional_nodes(self._nodes, self._order)
         self._waiting = self._that_wait_for_towers()
-        self._types: Mapping[str, tf.TensorSpec] = {}
         self._relayed: set[str] = set()  # nodes at home: all that relays are computed by
         self._leaves: set[str] = set()  # the tensors that relays are computed from
         self._known: dict[str, int] = {}  # nodes that compute from constants alone, and the lengths of the chains to them
@@ -109,8 +114,6 @@ class _Relays:
         wanted = set().union(*taken.values())
         if not wanted:
             return
-        tensors = {name for node in self._nodes.values() for name in data_inputs(node)}
-        self._types = types_of(self._written.function, self._given, names_of(self._written.function), list(tensors))
         self._find_known()
         for name in self._order:
             if name in wanted:
@@ -120,7 +123,7 @@ class _Relays:
             if not self._relayed.isdisjoint(sources):
                 node = self._nodes[taker]
                 set_inputs(node, [self._on_tower(tensor, node.device, self._towers[taker]) for tensor in node.input])
-        self._remove_unneeded()
+        remove_unneeded(self._written.function, self._relayed)
 
     def _find_known(self) -> None:
         """Finds the nodes that compute from constants alone, by few operations. Each device has its own copy of them."""
@@ -173,10 +176,8 @@ class _Relays:
                 renamed[f"{name}:sum:0"] = f"{name}:output:0"
         if renamed:
             self._order = in_order(self._nodes)
-            for node in self._nodes.values():
-                set_inputs(node, [renamed.get(tensor, tensor) for tensor in node.input])
-            for result, tensor in self._written.function.ret.items():
-                self._written.function.ret[result] = renamed.get(tensor, tensor)
+            replace_tensors(self._written.function, renamed)
+            self._types |= {new: self._types[old] for old, new in renamed.items() if old in self._types}
 
     def _device(self, name: str) -> str:
         return self._crossings.device(name)
@@ -223,7 +224,9 @@ class _Relays:
                     self._on_tower(tensor, device, tower)
             else:
                 inputs = [self._on_tower(tensor, device, tower) for tensor in data_inputs(node)]
-                self._instances[key] = self._written.copy_to_tower(node, device, tower, inputs)
+                copy = self._instances[key] = self._written.copy_to_tower(node, device, tower, inputs)
+                results = [(f"{copy}:{result}", f"{name}:{result}") for result, _ in results_of(node)]
+                self._types |= {new: self._types[old] for new, old in results if old in self._types}
         return self._instances[key]
 
     def _is_near(self, name: str, device: str) -> bool:
@@ -236,16 +239,3 @@ class _Relays:
                 self._is_near(source, device) for source in sources if source in self._relayed or source in self._known
             )
         return self._near[key]
-
-    def _remove_unneeded(self) -> None:
-        function = self._written.function
-        needed = {*map(source_of, function.ret.values()), *function.control_ret.values()}
-        needed.update(source_of(name) for node in function.node_def if node.name not in self._relayed for name in node.input)
-        for name in reversed(self._order):
-            if name in self._relayed and name in needed:
-                needed.update(map(source_of, self._nodes[name].input))
-        kept = [node for node in function.node_def if node.name in needed or node.name not in self._relayed]
-        if len(kept) < len(function.node_def):
-            body = function_pb2.FunctionDef(node_def=kept)
-            del function.node_def[:]
-            function.node_def.extend(body.node_def)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
-from keras_dp.partition.running import calling, packing
+from keras_dp.partition.running import calling, functions, packing
 
 OPERATIONS = {"AddV2": np.add, "Sub": np.subtract, "Maximum": np.maximum}
 # Tensors of int32 are not packed.
@@ -42,8 +42,12 @@ class RandomGraph:
         for place in places:
             for passed, value in PASSED.items():
                 self._write("Neg", [passed], -value, *place)
+        meeting = self.draw.choice([0.0, 0.2, 0.9])
         for _ in range(self.draw.randint(10, 50)):
-            self._combine(*self.draw.choice(places))
+            if self.draw.random() < meeting:
+                self._meet(places[:count])
+            else:
+                self._combine(*self.draw.choice(places))
 
     def _combine(self, prefix, device):
         """Combines two tensors, more often those of the same tower than others."""
@@ -54,42 +58,61 @@ class RandomGraph:
         value = OPERATIONS[operation](*(self.values[name] for name in inputs))
         self._write(operation, [*inputs, *(f"^{name}" for name in controls)], value, prefix, device)
 
+    def _meet(self, towers):
+        """Stacks parts of all towers on each of them, as towers that combine parts by themselves do."""
+        kinds = self.draw.choices(list(PASSED), k=self.draw.choice([1, 2, 3]))
+        parts = [[self._negated(kind, *tower) for tower in towers] for kind in kinds]
+        for prefix, device in towers:
+            for alike in parts:
+                value = np.stack([self.values[part] for part in alike])
+                inputs = {"N": len(alike), "T": tf.as_dtype(value.dtype), "axis": 0}
+                self.values[self.written.add("Pack", alike, device, f"{prefix}/stack", **inputs)] = value
+
+    def _negated(self, kind, prefix, device):
+        latest = self._alike[kind, prefix][-1]
+        return self._write("Neg", [latest], -self.values[latest], prefix, device)
+
     def _write(self, operation, inputs, value, prefix, device):
         name = self.written.add(operation, inputs, device, f"{prefix}/{operation}", T=tf.as_dtype(value.dtype))
         self.values[name] = value
         for where in (prefix, None):
             self._alike[f"passed_{value.dtype}_{value.ndim}:0", where].append(name)
+        return name
 
     def run(self):
-        """Returns all values, as the packed graph computes them, and the number of its messages."""
+        """Returns all values, as the packed graph computes them, and the numbers of messages and of stacks of them."""
         passed = {name: lambda value=value: tf.constant(value) for name, value in PASSED.items()}
 
         @tf.function(autograph=False)
         def function():
             made = calling.function_of(self.written, passed, list(self.values), [])
-            packing.pack_copies(self.written, made.given, {})
+            packing.pack_copies(self.written, functions.types_of(made.definition, made.given), {})
             return calling.call(made)
 
         values = [value.numpy() for value in function.get_concrete_function()()]
-        return values, sum(node.name.startswith("packed/message") for node in self.written.function.node_def)
+        names = [node.name for node in self.written.function.node_def]
+        return values, *(sum(name.startswith(f"packed/{kind}") for name in names) for kind in ("message", "stack"))
 
 
 def messages_of(seeds):
-    """Runs random graphs, compares all of their values, and returns how many messages they send."""
-    messages = 0
+    """Runs random graphs, compares all of their values, and returns how many messages they send, and stack."""
+    messages = stacks = 0
     for seed in seeds:
         graph = RandomGraph(seed)
-        values, count = graph.run()
+        values, joined, stacked = graph.run()
         for (name, expected), value in zip(graph.values.items(), values, strict=True):
             np.testing.assert_array_equal(value, expected, err_msg=f"{name}, seed {seed}")
         assert not packing.find_cycle(graph.written.function)
-        messages += count
-    return messages
+        messages += joined
+        stacks += stacked
+    return messages, stacks
 
 
 @pytest.mark.parametrize("first", range(0, 150, 25))
 def test_packed_graphs_have_no_cycle_and_compute_the_same(first):
-    assert messages_of(range(first, first + 25)) > 40
+    messages, stacks = messages_of(range(first, first + 25))
+    assert messages > 40
+    assert stacks > 5
 
 
 def drawn_rounds(monkeypatch):
@@ -100,7 +123,8 @@ def drawn_rounds(monkeypatch):
 def test_no_rounds_make_a_cycle(monkeypatch):
     """The rounds say which copies share messages. They do not have to be right for the result to be right."""
     drawn_rounds(monkeypatch)
-    assert messages_of(range(30)) > 20
+    messages, _ = messages_of(range(30))
+    assert messages > 20
 
 
 def test_a_function_that_would_wait_for_itself_is_not_packed(monkeypatch):
