@@ -223,7 +223,7 @@ class InputStrategy:
         if isinstance(source, Shard):
             return placed(source, slices, self.collectives)
         if isinstance(source, SameBatch) and self.different_batches is not None:
-            return self.different_batches.check(source, slices)
+            return self.different_batches.note(source, slices)
         return slices
 
 

@@ -1,9 +1,11 @@
 """Check that all workers read the same global batches."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dp.batches.slicing import SameBatch, Slice
@@ -12,6 +14,7 @@ from keras_dp.workers.collectives import OneWorker
 Tensor = Any
 
 SAMPLED_ELEMENTS = 4096  # at most, of each tensor
+NOTED_STEPS = 2**14  # between two reports
 _LARGEST_PRIME_BELOW_2_20 = 2**20 - 3
 _PRIME = 0x9E3779B1
 
@@ -21,34 +24,48 @@ logger = logging.getLogger("keras_dp")
 class DifferentBatches:
     """Counts the steps in which the workers' global batches differ, and the steps in which their numbers of rows differ.
 
+    Each worker notes its batches. The notes are compared later, so that no step waits for it.
+
     Args:
         collectives: the collectives of the workers.
-        device: the device that holds the counts.
+        device: the device that holds the notes.
     """
 
     def __init__(self, collectives: OneWorker, device: str):
         self._collectives = collectives
         self._told = False
         with tf.device(device):
-            self._steps = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
+            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._notes = tf.Variable(tf.zeros([NOTED_STEPS, 2], tf.int64), trainable=False)
 
-    def check(self, batch: SameBatch, slices: Sequence[Slice]) -> tuple[Slice, ...]:
-        """Counts the step if the workers' digests or numbers of rows differ. Returns the slices without their source."""
+    def note(self, batch: SameBatch, slices: Sequence[Slice]) -> tuple[Slice, ...]:
+        """Notes the digest and the number of rows of a step's global batch. Returns the slices without their source."""
+        place = self._steps % NOTED_STEPS
         own = tf.cast(tf.stack([batch.digest, slices[0].batch_rows]), tf.int64)
-        total, squares = tf.unstack(self._collectives.sum(tf.stack([own, own * own])))
-        # The variance of W equal numbers is 0.
-        differ = squares * self._collectives.count != total * total
-        self._steps.assign_add(tf.cast(differ, tf.int64))
+        # Steps that share a place are counted as one. Their notes differ if any of them do.
+        self._notes.scatter_nd_update([[place]], [self._notes[place] * _LARGEST_PRIME_BELOW_2_20 + own])
+        self._steps.assign_add(1)
         return tuple(part._replace(source=()) for part in slices)
 
     def report(self) -> None:
-        """Logs a warning if there were such steps since the last report, and resets the counts. The chief says it once.
+        """Compares the workers' notes, and forgets them. Logs a warning if batches differed. The chief says it once.
+
+        All workers call it after the same steps.
 
         Raises:
             ValueError: on all workers, if numbers of rows differed, which augmentation cannot explain.
         """
-        steps, other_rows = self._steps.numpy().tolist()
-        self._steps.assign([0, 0])
+        noted = self._notes.numpy()[: self._steps.numpy()]
+        self._steps.assign(0)
+        self._notes.assign(tf.zeros_like(self._notes))
+        if len(set(self._collectives.exchange(hashlib.blake2b(noted.tobytes(), digest_size=16).digest()))) == 1:
+            return
+        everywhere = [
+            np.frombuffer(message, np.int64).reshape(-1, 2) for message in self._collectives.exchange(noted.tobytes())
+        ]
+        known = min(map(len, everywhere))
+        differ = np.any([notes[:known] != noted[:known] for notes in everywhere], axis=0)
+        steps, other_rows = differ.sum(axis=0).tolist()
         if other_rows:
             raise ValueError(
                 f"The workers were given global batches with different numbers of rows in {other_rows} steps, so the results "

@@ -36,6 +36,8 @@ class AcrossWorkers:
         with counted_on(self._graph):
             if reduction == "sum":
                 return self._collectives.sum(own)
+            if own.shape.is_fully_defined():
+                return _REDUCTIONS[reduction](self._collectives.stack(own), axis=0)
             count = self._collectives.count
             everywhere = self._collectives.gather(tf.reshape(own, [1, -1]), tf.ones([count], tf.int32))
             return tf.reshape(_REDUCTIONS[reduction](everywhere, axis=0), tf.shape(own))
@@ -44,6 +46,11 @@ class AcrossWorkers:
         """Sums several tensors over the workers, in a few messages."""
         with counted_on(self._graph):
             return self._collectives.sum_all(own)
+
+    def stacked(self, own: Tensor) -> Tensor:
+        """Returns the tensors of all workers along a new first axis."""
+        with counted_on(self._graph):
+            return self._collectives.stack(own)
 
     def counts(self, own: Tensor) -> Tensor:
         """Returns the number that each worker passes."""

@@ -15,6 +15,9 @@ from keras_dp.partition.tensorflow_internals import HOST
 Tensor = Any
 
 BUCKET_BYTES = 4 * 2**20
+# Up to this size, on a network of 1 Gbit/s, the bytes that gathering sends beyond those of a ring's sum take less time than
+# the messages that it saves. See `sum`.
+SMALL_BYTES = 2**16
 
 _SENT_AS_THEY_ARE = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _SENT_AS = {**dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32), tf.uint32: tf.int64}
@@ -23,6 +26,7 @@ _SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.flo
 _FIRST_LATE_KEY = 2**30
 _SIZES = 32  # powers of two
 _LATE_PLACES = 2**30 // _SIZES
+_SHORT_BYTES = 256
 
 OTHER_WIDTHS = (
     "The workers' rows have different shapes: all axes but the first must have the same length. Pad the batches of all workers "
@@ -52,6 +56,10 @@ class OneWorker:
     def counts(self, own: Tensor) -> Tensor:
         """Returns the number as a vector of length 1."""
         return tf.reshape(tf.cast(own, tf.int32), [1])
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Returns `x` with a first axis of length 1."""
+        return x[tf.newaxis]
 
     def gather(self, x: Any, counts: Tensor | None = None) -> Any:
         """Returns `x`."""
@@ -107,6 +115,9 @@ class Collectives(OneWorker):
                 flat, arguments = self._padded("sum", tf.reshape(sent, [-1]))
                 total = tf.raw_ops.CollectiveReduceV2(input=flat, **arguments, **_ADD)
                 total = tf.reshape(total[:size], tf.shape(sent))
+            elif self._hint == "ring" and math.prod(sent.shape) * sent.dtype.size <= SMALL_BYTES:
+                # A sum takes 2 (W - 1) messages, one after the other, and a gather W - 1, which are W / 2 times as large.
+                total = tf.reduce_sum(self._stacked(sent), axis=0)
             else:
                 arguments = self._arguments(sent, self._key("sum", sent.dtype, tuple(sent.shape)))
                 if self._hint == "ring":
@@ -115,6 +126,31 @@ class Collectives(OneWorker):
                     # TensorFlow runs operations of the second version one after another, which NCCL needs and gRPC does not.
                     total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
             return _as_received(total, x)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Returns the tensors of all workers along a new first axis, in their order, on every worker.
+
+        Args:
+            x: a tensor of numbers of a graph, of the same known shape on every worker.
+        """
+        sent = _as_sent(x)
+        with tf.device(_sending_device(sent)):
+            everywhere = self._stacked(sent)
+            if self._order != sorted(self._order):
+                everywhere = tf.gather(everywhere, self._order)
+            return _as_received(everywhere, x)
+
+    def _stacked(self, sent: Tensor) -> Tensor:
+        """Returns the tensors of all workers along a new first axis, in TensorFlow's order of workers."""
+        if not sent.shape.num_elements():
+            return tf.zeros([self.count, *sent.shape], sent.dtype)  # TensorFlow crashes where it gathers nothing.
+        if sent.dtype == tf.bfloat16:
+            return tf.cast(self._stacked(tf.cast(sent, tf.float32)), sent.dtype)  # TensorFlow gathers no bfloat16.
+        arguments = self._arguments(sent, self._key("stack", sent.dtype, tuple(sent.shape)))
+        if self._hint == "ring":
+            return tf.raw_ops.CollectiveGather(input=sent[tf.newaxis], shape=[self.count, *sent.shape], **arguments)
+        everywhere = tf.raw_ops.CollectiveGatherV2(input=sent[tf.newaxis], ordering_token=[], **arguments)
+        return tf.ensure_shape(everywhere, [self.count, *sent.shape])
 
     def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns the sums of K dense tensors over all workers, packed into buckets of at most `BUCKET_BYTES`.
@@ -148,7 +184,10 @@ class Collectives(OneWorker):
 
     def counts(self, own: Tensor) -> Tensor:
         """Returns the W numbers of all workers, int32, from this worker's number `own`."""
-        return self.sum(tf.one_hot(self.index, self.count, dtype=tf.int32) * tf.cast(own, tf.int32))
+        own = tf.cast(own, tf.int32)
+        if tf.executing_eagerly() or not own.shape.is_fully_defined():
+            return self.sum(tf.one_hot(self.index, self.count, dtype=tf.int32) * own)
+        return self.stack(own)
 
     def gather(self, x: Any, counts: Tensor | None = None) -> Any:
         """Returns the rows of all workers, in the order of the workers, on every worker.
@@ -206,13 +245,20 @@ class Collectives(OneWorker):
         return tf.reshape(self.sum(tf.pad(own, [[0, tf.reduce_prod(shape) - tf.size(own)]])), shape)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Returns the messages of all W workers. It runs immediately, in eager mode."""
+        """Returns the messages of all W workers, in one round if all are short. It runs immediately, in eager mode."""
+        length = len(message).to_bytes(8, "little")
+        begins = self._gather_bytes((length + message)[:_SHORT_BYTES].ljust(_SHORT_BYTES), [_SHORT_BYTES] * self.count)
+        sizes = [int.from_bytes(begin[:8], "little") for begin in begins]
+        in_begin = _SHORT_BYTES - 8
+        rests = [max(0, size - in_begin) for size in sizes]
+        ends = self._gather_bytes(message[in_begin:], rests) if any(rests) else [b""] * self.count
+        return [(begin[8:] + end)[:size] for begin, end, size in zip(begins, ends, sizes, strict=True)]
+
+    def _gather_bytes(self, own: bytes, sizes: Sequence[int]) -> list[bytes]:
         with tf.init_scope(), tf.device(HOST):
-            own = tf.constant(np.frombuffer(message, np.uint8))
-            counts = self.counts(tf.size(own))
-            everything = self.gather(own, counts).numpy().tobytes()
-        ends = np.cumsum(counts.numpy())
-        return [everything[end - size : end] for end, size in zip(ends, counts.numpy(), strict=True)]
+            everything = self.gather(tf.constant(np.frombuffer(own, np.uint8)), tf.constant(sizes, tf.int32)).numpy().tobytes()
+        ends = np.cumsum(sizes).tolist()
+        return [everything[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def broadcast(self, message: bytes) -> bytes:
         """Returns the chief's message, which may be long, and ignores all others. It runs immediately, in eager mode."""

@@ -17,6 +17,7 @@ import pytest
 
 from keras_dp.cli import main
 from keras_dp.cli.launch import command as launch
+from keras_dp.cli.launch import cores
 from keras_dp.devices import nvidia
 
 REPORT = """
@@ -422,3 +423,41 @@ def test_wrong_number_of_gpus(monkeypatch, capsys, options, needed):
     error = capsys.readouterr().err
     assert f"workers needs {needed}" in error
     assert "Received: 3 GPUs. Change --workers" in error
+
+
+CORES = """
+import os, time
+print(json.dumps(sorted(os.sched_getaffinity(0))))
+tell(f"told {index}")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux alone can divide cores among processes.")
+@pytest.mark.parametrize("options", ["--workers 2", "--workers 2 --share-cores"])
+def test_each_worker_has_cores_of_its_own(options, capfd):
+    available = sorted(os.sched_getaffinity(0))
+    # A process may have read its cores before the launcher sets them.
+    assert run("time.sleep(0.5)" + CORES, options) == 0
+    of_workers = [json.loads(line.partition(" ")[2]) for line in sorted(capfd.readouterr().out.splitlines())]
+    if "--share-cores" in options or len(available) < 2:
+        assert of_workers == [available, available]
+    else:
+        assert sorted(of_workers[0] + of_workers[1]) == available
+        assert abs(len(of_workers[0]) - len(of_workers[1])) <= 1
+
+
+def test_threads_of_one_core_belong_to_one_worker(tmp_path, monkeypatch):
+    """On many machines, the second hardware thread of core i has the number i + the number of cores."""
+    monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(cores.sys, "platform", "linux")
+    for core in range(8):
+        topology = tmp_path / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text("0")
+        (topology / "core_id").write_text(str(core % 4))
+    assert cores.shares(2) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
+    assert cores.shares(3) == [{0, 4}, {1, 5, 2}, {6, 3, 7}]
+    assert cores.shares(9) == [frozenset()] * 9
+    monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path / "nowhere")
+    assert cores.shares(2) == [{0, 1, 2, 3}, {4, 5, 6, 7}]

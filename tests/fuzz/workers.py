@@ -87,6 +87,9 @@ class InMemory(OneWorker):
     def counts(self, own: Any) -> Any:
         return self.sum(tf.one_hot(self.index, self.count, dtype=tf.int32) * tf.cast(own, tf.int32))
 
+    def stack(self, x: Any) -> Any:
+        return self._exchanged(x, np.stack, [self.count, *x.shape])
+
     def gather(self, x: Any, counts: Any = None) -> Any:
         return self._exchanged(x, np.concatenate, [None, *x.shape[1:]])
 

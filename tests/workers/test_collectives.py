@@ -277,7 +277,7 @@ def test_sums_of_known_shapes_run_in_any_order(device):
 
     def make():
         with tf.device(device):
-            x = tf.zeros([3, 2])
+            x = tf.zeros([3, module.SMALL_BYTES])
         total = worker.sum(x)
         assert (total.shape, total.dtype) == (x.shape, x.dtype)
 
@@ -288,6 +288,24 @@ def test_sums_of_known_shapes_run_in_any_order(device):
     assert operation.get_attr("timeout_seconds") == 0.0
     assert operation.get_attr("communication_hint") == b"ring"
     assert (operation.get_attr("merge_op"), operation.get_attr("final_op")) == (b"Add", b"Id")
+
+
+def test_small_sums_are_gathered_in_half_the_messages():
+    """Each worker adds the parts, in the same order."""
+    worker = constructed(1, 3)
+
+    def make(x):
+        total = worker.sum(x)
+        assert (total.shape, total.dtype) == (x.shape, x.dtype)
+
+    (operation,) = operations(lambda: make(tf.zeros([4, 2])))
+    assert operation.type == "CollectiveGather"
+    assert operation.outputs[0].shape == [3, 4, 2]
+    assert operation.get_attr("communication_hint") == b"ring"
+    for dtype in NUMBERS:
+        operations(lambda dtype=dtype: make(tf.zeros([4, 2], dtype)))
+    # Nothing is sent for tensors without elements, which TensorFlow cannot gather.
+    assert not operations(lambda: make(tf.zeros([4, 0])))
 
 
 @pytest.mark.parametrize(("communication", "shape"), [("ring", [None, 2]), ("nccl", [None, 2]), ("nccl", [3, 2])])

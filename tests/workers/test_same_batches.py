@@ -1,12 +1,15 @@
 """Workers compare digests of their global batches, and report different ones."""
 
 import logging
+import re
+import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from worker_threads import on_workers
 
+from keras_dp.batches import same_batches
 from keras_dp.batches.same_batches import SAMPLED_ELEMENTS, DifferentBatches, digest
 from keras_dp.batches.slicing import SameBatch, Slice, without_entries
 
@@ -60,54 +63,83 @@ def test_a_batch_in_a_dataset_has_the_same_digest():
 # Reports
 
 
-def checked(steps):
-    """Returns what each worker has counted, given the digests and the numbers of rows of all workers in each step."""
+class Handler(logging.Handler):
+    """Keeps what each thread logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = {}
+
+    def emit(self, record):
+        self.messages.setdefault(threading.get_ident(), []).append(record.getMessage())
+
+
+def reported(*epochs):
+    """Returns what each worker says after each epoch: the message of an error, or a list of messages.
+
+    Args:
+        *epochs: the digests and the numbers of rows of all workers in each step.
+    """
+    handler, logger = Handler(), logging.getLogger("keras_dp")
 
     def work(collectives):
-        batches = DifferentBatches(collectives, "CPU:0")
-        for digests, rows in steps:
-            batch_rows, of_batch = (tf.constant(numbers[collectives.index]) for numbers in (rows, digests))
-            source = SameBatch(of_batch)
-            slices = [
-                Slice(tf.zeros([2]), tf.constant(begin), tf.constant(2), without_entries(batch_rows), source)
-                for begin in (0, 2)
-            ]
-            received = batches.check(source, slices)
-            assert received == tuple(part._replace(source=()) for part in slices)
-        return batches
+        batches, said = DifferentBatches(collectives, "CPU:0"), []
+        for steps in epochs:
+            for digests, rows in steps:
+                batch_rows, of_batch = (tf.constant(numbers[collectives.index]) for numbers in (rows, digests))
+                source = SameBatch(of_batch)
+                slices = [
+                    Slice(tf.zeros([2]), tf.constant(begin), tf.constant(2), without_entries(batch_rows), source)
+                    for begin in (0, 2)
+                ]
+                received = batches.note(source, slices)
+                assert received == tuple(part._replace(source=()) for part in slices)
+            handler.messages.pop(threading.get_ident(), None)
+            try:
+                batches.report()
+                said.append(handler.messages.get(threading.get_ident(), []))
+            except ValueError as error:
+                said.append(str(error))
+        return said
 
-    return on_workers(len(steps[0][0]), work)
+    logger.addHandler(handler)
+    try:
+        return on_workers(len(epochs[0][0][0]), work)
+    finally:
+        logger.removeHandler(handler)
 
 
-def said(batches, caplog):
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "keras_dp"):
-        batches.report()
-    return [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
+def test_nothing_is_said_of_the_same_batches():
+    assert reported([((5, 5), (8, 8)), ((2**20 - 4,) * 2, (3, 3))]) == [[[]], [[]]]
 
 
-def test_nothing_is_said_of_the_same_batches(caplog):
-    for batches in checked([((5, 5), (8, 8)), ((2**20 - 4,) * 2, (3, 3))]):
-        assert said(batches, caplog) == []
-
-
-def test_different_batches_are_warned_of_once(caplog):
+def test_different_batches_are_warned_of_once():
     """The chief says it for all."""
-    chief, other = checked([((5, 6), (8, 8)), ((7, 7), (8, 8)), ((1, 0), (8, 8))])
-    (message,) = said(chief, caplog)
+    differing = [((5, 6), (8, 8)), ((7, 7), (8, 8)), ((1, 0), (8, 8))]
+    chief, other = reported(differing, differing)
+    (message,), again = chief
     assert message.startswith("The workers were given different batches in 2 steps")
     assert "as after dataset.shard(), pass sharded=True" in message
-    assert said(other, caplog) == said(chief, caplog) == []
+    assert again == []
+    assert other == [[], []]
 
 
-def test_different_numbers_of_rows_are_refused(caplog):
-    for batches in checked([((5, 6), (8, 7)), ((5, 5), (8, 8))]):
-        with pytest.raises(ValueError, match="different numbers of rows in 1 steps.* sharded=True"):
-            batches.report()
-        assert said(batches, caplog) == []
+def test_different_numbers_of_rows_are_refused():
+    same = [((5, 5), (8, 8))]
+    for first, second in reported([((5, 6), (8, 7)), *same], same):
+        assert re.search(r"different numbers of rows in 1 steps.* sharded=True", first)
+        assert second == []
 
 
 def test_all_workers_see_that_they_differ():
-    for batches in checked([((5, 5, 5), (2, 4, 3))]):
-        with pytest.raises(ValueError, match="different numbers of rows"):
-            batches.report()
+    for (message,) in reported([((5, 5, 5), (2, 4, 3))]):
+        assert "different numbers of rows" in message
+
+
+def test_a_step_that_differs_is_found_however_many_follow(monkeypatch):
+    """Steps that share a place in the notes are counted as one."""
+    monkeypatch.setattr(same_batches, "NOTED_STEPS", 3)
+    same = [((9, 9), (8, 8))] * 7
+    (chief, _) = reported([((5, 6), (8, 8)), *same], same)
+    assert chief[0][0].startswith("The workers were given different batches in 1 steps")
+    assert chief[1] == []

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeAlias
 
+from keras_dp.cli.launch import cores
 from keras_dp.cli.launch.output import TAIL_LINES, Screen, WorkerOutput
 from keras_dp.devices import nvidia
 
@@ -69,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", type=_integer(0), default=0, metavar="N", help="how often to restart after a failure (default: 0)"
     )
+    parser.add_argument(
+        "--share-cores",
+        action="store_true",
+        help="let every worker run on all cores (default: each has its own, if there are enough; Linux only)",
+    )
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the script that every worker runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -93,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
         _print_commands(options, script)
         return 0
     gpus = _gpus_of_workers(options.workers, options.towers_per_worker)
+    shares = [frozenset[int]()] * options.workers if options.share_cores else cores.shares(options.workers)
     screen = Screen(sys.stdout)
     events: _Events = queue.SimpleQueue()
     with _signals_into(events):
@@ -103,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
                 {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[index]}
                 for index in range(options.workers)
             ]
-            failed, received = _run_workers([sys.executable, *script], environments, events, screen)
+            failed, received = _run_workers([sys.executable, *script], environments, shares, events, screen)
             if failed is not None:
                 screen.line(f"keras-dp launch: {failed.failure()}", sys.stderr)
             if received is not None:
@@ -191,13 +198,18 @@ _Events: TypeAlias = queue.SimpleQueue[_Worker | int]
 
 
 def _run_workers(
-    command: Sequence[str], environments: Iterable[Mapping[str, str]], events: _Events, screen: Screen
+    command: Sequence[str],
+    environments: Iterable[Mapping[str, str]],
+    shares: Sequence[frozenset[int]],
+    events: _Events,
+    screen: Screen,
 ) -> tuple[_Worker | None, int | None]:
     """Runs a worker in each of the environments until all have ended.
 
     Args:
         command: the command of all workers.
         environments: the environment variables of each worker.
+        shares: the cores of each worker, as `cores.shares` returns them.
         events: the queue of ended workers, and of the numbers of signals to the launcher.
         screen: the screen for the workers' output.
 
@@ -213,6 +225,7 @@ def _run_workers(
         for index, environment in enumerate(environments):
             workers.append(_Worker(index, command, environment, events, screen))
             running.add(workers[-1])
+            cores.confine(workers[-1].process.pid, shares[index])
         while running:
             try:
                 event = events.get(timeout=max(0.0, signals[0][0] - time.monotonic()) if signals else None)

@@ -23,6 +23,13 @@ class Across(Protocol):
     def sums(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Returns the sums of several tensors, which are sent together."""
 
+    def stacked(self, own: Tensor) -> Tensor:
+        """Returns the tensors of all workers along a new first axis, in the order of the workers.
+
+        Args:
+            own: a tensor of a shape that is known and the same on all workers.
+        """
+
     def counts(self, own: Tensor) -> Tensor:
         """Returns the W numbers that the workers pass, int32, in the order of the workers."""
 

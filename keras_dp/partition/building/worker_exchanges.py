@@ -137,8 +137,11 @@ def _pooled(across: Across, mean: tf.Tensor, variance: tf.Tensor, counts: tf.Ten
         variance: this worker's part of the variance, around its own mean.
         counts: the number of rows of each worker.
     """
-    own = tf.stack([mean, variance])[tf.newaxis]
-    everywhere = across.gathered(own, 0, tf.ones_like(counts))
+    own = tf.stack([mean, variance])
+    if own.shape.is_fully_defined():
+        everywhere = across.stacked(own)
+    else:
+        everywhere = across.gathered(own[tf.newaxis], 0, tf.ones_like(counts))
     shares = tf.cast(counts, own.dtype) / tf.cast(tf.reduce_sum(counts), own.dtype)
     shares = tf.reshape(shares, [-1, *[1] * mean.shape.rank])
     means, variances = everywhere[:, 0], everywhere[:, 1]
