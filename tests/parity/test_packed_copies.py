@@ -289,7 +289,7 @@ def test_each_tower_combines_parts_after_it_has_sent_its_own(monkeypatch):
     """All other towers wait for them, and a GPU works in the order in which it is given operations."""
     functions = keeping_functions(monkeypatch)
     report(pack_copies=True)
-    adding = [node for node in functions[-1].node_def if "/stack/" in node.name and node.name.endswith("moments/mean")]
+    adding = [node for node in functions[-1].node_def if "stack/" in node.name and node.name.endswith("moments/mean")]
     waiting = [node.device for node in adding if any("^packed/message" in name for name in node.input)]
     assert len(adding) == len(waiting) == 4 * 3
     assert len(set(waiting)) == 4
