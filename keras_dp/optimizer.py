@@ -220,7 +220,9 @@ def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
         if all(_names_rows_once(gradient.indices) for gradient in present):
             values, indices = _add_up_rows(values, indices)
         return tf.IndexedSlices(values, indices, present[0].dense_shape)
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+    dense = [tf.convert_to_tensor(gradient) for gradient in present]
+    # add_n takes three and more in any order, and would round otherwise each time.
+    return tf.add_n(dense) if len(dense) <= 2 else tf.reduce_sum(tf.stack(dense), 0)
 
 
 def sum_over_workers(gradients: Sequence[Gradient], variables: Sequence[Any], collectives: OneWorker) -> list[Gradient]:

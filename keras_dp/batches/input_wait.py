@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from keras_dp.partition.tensorflow_internals import op_determinism_is_on
+
 
 class InputWait(keras.callbacks.Callback):
     """Logs `input_wait`: the share of an epoch's time, 0 to 1, in which the towers waited for their slices.
@@ -26,13 +28,18 @@ class InputWait(keras.callbacks.Callback):
         """Starts to measure.
 
         Raises:
-            ValueError: if the model is not a `DataParallelModel`.
+            ValueError: if the model is not a `DataParallelModel`, or TensorFlow's op determinism is on.
         """
         waiting = getattr(self.model.distribute_strategy, "waiting", None)
         if waiting is None:
             raise ValueError(
                 "InputWait measures the towers of a DataParallelModel. Pass it to the fit() of such a model. "
                 f"Received: model={self.model!r}"
+            )
+        if op_determinism_is_on():
+            raise ValueError(
+                "InputWait reads the time in each step, which TensorFlow refuses after "
+                "tf.config.experimental.enable_op_determinism(). Leave out the callback, or the call."
             )
         self._waited = waiting.seconds
         self._waited.assign(0.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.partition.tensorflow_internals import HOST, op_determinism_is_on
 
 
 class Waiting:
@@ -14,6 +14,8 @@ class Waiting:
 
     A call of one step fetches its batch: it waits from its beginning until the batch is there. A call of several steps fetches
     the next batch while a step runs: a step waits from the end of the step before it.
+
+    Nothing is measured with TensorFlow's op determinism, for which a step reads no clock.
 
     Args:
         is_on: whether the time is measured. A host that waits for tensors of GPUs also waits for all that these compute.
@@ -23,7 +25,7 @@ class Waiting:
     """
 
     def __init__(self, is_on: bool = True) -> None:
-        self._is_on = is_on
+        self._is_on = is_on and not op_determinism_is_on()
         self._runs_several = self._is_tracing = False
         with tf.device(HOST):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
@@ -31,8 +33,8 @@ class Waiting:
 
     def measure(self, is_on: bool) -> bool:
         """Measures from now on, or no longer. Returns whether this is a change, so that steps must be retraced."""
-        changes, self._is_on = is_on != self._is_on, is_on
-        return changes
+        before, self._is_on = self._is_on, is_on and not op_determinism_is_on()
+        return self._is_on != before
 
     @contextlib.contextmanager
     def in_call(self, steps: int) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
+from tensorflow.python.framework import config, func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util, op_selector
 
 Tensor = Any
@@ -31,6 +31,11 @@ def body_with_functions(function: Any) -> tuple[graph_pb2.GraphDef, dict[str, st
     with tf.init_scope():
         graph_def, names = function_def_to_graph.function_def_to_graph_def(function, include_library_functions=True)
     return graph_def, names
+
+
+def op_determinism_is_on() -> bool:
+    """Returns whether `tf.config.experimental.enable_op_determinism` was called. TensorFlow then refuses `tf.timestamp`."""
+    return bool(config.is_op_determinism_enabled())
 
 
 def is_stateful(operation_type: str) -> bool:

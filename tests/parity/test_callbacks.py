@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dp
+from keras_dp.batches import input_wait
 from keras_dp.large_batches.warmup import LearningRateWarmup
 
 pytestmark = pytest.mark.thorough
@@ -97,6 +98,15 @@ def test_input_wait_needs_towers():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="measures the towers of a DataParallelModel"):
         model.fit(X, Y, verbose=0, callbacks=[keras_dp.callbacks.InputWait()])
+
+
+def test_input_wait_is_refused_with_op_determinism(monkeypatch):
+    """TensorFlow has no public way to end its op determinism."""
+    monkeypatch.setattr(input_wait, "op_determinism_is_on", lambda: True)
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="refuses after tf.config.experimental.enable_op_determinism"):
+        parallel.fit(X, Y, verbose=0, callbacks=[keras_dp.callbacks.InputWait()])
 
 
 def ramp(base, scale, warmup_steps, steps):

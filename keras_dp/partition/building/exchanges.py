@@ -199,10 +199,14 @@ class Exchanges:
             sent = self._narrowest(output)
             narrow = self._propagation.static(sent).dtype
             parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
-            return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
-        parts = self._empty_slices.parts(output, reduction)
+            if count <= 2 or dtype.is_integer:
+                return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
+        else:
+            parts = self._empty_slices.parts(output, reduction)
+        # AddN begins with any addend whose memory nothing else holds at that moment, so that three and more would be rounded
+        # otherwise each time. So were additions one after the other.
         stacked = self._graph.add("Pack", parts, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
-        operation = {"max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
+        operation = {"sum": "Sum", "max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
         types = {} if reduction in ("all", "any") else {"T": dtype}
         first = self._graph.constant(0, device=home)
         return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)

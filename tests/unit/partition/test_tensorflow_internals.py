@@ -6,6 +6,7 @@ import weakref
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
+from tensorflow.python.framework import config
 
 from keras_dp.partition import tensorflow_internals
 from keras_dp.partition.tracing.graph import traced_step
@@ -146,3 +147,12 @@ def test_the_trace_that_makes_variables():
     assert not made[0].is_initialized()
     assert initializing(tf.constant(1.0)) == 3.0
     assert traced.get_concrete_function(spec)(tf.constant(1.0)) == 3.0
+
+
+def test_op_determinism():
+    assert not tensorflow_internals.op_determinism_is_on()
+    tf.config.experimental.enable_op_determinism()
+    try:
+        assert tensorflow_internals.op_determinism_is_on()
+    finally:
+        config.disable_op_determinism()

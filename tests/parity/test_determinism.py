@@ -1,0 +1,108 @@
+"""The same seed gives the same bytes again, in float32: of the weights, the optimizer's state, and all results."""
+
+import json
+import re
+
+import pytest
+from repeated_runs import (
+    PROGRAMS,
+    built,
+    digest,
+    in_a_new_process,
+    trained,
+    trained_from_a_file,
+    trained_with_backups,
+)
+from worker_processes import Workers
+
+SHARDED = {"parameter_device": "sharded", "pack_copies": True}
+WAYS = [
+    (None, {}),
+    (1, {}),
+    (2, {}),
+    (3, {}),
+    (4, {}),
+    (4, {"pack_copies": True}),
+    (4, SHARDED),
+    (3, {"batch_norm": "local"}),
+    (3, {"gradient_dtype": "bfloat16"}),
+    (3, {"policy": "mixed_bfloat16"}),
+    (3, {"jit_compile": True}),
+    (3, {"shuffled_by": "dataset"}),
+    (4, {"op_determinism": True}),
+]
+FURTHER = [pytest.param(program, *way, marks=pytest.mark.thorough) for way in WAYS for program in PROGRAMS]
+RUNS = [pytest.param("attention", 3, SHARDED, marks=pytest.mark.thorough), *FURTHER]
+
+
+@pytest.mark.parametrize(("program", "towers", "options"), RUNS)
+def test_new_processes_give_the_same_bytes(program, towers, options):
+    first, second = (in_a_new_process(trained, program, towers, **options) for _ in range(2))
+    assert first == second
+
+
+def test_another_seed_gives_other_bytes():
+    """A negative control, and the same in one process."""
+    first, second, other = (trained("dropout", 3, seed=seed) for seed in (3, 3, 4))
+    assert first == second
+    assert not set(first.values()) & set(other.values())
+
+
+STEPS = [
+    pytest.param(program, *way, marks=[] if (program, *way) == ("attention", 3, SHARDED) else pytest.mark.thorough)
+    for way in [(3, SHARDED), (4, SHARDED), (4, {"pack_copies": True}), (4, {})]
+    for program in ["attention", "batch normalization", "dropout", "own step"]
+]
+
+
+@pytest.mark.parametrize(("program", "towers", "options"), STEPS)
+def test_a_step_from_the_same_state_gives_the_same_bytes_each_time(program, towers, options):
+    """AddN adds three addends in any order. It did so with the sums of towers, in half of these steps."""
+    model, parallel = built(program, towers, **options)
+    x, y = PROGRAMS[program][1]()
+    parallel.train_on_batch(x, y)
+    variables = [*model.variables, *model.optimizer.variables]
+    begin, seen = [variable.numpy() for variable in variables], set()
+    for _ in range(60):
+        for variable, value in zip(variables, begin, strict=True):
+            variable.assign(value)
+        loss = parallel.train_on_batch(x, y)
+        seen.add(digest([loss, *(variable.numpy() for variable in variables)]))
+    assert len(seen) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("towers", [None, 1, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_loaded_from_a_file_goes_on_with_the_same_bytes(program, towers, tmp_path):
+    runs = []
+    for number in range(2):
+        path = tmp_path / f"{number}.keras"
+        runs.append([in_a_new_process(trained_from_a_file, program, towers, path, ends) for ends in (False, True)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("towers", [None, 1, 4])
+def test_a_run_that_goes_on_from_a_backup_has_the_bytes_of_an_unbroken_one(towers, tmp_path):
+    """The order of the rows is fixed, and nothing is drawn: Keras's backups hold neither."""
+    train, program = trained_with_backups, "batch normalization"
+    unbroken = in_a_new_process(train, program, towers, tmp_path / "unbroken", stops=False)
+    stopped = in_a_new_process(train, program, towers, tmp_path / "broken", stops=True)
+    assert stopped["weights"] != unbroken["weights"]
+    assert in_a_new_process(train, program, towers, tmp_path / "broken", stops=False) == unbroken
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_two_workers_give_the_same_bytes(program, towers, tmp_path):
+    runs = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with Workers("repeated.py", 2, folder, program, towers) as workers:
+            assert workers.start().wait(seconds=200) == [0, 0], workers.output(0)[-3000:]
+            runs += [json.loads(re.search("^digests (.*)$", workers.output(i), re.MULTILINE)[1]) for i in range(2)]
+    assert all(run == runs[0] for run in runs)
