@@ -32,7 +32,7 @@ WAYS = [
     (4, {"op_determinism": True}),
 ]
 FURTHER = [pytest.param(program, *way, marks=pytest.mark.thorough) for way in WAYS for program in PROGRAMS]
-RUNS = [pytest.param("attention", 3, SHARDED, marks=pytest.mark.thorough), *FURTHER]
+RUNS = [("attention", 3, SHARDED), *FURTHER]
 
 
 @pytest.mark.parametrize(("program", "towers", "options"), RUNS)
