@@ -75,9 +75,9 @@ def step(model, wire_bytes, workers, network, in_turn):
     """
     round_trip = latency(workers, network)
     compute = model.compute / 1e3
-    # Batch normalization waits for a gather of the moments, once around the ring, and for a sum of their gradients.
+    # Batch normalization waits for a gather of the moments, once around the ring, and for one of their gradients.
     forward = compute * (1 - BACKWARD_SHARE) + model.batch_norms * round_trip / 2
-    backward = compute * BACKWARD_SHARE + model.batch_norms * round_trip
+    backward = compute * BACKWARD_SHARE + model.batch_norms * round_trip / 2
     size = model.parameters * wire_bytes
     end = free = 0.0
     for bucket in range(math.ceil(size / BUCKET_BYTES)):
