@@ -539,12 +539,13 @@ class DataParallelModel(CompiledWrapper):
         try:
             with self._workers.reporting_lost_workers():
                 yield arguments
+                if self._feed.different_batches is not None and method != "fit":
+                    # The epochs of `fit` have reported theirs.
+                    self._feed.different_batches.report()
         finally:
             self._loops.pop()
             self._feed.takes_shards, self._feed.has_all_names = before, had_names
             self._feed.cuts_in_step = cut_before
-        if self._feed.different_batches is not None:
-            self._feed.different_batches.report()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the inner model's outputs, computed on one device."""

@@ -153,6 +153,22 @@ def trained_with_backups(program, towers, folder, stops):
     return digests(model, {})
 
 
+def called_after_op_determinism(steps_per_execution):
+    """Returns the numbers of results of all methods, for a model that was made before the call of TensorFlow."""
+    parallel = keras_dp.DataParallelModel(dropout(), devices=2)
+    parallel.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"], steps_per_execution=steps_per_execution)
+    tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(3)
+    x, y = images()
+    calls = {
+        "train_on_batch": lambda: parallel.train_on_batch(x[:8], y[:8]),
+        "evaluate": lambda: parallel.evaluate(x, y, batch_size=8, verbose=0),
+        "predict": lambda: parallel.predict(x, batch_size=8, verbose=0),
+        "fit": lambda: parallel.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"],
+    }
+    return {name: len(call()) for name, call in calls.items()}
+
+
 def digests(model, *results):
     """Returns digests of the weights, of the optimizer's state and of the results."""
     return {

@@ -22,9 +22,9 @@ logger = logging.getLogger("keras_dp")
 
 
 class DifferentBatches:
-    """Counts the steps in which the workers' global batches differ, and the steps in which their numbers of rows differ.
+    """Finds the steps in which the workers' global batches, or their numbers of rows, differ.
 
-    Each worker notes its batches. The notes are compared later, so that no step waits for it.
+    Each worker notes its batches. The notes are compared later, so that no step waits for other workers.
 
     Args:
         collectives: the collectives of the workers.
@@ -42,7 +42,7 @@ class DifferentBatches:
         """Notes the digest and the number of rows of a step's global batch. Returns the slices without their source."""
         place = self._steps % NOTED_STEPS
         own = tf.cast(tf.stack([batch.digest, slices[0].batch_rows]), tf.int64)
-        # Steps that share a place are counted as one. Their notes differ if any of them do.
+        # Steps that share a place are counted as one. If one of them differs, so does their note, but for rare chances.
         self._notes.scatter_nd_update([[place]], [self._notes[place] * _LARGEST_PRIME_BELOW_2_20 + own])
         self._steps.assign_add(1)
         return tuple(part._replace(source=()) for part in slices)

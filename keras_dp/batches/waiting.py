@@ -25,7 +25,8 @@ class Waiting:
     """
 
     def __init__(self, is_on: bool = True) -> None:
-        self._is_on = is_on and not op_determinism_is_on()
+        self._is_wanted = is_on
+        self._was_on = self._is_on
         self._runs_several = self._is_tracing = False
         with tf.device(HOST):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
@@ -33,8 +34,13 @@ class Waiting:
 
     def measure(self, is_on: bool) -> bool:
         """Measures from now on, or no longer. Returns whether this is a change, so that steps must be retraced."""
-        before, self._is_on = self._is_on, is_on and not op_determinism_is_on()
-        return self._is_on != before
+        self._is_wanted = is_on
+        before, self._was_on = self._was_on, self._is_on
+        return self._was_on != before
+
+    @property
+    def _is_on(self) -> bool:
+        return self._is_wanted and not op_determinism_is_on()
 
     @contextlib.contextmanager
     def in_call(self, steps: int) -> Iterator[None]:

@@ -397,6 +397,7 @@ def test_commands_for_hosts_with_a_module(capsys):
         ("script.py --workers 2", "Either --workers or --hosts is needed. Received: neither."),
         ("--workers 3 --hosts a,b script.py", "--workers and --hosts differ. Received: 3 and 2."),
         ("--hosts a --max-restarts 1 script.py", "--hosts starts nothing. Received: --max-restarts 1."),
+        ("--hosts a --share-cores script.py", "--hosts starts nothing. Received: --share-cores."),
         ("--hosts a,,b script.py", "A host is name, name:port or [IPv6]:port. Received: ''"),
         ("--hosts a:b script.py", "A host is name, name:port or [IPv6]:port. Received: 'a:b'"),
         ("--hosts ::1 script.py", "A host is name, name:port or [IPv6]:port. Received: '::1'"),

@@ -7,6 +7,7 @@ import pytest
 from repeated_runs import (
     PROGRAMS,
     built,
+    called_after_op_determinism,
     digest,
     in_a_new_process,
     trained,
@@ -39,6 +40,13 @@ RUNS = [("attention", 3, SHARDED), *FURTHER]
 def test_new_processes_give_the_same_bytes(program, towers, options):
     first, second = (in_a_new_process(trained, program, towers, **options) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_op_determinism_may_be_called_after_the_model_is_made(steps_per_execution):
+    """TensorFlow then refuses to read the time, which steps do to measure how long they wait for input."""
+    lengths = {"train_on_batch": 2, "evaluate": 2, "predict": 90, "fit": 3}
+    assert in_a_new_process(called_after_op_determinism, steps_per_execution) == lengths
 
 
 def test_another_seed_gives_other_bytes():

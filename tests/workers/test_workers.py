@@ -74,6 +74,16 @@ def test_the_others_name_a_worker_that_is_killed(tmp_path):
             assert re.search(rf"WorkerLostError: Worker 1 \(127.0.0.1:{workers.ports[1]}\) is lost", workers.output(i))
 
 
+@pytest.mark.parametrize("method", ["evaluate", pytest.param("fit", marks=pytest.mark.thorough)])
+def test_a_worker_that_ends_at_the_end_of_a_call_is_named(method, tmp_path):
+    """After `evaluate`, the workers compare their batches. After the last epoch, `fit` waits for nobody."""
+    with Workers("leaving.py", 2, tmp_path, method) as workers:
+        assert workers.start().wait(seconds=60) == [1, 3]
+        assert "fit has ended" in workers.output(0)
+        assert "evaluate has ended" not in workers.output(0)
+        assert re.search("WorkerLostError: Worker 1 .* is lost", workers.output(0))
+
+
 @pytest.mark.thorough
 def test_a_worker_that_is_stopped_is_given_up_in_time(tmp_path):
     with Workers("training.py", 2, tmp_path, 0.4, tmp_path / "backup", "--epochs", 1000, "--timeout", 6) as workers:

@@ -330,6 +330,8 @@ def _check(options: argparse.Namespace) -> None:
             problem = f"--workers and --hosts differ. Received: {options.workers} and {len(options.hosts)}. Leave one out."
         elif options.max_restarts:
             problem = f"--hosts starts nothing. Received: --max-restarts {options.max_restarts}. Leave it out."
+        elif options.share_cores:
+            problem = "--hosts starts nothing. Received: --share-cores. Leave it out."
     elif options.workers is None:
         problem = "Either --workers or --hosts is needed. Received: neither. Add --workers 2."
     elif not options.is_module and not Path(options.script).exists():

@@ -16,7 +16,7 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 def shares(workers: int) -> list[frozenset[int]]:
     """Returns the cores of each worker. They are empty if there are fewer cores than workers, or on other systems than Linux.
 
-    Hardware threads of one core, and cores of one processor, belong to one worker as far as possible.
+    The cores are divided in the order of processors, physical cores and their hardware threads.
 
     Args:
         workers: the number of workers, W.

@@ -70,12 +70,13 @@ class _Stacks:
                     self._places[device, tensor].append((message, position))
 
     def part_of_messages(self, stack: Any) -> _Part | None:
-        """Returns the messages that a stack takes its tensors from, if they stand at one position of one layout in all."""
+        """Returns the messages that a stack takes its tensors from, one each, if they stand at one position of one layout."""
         device = local_name(stack.device)
         places = [self._places_of(device, tensor, self._last[stack.name]) for tensor in data_inputs(stack)]
         for layout, position in places[0]:
             messages = [of_tensor[layout, position] for of_tensor in places if (layout, position) in of_tensor]
-            if len(messages) == len(places) and {message.node for message in messages}.issuperset(control_inputs(stack)):
+            nodes = {message.node for message in messages}
+            if len(nodes) == len(places) > 1 and nodes.issuperset(control_inputs(stack)):
                 return _Part(messages, position)
         return None
 
