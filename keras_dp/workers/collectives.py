@@ -131,8 +131,10 @@ class Collectives(OneWorker):
         """Returns the tensors of all workers along a new first axis, in their order, on every worker.
 
         Args:
-            x: a tensor of numbers of a graph, of the same known shape on every worker.
+            x: a tensor of numbers, of the same known shape on every worker.
         """
+        if tf.executing_eagerly():
+            return self.gather(x[tf.newaxis], tf.ones([self.count], tf.int32))
         sent = _as_sent(x)
         with tf.device(_sending_device(sent)):
             everywhere = self._stacked(sent)
@@ -141,7 +143,7 @@ class Collectives(OneWorker):
             return _as_received(everywhere, x)
 
     def _stacked(self, sent: Tensor) -> Tensor:
-        """Returns the tensors of all workers along a new first axis, in TensorFlow's order of workers."""
+        """Returns the tensors of all workers in a graph, along a new first axis, in TensorFlow's order of workers."""
         if not sent.shape.num_elements():
             return tf.zeros([self.count, *sent.shape], sent.dtype)  # TensorFlow crashes where it gathers nothing.
         if sent.dtype == tf.bfloat16:

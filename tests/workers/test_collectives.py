@@ -58,10 +58,11 @@ def test_one_worker_alone_has_what_it_has():
 def test_all_kinds_of_numbers_are_summed_and_gathered(dtype):
     def work(collectives):
         own = tf.cast(tf.constant([[0, 1], [1, 0], [0, 1]][: collectives.index + 1]), dtype)
-        return collectives.sum(own[0]), collectives.gather(own)
+        return collectives.sum(own[0]), collectives.gather(own), collectives.stack(own[-1])
 
-    for total, rows in on_workers(2, work):
-        assert (total.dtype, rows.dtype) == (dtype, dtype)
+    for total, rows, stacked in on_workers(2, work):
+        assert (total.dtype, rows.dtype, stacked.dtype) == (dtype, dtype, dtype)
+        assert tf.reduce_all(stacked == tf.cast([[0, 1], [1, 0]], dtype))
         expected = [0, 1] if dtype == tf.bool else [0, 2]
         assert tf.reduce_all(total == tf.cast(expected, dtype))
         assert tf.reduce_all(rows == tf.cast([[0, 1], [0, 1], [1, 0]], dtype))
