@@ -69,15 +69,15 @@ def measure(question):
 
 def step_milliseconds(workers, name, steps):
     """The median of a run's steps, in new processes."""
-    cores = sorted(os.sched_getaffinity(0))
+    from keras_dp.cli.launch import cores
+
     environment = {**os.environ, "KERAS_BACKEND": "torch", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
-    processes = []
+    processes, shares = [], cores.shares(workers)
     for index in range(workers):
         command = [sys.executable, __file__, "--one", json.dumps([index, workers, name, steps])]
-        own = cores[len(cores) * index // workers : len(cores) * (index + 1) // workers]
-        environment["OMP_NUM_THREADS"] = str(len(own))
+        environment["OMP_NUM_THREADS"] = str(len(shares[index]) or 1)
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        os.sched_setaffinity(processes[-1].pid, own)
+        cores.confine(processes[-1].pid, shares[index])
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise RuntimeError("A process has failed: its error is above.")

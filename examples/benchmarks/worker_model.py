@@ -9,7 +9,7 @@ import argparse
 import math
 from typing import NamedTuple
 
-from keras_dp.workers.collectives import BUCKET_BYTES
+from keras_dp.workers.buckets import BUCKET_BYTES
 
 BACKWARD_SHARE = 2 / 3  # of what a step computes
 WIRE_BYTES = {"float32": 4, "bfloat16": 2}

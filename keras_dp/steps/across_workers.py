@@ -36,11 +36,7 @@ class AcrossWorkers:
         with counted_on(self._graph):
             if reduction == "sum":
                 return self._collectives.sum(own)
-            if own.shape.is_fully_defined():
-                return _REDUCTIONS[reduction](self._collectives.stack(own), axis=0)
-            count = self._collectives.count
-            everywhere = self._collectives.gather(tf.reshape(own, [1, -1]), tf.ones([count], tf.int32))
-            return tf.reshape(_REDUCTIONS[reduction](everywhere, axis=0), tf.shape(own))
+            return _REDUCTIONS[reduction](self._collectives.stack(own), axis=0)
 
     def sums(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Sums several tensors over the workers, in a few messages."""

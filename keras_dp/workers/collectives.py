@@ -4,24 +4,22 @@ import contextlib
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dp.devices.available import short_name
 from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.workers import buckets
+from keras_dp.workers.conversion import as_numbers, as_received, as_sent, as_strings
 
 Tensor = Any
 
-BUCKET_BYTES = 4 * 2**20
 # Up to this size, on a network of 10 Gbit/s, the bytes that gathering sends beyond those of a ring's sum take less time than
 # the messages that it saves, at 50 µs a message: (W - 1) (W - 2) / W times the size, and W - 1 messages. See `sum`.
 SMALL_BYTES = 2**16
 
-_SENT_AS_THEY_ARE = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-_SENT_AS = {**dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32), tf.uint32: tf.int64}
-_SEEN_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
 # Tensors with a size that is known while the graph is built have keys below this, all others have this key or higher ones.
 _FIRST_LATE_KEY = 2**30
 _SIZES = 32  # powers of two
@@ -108,7 +106,7 @@ class Collectives(OneWorker):
         Args:
             x: a tensor of numbers, of the same shape on every worker.
         """
-        sent = _as_sent(x)
+        sent = as_sent(x)
         with tf.device(_sending_device(sent)):
             if tf.executing_eagerly() or not sent.shape.is_fully_defined():
                 size = tf.size(sent)
@@ -125,25 +123,26 @@ class Collectives(OneWorker):
                 else:
                     # TensorFlow runs operations of the second version one after another, which NCCL needs and gRPC does not.
                     total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
-            return _as_received(total, x)
+            return as_received(total, x)
 
     def stack(self, x: Tensor) -> Tensor:
         """Returns the tensors of all workers along a new first axis, in their order, on every worker.
 
         Args:
-            x: a tensor of numbers, of the same known shape on every worker.
+            x: a tensor of numbers, of the same shape on every worker.
         """
-        if tf.executing_eagerly():
-            return self.gather(x[tf.newaxis], tf.ones([self.count], tf.int32))
-        sent = _as_sent(x)
+        if tf.executing_eagerly() or not x.shape.is_fully_defined():
+            everywhere = self.gather(tf.reshape(x, [1, -1]), tf.ones([self.count], tf.int32))
+            return tf.reshape(everywhere, tf.concat([[self.count], tf.shape(x)], axis=0))
+        sent = as_sent(x)
         with tf.device(_sending_device(sent)):
             everywhere = self._stacked(sent)
             if self._order != sorted(self._order):
                 everywhere = tf.gather(everywhere, self._order)
-            return _as_received(everywhere, x)
+            return as_received(everywhere, x)
 
     def _stacked(self, sent: Tensor) -> Tensor:
-        """Returns the tensors of all workers in a graph, along a new first axis, in TensorFlow's order of workers."""
+        """Returns tensors of a known shape in a graph, along a new first axis, in TensorFlow's order of workers."""
         if not sent.shape.num_elements():
             return tf.zeros([self.count, *sent.shape], sent.dtype)  # TensorFlow crashes where it gathers nothing.
         if sent.dtype == tf.bfloat16:
@@ -155,7 +154,7 @@ class Collectives(OneWorker):
         return tf.ensure_shape(everywhere, [self.count, *sent.shape])
 
     def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns the sums of K dense tensors over all workers, packed into buckets of at most `BUCKET_BYTES`.
+        """Returns the sums of K dense tensors over all workers, packed into buckets of at most `buckets.BUCKET_BYTES`.
 
         The last tensors are packed first, because their gradients are ready first. A bucket holds tensors of one dtype and
         device. It is sent as soon as it is full and the preceding bucket of its dtype and device is full, so that all workers
@@ -167,7 +166,7 @@ class Collectives(OneWorker):
         sums: list[Any] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {}
         full: dict[tuple[Any, str], list[Tensor]] = {}
-        for kind, bucket in _buckets(tensors):
+        for kind, bucket in buckets.divide(tensors):
             with tf.device(kind[1]), tf.control_dependencies(full.get(kind, ())):
                 packed = tf.concat(
                     [tf.reshape(tensors[piece.tensor], [-1])[piece.begin : piece.end] for piece in bucket], axis=0
@@ -186,10 +185,7 @@ class Collectives(OneWorker):
 
     def counts(self, own: Tensor) -> Tensor:
         """Returns the W numbers of all workers, int32, from this worker's number `own`."""
-        own = tf.cast(own, tf.int32)
-        if tf.executing_eagerly() or not own.shape.is_fully_defined():
-            return self.sum(tf.one_hot(self.index, self.count, dtype=tf.int32) * own)
-        return self.stack(own)
+        return self.stack(tf.cast(own, tf.int32))
 
     def gather(self, x: Any, counts: Tensor | None = None) -> Any:
         """Returns the rows of all workers, in the order of the workers, on every worker.
@@ -205,7 +201,7 @@ class Collectives(OneWorker):
             return tf.RaggedTensor.from_row_lengths(self.gather(x.values), self.gather(x.row_lengths()), validate=False)
         if isinstance(x, tf.SparseTensor):
             return self._gather_sparse(x)
-        sent = _as_sent(x)
+        sent = as_sent(x)
         rows = tf.shape(sent)[0]
         if counts is None:
             counts = self.counts(rows) if sent.shape[1:].is_fully_defined() else self._counts_of_one_width(sent)
@@ -222,7 +218,7 @@ class Collectives(OneWorker):
                 parts = tf.gather(parts, self._order)
             gathered = tf.boolean_mask(parts, tf.sequence_mask(counts, longest))
             gathered.set_shape([None, *sent.shape[1:]])
-            return _as_received(gathered, x)
+            return as_received(gathered, x)
 
     def of_worker(self, worker: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns K tensors of one worker, on every worker.
@@ -232,11 +228,11 @@ class Collectives(OneWorker):
             tensors: K dense tensors of numbers or strings. Their shapes may differ from that worker's, except for the rank and
                 the sizes that a graph knows.
         """
-        sent = [part for x in tensors for part in (_as_numbers(x) if x.dtype == tf.string else [x])]
+        sent = [part for x in tensors for part in (as_numbers(x) if x.dtype == tf.string else [x])]
         is_sender = tf.cast(tf.equal(tf.cast(worker, tf.int32), self.index), tf.int32)
         shapes = tf.split(self.sum(is_sender * tf.concat([tf.shape(x) for x in sent], axis=0)), [x.shape.rank for x in sent])
         received = iter([self._of_sender(x, shape, is_sender) for x, shape in zip(sent, shapes, strict=True)])
-        made = [_as_strings(next(received), next(received)) if x.dtype == tf.string else next(received) for x in tensors]
+        made = [as_strings(next(received), next(received)) if x.dtype == tf.string else next(received) for x in tensors]
         if not tf.executing_eagerly():
             for x, own in zip(made, tensors, strict=True):
                 x.set_shape(own.shape)
@@ -268,7 +264,7 @@ class Collectives(OneWorker):
         words = np.zeros(-(-int(length) // 4), np.int32)
         if self.index == 0:
             words.view(np.uint8)[:length] = np.frombuffer(message, np.uint8)
-        step = BUCKET_BYTES // 4
+        step = buckets.BUCKET_BYTES // 4
         with tf.init_scope(), tf.device(HOST):
             parts = [self.sum(tf.constant(words[i : i + step])).numpy() for i in range(0, len(words), step)]
         return np.concatenate([*parts, words[:0]]).tobytes()[:length]
@@ -338,38 +334,7 @@ def counted_on(graph: tf.Graph) -> Iterator[None]:
     graph._keras_dp_collectives = part._keras_dp_collectives
 
 
-class _Piece(NamedTuple):
-    """Elements `begin` to `end` of flattened tensor number `tensor`."""
-
-    tensor: int
-    begin: int
-    end: int
-
-
 _ADD = {"merge_op": "Add", "final_op": "Id"}
-
-
-def _buckets(tensors: Sequence[Any]) -> Iterator[tuple[tuple[Any, str], list[_Piece]]]:
-    """Yields the pieces of each bucket, at most `BUCKET_BYTES`, with their dtype and device."""
-    filling: dict[tuple[Any, str], list[_Piece]] = {}
-    room: dict[tuple[Any, str], int] = {}
-    for i in reversed(range(len(tensors))):
-        tensor = tensors[i]
-        if tensor is None or not tensor.shape.is_fully_defined():
-            continue
-        kind = (tensor.dtype, short_name(tensor.device or HOST))
-        begin, size = 0, math.prod(tensor.shape)
-        while begin < size:
-            bucket = filling.setdefault(kind, [])
-            left = room.setdefault(kind, BUCKET_BYTES // tensor.dtype.size)
-            end = min(begin + left, size)
-            bucket.append(_Piece(i, begin, end))
-            room[kind] = left - (end - begin)
-            begin = end
-            if not room[kind]:
-                yield kind, filling.pop(kind)
-                del room[kind]
-    yield from filling.items()
 
 
 def _group_key(x: Tensor) -> int:
@@ -381,34 +346,3 @@ def _group_key(x: Tensor) -> int:
 def _sending_device(sent: Tensor) -> str:
     # Integers are summed in the host's memory, even if they are on a GPU.
     return HOST if sent.dtype.is_integer or not sent.device else sent.device
-
-
-def _as_sent(x: Tensor) -> Tensor:
-    """Converts a tensor to a dtype that collectives take."""
-    if x.dtype in _SENT_AS_THEY_ARE:
-        return x
-    if x.dtype in _SENT_AS:
-        return tf.cast(x, _SENT_AS[x.dtype])
-    if x.dtype in _SEEN_AS:
-        return tf.bitcast(x, _SEEN_AS[x.dtype])
-    raise TypeError(
-        "Workers can send each other numbers only. Convert the tensor to numbers in the dataset or in the model. "
-        f"Received: a tensor of {x.dtype.name}"
-    )
-
-
-def _as_numbers(strings: Tensor) -> list[Tensor]:
-    """Returns the lengths of strings, and the bytes of all of them, one after the other."""
-    return [tf.strings.length(strings), tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(strings, [-1])), tf.uint8)]
-
-
-def _as_strings(lengths: Tensor, characters: Tensor) -> Tensor:
-    every_byte = tf.constant([bytes([byte]) for byte in range(256)])
-    text = tf.strings.reduce_join(tf.gather(every_byte, tf.cast(characters, tf.int32)))
-    sizes = tf.reshape(lengths, [-1])
-    return tf.reshape(tf.strings.substr(text, tf.cumsum(sizes, exclusive=True), sizes), tf.shape(lengths))
-
-
-def _as_received(sent: Tensor, x: Tensor) -> Tensor:
-    """Converts a received tensor back to the dtype of `x`."""
-    return tf.bitcast(sent, x.dtype) if x.dtype in _SEEN_AS else tf.cast(sent, x.dtype)

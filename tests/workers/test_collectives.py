@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from worker_threads import on_workers
 
+from keras_dp.workers import buckets
 from keras_dp.workers import collectives as module
 from keras_dp.workers.collectives import Collectives, OneWorker
 
@@ -173,14 +174,14 @@ def test_messages_of_any_length_are_exchanged():
 
 @pytest.mark.parametrize("size", [0, 3, 1024, 1025])
 def test_the_first_workers_message_is_broadcast(size, monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 256)
     message = rng.bytes(size)
     others = [message, b"", rng.bytes(2000)]
     assert on_workers(3, lambda collectives: collectives.broadcast(others[collectives.index])) == [message] * 3
 
 
 def test_sums_of_many_tensors_over_workers(monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
     tensors = [rng.normal(size=shape) for shape in ((3,), (), (5, 7), (0, 2), (1,))]
 
     def work(collectives):
@@ -209,7 +210,7 @@ class Recorder(Collectives):
 
 def test_buckets_lose_nothing_and_are_no_larger_than_they_may_be(monkeypatch):
     for room in (1, 2, 3, 8, 1000):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 8 * room)
+        monkeypatch.setattr(buckets, "BUCKET_BYTES", 8 * room)
         for shapes in ([(1,)], [(), ()], [(2, 2), (3,), (17,), (1, 1)], [(0,), (4, 0), (9,)], [(8,), (8,), (8,)], []):
             tensors = [tf.constant(rng.normal(size=shape)) for shape in shapes]
             recorder = Recorder()
@@ -223,7 +224,7 @@ def test_buckets_lose_nothing_and_are_no_larger_than_they_may_be(monkeypatch):
 
 
 def test_the_last_tensors_are_sent_first(monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", 4 * 8)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4 * 8)
     recorder = Recorder()
     sums = recorder.sum_all([tf.range(6), None, tf.range(10, 15), tf.constant([20])])
     assert [x.numpy().tolist() for x in recorder.sent] == [[20, *range(10, 15), 0, 1], [2, 3, 4, 5]]
@@ -250,7 +251,7 @@ def test_dtypes_and_devices_are_not_mixed():
 
 def test_a_bucket_waits_for_the_one_before_it_to_be_full(monkeypatch):
     """Workers whose gradients are ready in different orders must send them in the same order."""
-    monkeypatch.setattr(module, "BUCKET_BYTES", 4 * 8)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4 * 8)
     worker = constructed(0, 2)
 
     def needed_by(operation):

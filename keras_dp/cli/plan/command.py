@@ -163,14 +163,18 @@ def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
     ]
 
 
+# Keras and TensorFlow trace and optimize some layers otherwise where there is a GPU. oneDNN puts operations of its own in the
+# place of others, which no GPU runs.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_ENABLE_ONEDNN_OPTS": "0"}
+
+
 def plan_in_new_process(planned: PlannedRun) -> Plan:
     """Predicts a step in a process of its own.
 
     Raises:
         RunFailedError: if the process fails.
     """
-    # Keras and TensorFlow trace and optimize some layers otherwise where there is a GPU.
-    return Plan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), CUDA_VISIBLE_DEVICES="-1"))
+    return Plan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), **_ENVIRONMENT))
 
 
 def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
@@ -179,7 +183,7 @@ def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
     Raises:
         RunFailedError: if the process fails, as it does for models that MirroredStrategy cannot train.
     """
-    return MirroredPlan(**runs.answer_of("plan.mirrored", dataclasses.asdict(planned), CUDA_VISIBLE_DEVICES="-1"))
+    return MirroredPlan(**runs.answer_of("plan.mirrored", dataclasses.asdict(planned), **_ENVIRONMENT))
 
 
 def described(machine: hardware.Machine) -> str:

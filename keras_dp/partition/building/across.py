@@ -27,7 +27,7 @@ class Across(Protocol):
         """Returns the tensors of all workers along a new first axis, in the order of the workers.
 
         Args:
-            own: a tensor of a shape that is known and the same on all workers.
+            own: a tensor of the same shape on all workers.
         """
 
     def counts(self, own: Tensor) -> Tensor:

@@ -195,16 +195,13 @@ class Exchanges:
     def _reduced_by_towers(self, output: Output, reduction: str) -> str:
         dtype = self._propagation.static(output).dtype
         home, name, count = self._homes.of_whole(output), f"{reduction}/{output[0]}", len(self._devices)
-        if reduction == "sum":
-            sent = self._narrowest(output)
-            narrow = self._propagation.static(sent).dtype
-            parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
-            if count <= 2 or dtype.is_integer:
-                return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
-        else:
-            parts = self._empty_slices.parts(output, reduction)
-        # AddN begins with any addend whose memory nothing else holds at that moment, so that three and more would be rounded
-        # otherwise each time. So were additions one after the other.
+        sent = self._narrowest(output) if reduction == "sum" else output
+        narrow = self._propagation.static(sent).dtype
+        parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
+        # AddN begins with any addend whose memory nothing else holds at that moment, so that three floats and more would be
+        # rounded otherwise each time. So would a chain of additions, which the graph optimizer turns into AddN.
+        if reduction == "sum" and (count <= 2 or dtype.is_integer):
+            return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
         stacked = self._graph.add("Pack", parts, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
         operation = {"sum": "Sum", "max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
         types = {} if reduction in ("all", "any") else {"T": dtype}

@@ -137,12 +137,8 @@ def _pooled(across: Across, mean: tf.Tensor, variance: tf.Tensor, counts: tf.Ten
         variance: this worker's part of the variance, around its own mean.
         counts: the number of rows of each worker.
     """
-    own = tf.stack([mean, variance])
-    if own.shape.is_fully_defined():
-        everywhere = across.stacked(own)
-    else:
-        everywhere = across.gathered(own[tf.newaxis], 0, tf.ones_like(counts))
-    shares = tf.cast(counts, own.dtype) / tf.cast(tf.reduce_sum(counts), own.dtype)
+    everywhere = across.stacked(tf.stack([mean, variance]))
+    shares = tf.cast(counts, mean.dtype) / tf.cast(tf.reduce_sum(counts), mean.dtype)
     shares = tf.reshape(shares, [-1, *[1] * mean.shape.rank])
     means, variances = everywhere[:, 0], everywhere[:, 1]
     whole = tf.reduce_sum(means, 0)
