@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from keras_dp.error_notes import add_note
 from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
 from keras_dp.partition.tensorflow_internals import HOST, outside_of_traces
 from keras_dp.workers.collectives import OneWorker
+
+_CUT_FUNCTIONS = 16  # as many types of batches as training and evaluation are likely to alternate between
 
 NO_BATCHES = (
     "{}() was given no batch at all: the dataset or generator is empty. If it was already read to its end, create it again."
@@ -97,6 +100,7 @@ class InputStrategy:
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.waiting = Waiting(is_on=not self.prefetches)
+        self._cut_functions: deque[tuple[Any, WholeTensors, Any]] = deque(maxlen=_CUT_FUNCTIONS)
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)
         self._found = FoundWhole()
@@ -162,23 +166,14 @@ class InputStrategy:
         self.prepare()
         if self.cuts_in_step and not are_shards:
             return dataset
-        # tf.data passes a batch that is a tuple as several arguments.
-        is_tuple = type(dataset.element_spec) is tuple
-        # TensorFlow may keep the function alive, so the function must not refer to this object, which refers to the model.
-        num_towers, index, count, whole = self.num_towers, self.collectives.index, self.collectives.count, self.whole
         has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
         # The slices are read ahead in place of the batches: Python code that makes batches runs no further ahead than in Keras.
         source, ahead = _read_ahead(dataset)
         if are_shards:
-            sliced = cut_shards(source, num_towers)
+            sliced = cut_shards(source, self.num_towers)
             self.shard_types = sliced.element_spec
         else:
-            sliced = source.map(
-                # The function has nothing to convert, and trying would take a second.
-                tf.autograph.experimental.do_not_convert(
-                    lambda *batch: _cut_own_rows(batch if is_tuple else batch[0], num_towers, index, count, whole)
-                )
-            )
+            sliced = source.map(self._cutting(dataset.element_spec))
         options = tf.data.Options()
         if dataset.options().autotune.enabled is None:
             # Autotuning sometimes stalls the start of an epoch for a second, far longer than a cut takes.
@@ -187,6 +182,19 @@ class InputStrategy:
         if ahead is None:
             return sliced
         return _prefetch_to(self.devices, sliced) if has_devices else sliced.prefetch(ahead)
+
+    def _cutting(self, types: Any) -> Callable[..., tuple[Slice, ...]]:
+        """Returns the function that cuts batches of some types. TensorFlow traces it once, and not in each call of `fit`."""
+        kept = next((kept for kept in self._cut_functions if kept[:2] == (types, self.whole)), None)
+        if kept is None:
+            # TensorFlow may keep the function alive, so the function must not refer to this object, which refers to the model.
+            of_towers = self.num_towers, self.collectives.index, self.collectives.count, self.whole
+            # tf.data passes a batch that is a tuple as several arguments.
+            is_tuple = type(types) is tuple
+            function = tf.function(lambda *batch: _cut_own_rows(batch if is_tuple else batch[0], *of_towers), autograph=False)
+            kept = types, self.whole, function
+            self._cut_functions.append(kept)
+        return kept[2]
 
     def received(self, batch: Any) -> Any:
         """Returns the N slices of a batch that was sent to the devices ahead of its step; any other batch as it is."""
