@@ -346,6 +346,28 @@ def test_restarts_have_an_end(capsys):
     assert re.findall("exit code .", capsys.readouterr().err) == ["exit code 4", "exit code 5", "exit code 6"]
 
 
+def test_a_worker_that_fails_twice_in_a_row_is_left_out(monkeypatch, capsys):
+    """The others go on with their own GPUs, and with new numbers. A worker that fails once starts again."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    failing = {"0": "4", "1": "5", "2": "4", "3": "4", "4": "6", "5": "6"}  # the GPU that is broken in each start
+    script = (
+        REPORT + f"sys.exit(3 if {failing}.get(os.environ['KERAS_DP_RESTART']) == os.environ['CUDA_VISIBLE_DEVICES'] else 0)"
+    )
+    assert run(script, "--workers 3 --max-restarts 6 --min-workers 2") == 0
+    output = capsys.readouterr()
+    gpus = {}
+    for report in reports(output.out):
+        gpus.setdefault(report["KERAS_DP_RESTART"], set()).add(
+            (report["CUDA_VISIBLE_DEVICES"], report["TF_CONFIG"]["task"]["index"])
+        )
+    every = {("4", 0), ("5", 1), ("6", 2)}
+    two = {("5", 0), ("6", 1)}
+    assert gpus == {"0": every, "1": every, "2": every, "3": every, "4": two, "5": two, "6": two}
+    restarts = re.findall(r"keras-dp launch: (.* start again)", output.err)
+    left_out = "worker 0 failed first twice in a row and is left out, 2 workers start again"
+    assert restarts == [*["all workers start again"] * 3, left_out, *["all workers start again"] * 2]
+
+
 @pytest.mark.parametrize(
     ("options", "addresses"),
     [
@@ -397,6 +419,9 @@ def test_commands_for_hosts_with_a_module(capsys):
         ("script.py --workers 2", "Either --workers or --hosts is needed. Received: neither."),
         ("--workers 3 --hosts a,b script.py", "--workers and --hosts differ. Received: 3 and 2."),
         ("--hosts a --max-restarts 1 script.py", "--hosts starts nothing. Received: --max-restarts 1."),
+        ("--hosts a --min-workers 1 script.py", "--hosts starts nothing. Received: --min-workers 1."),
+        ("--workers 2 --min-workers 3 --max-restarts 1 a.py", "--min-workers is more than --workers. Received: 3 and 2."),
+        ("--workers 2 --min-workers 1 a.py", "--min-workers is for restarts. Received: no --max-restarts."),
         ("--hosts a --share-cores script.py", "--hosts starts nothing. Received: --share-cores."),
         ("--hosts a,,b script.py", "A host is name, name:port or [IPv6]:port. Received: ''"),
         ("--hosts a:b script.py", "A host is name, name:port or [IPv6]:port. Received: 'a:b'"),

@@ -1,6 +1,6 @@
 """Train the same model on the same data on each worker, and print lines that the tests of failures wait for.
 
-training.py SECONDS_PER_EPOCH BACKUP_DIRECTORY [--die-in-epoch K] [--timeout T]
+training.py SECONDS_PER_EPOCH BACKUP_DIRECTORY [--die-in-epoch K [--broken WORKERS]] [--timeout T]
 """
 
 import argparse
@@ -19,6 +19,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("seconds_per_epoch", type=float)
 parser.add_argument("backup")
 parser.add_argument("--die-in-epoch", type=int, default=-1)
+parser.add_argument("--broken", type=int, help="among so many workers, the last one dies in each run, not only in the first")
 parser.add_argument("--timeout", type=float, default=60.0)
 parser.add_argument("--start-timeout", type=float, default=60.0)
 parser.add_argument("--epochs", type=int, default=4)
@@ -31,7 +32,7 @@ print(f"connected {workers.index} of {workers.count}", flush=True)
 
 
 class Report(keras.callbacks.Callback):
-    """Prints each epoch, slows it down, and kills the last worker once, in the middle of an epoch."""
+    """Prints each epoch, slows it down, and kills the last worker in the middle of one."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
@@ -39,8 +40,8 @@ class Report(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(args.seconds_per_epoch / 4)
-        is_first_run = os.environ.get("KERAS_DP_RESTART", "0") == "0"
-        if self.epoch == args.die_in_epoch and batch == 1 and workers.index == workers.count - 1 and is_first_run:
+        dies = workers.count == args.broken or (not args.broken and os.environ.get("KERAS_DP_RESTART", "0") == "0")
+        if self.epoch == args.die_in_epoch and batch == 1 and workers.index == workers.count - 1 and dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

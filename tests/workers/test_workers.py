@@ -120,12 +120,24 @@ def test_other_versions_are_refused_on_all_workers(tmp_path):
 
 
 @pytest.mark.thorough
-def test_launched_workers_resume_after_one_was_killed(tmp_path):
-    """With --max-restarts 1, training ends with the weights of an uninterrupted run of plain Keras on one device."""
+@pytest.mark.parametrize(
+    ("options", "epochs"),
+    [
+        pytest.param("--workers 2 --max-restarts 1", "01223", id="killed"),
+        # The third worker dies whenever there are three. The chief's epochs are those of all three, again, and of two.
+        pytest.param("--workers 3 --max-restarts 2 --min-workers 2", "012223", id="broken"),
+    ],
+)
+def test_launched_workers_resume_after_one_was_killed(tmp_path, options, epochs):
+    """With --max-restarts, training ends with the weights of an uninterrupted run of plain Keras on one device.
+
+    So it does if a worker dies each time, and --min-workers lets the others go on without it.
+    """
     script = [str(SCRIPTS / "training.py"), "0", str(tmp_path / "backup"), "--die-in-epoch", "2"]
+    script += ["--broken", "3"] if "min" in options else []
     command = "import sys; from keras_dp.cli import main; sys.exit(main(sys.argv[1:]))"
     launched = subprocess.run(
-        [sys.executable, "-c", command, "launch", "--workers", "2", "--max-restarts", "1", *script],
+        [sys.executable, "-c", command, "launch", *options.split(), *script],
         capture_output=True,
         text=True,
         timeout=240,
@@ -133,7 +145,7 @@ def test_launched_workers_resume_after_one_was_killed(tmp_path):
         check=False,
     )
     assert launched.returncode == 0, launched.stderr[-3000:]
-    assert re.findall(r"\[0\] epoch (\d)", launched.stdout) == ["0", "1", "2", "2", "3"]
+    assert re.findall(r"\[0\] epoch (\d)", launched.stdout) == list(epochs)
     assert not (tmp_path / "backup").exists()
     alone = subprocess.run(
         [sys.executable, str(SCRIPTS / "training.py"), "0", str(tmp_path / "other")],

@@ -8,9 +8,11 @@ is printed after the worker's number. On a terminal, the first worker's progress
 out.
 
 When a worker fails, the other workers are ended too, and the last lines of the failed worker are shown. With --max-restarts,
-all workers then start again, and the script resumes from its last backup by keras.callbacks.BackupAndRestore. SIGINT (Ctrl-C)
-and SIGTERM are sent to all workers; a second signal kills them. The exit code is the code of the worker that failed first, or
-128 + the number of the signal.
+all workers then start again, and the script resumes from its last backup by keras.callbacks.BackupAndRestore. With
+--min-workers, a worker that fails first in two starts in a row, as on a broken GPU, is left out, and the others take its rows.
+
+SIGINT (Ctrl-C) and SIGTERM are sent to all workers; a second signal kills them. The exit code is the code of the worker that
+failed first, or 128 + the number of the signal.
 """
 
 import argparse
@@ -71,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts", type=_integer(0), default=0, metavar="N", help="how often to restart after a failure (default: 0)"
     )
     parser.add_argument(
+        "--min-workers",
+        type=_integer(1),
+        metavar="N",
+        help="after two failures of the same worker in a row, go on without it while N are left (default: with all)",
+    )
+    parser.add_argument(
         "--share-cores",
         action="store_true",
         help="let every worker run on all cores (default: each has its own, if there are enough; Linux only)",
@@ -99,16 +107,18 @@ def run(options: argparse.Namespace) -> int:
         _print_commands(options, script)
         return 0
     gpus = _gpus_of_workers(options.workers, options.towers_per_worker)
-    shares = [frozenset[int]()] * options.workers if options.share_cores else cores.shares(options.workers)
+    places, failed_before = list(range(options.workers)), None
     screen = Screen(sys.stdout)
     events: _Events = queue.SimpleQueue()
     with _signals_into(events):
         for restart in itertools.count():
-            addresses = _free_addresses(options.workers)
+            count = len(places)
+            shares = [frozenset[int]()] * count if options.share_cores else cores.shares(count)
+            addresses = _free_addresses(count)
             shared = {**os.environ, "PYTHONUNBUFFERED": "1", "KERAS_DP_RESTART": str(restart)}
             environments = [
-                {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[index]}
-                for index in range(options.workers)
+                {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[place]}
+                for index, place in enumerate(places)
             ]
             failed, received = _run_workers([sys.executable, *script], environments, shares, events, screen)
             if failed is not None:
@@ -117,8 +127,13 @@ def run(options: argparse.Namespace) -> int:
                 return 128 + received
             if failed is None or restart == options.max_restarts:
                 break
-            again = f"all workers start again, restart {restart + 1} of {options.max_restarts}"
-            screen.line(f"keras-dp launch: {again}.", sys.stderr)
+            again = "all workers start again"
+            place = places[failed.index]
+            if place == failed_before and count > (options.min_workers or count):
+                places.remove(place)
+                again = f"worker {failed.index} failed first twice in a row and is left out, {len(places)} workers start again"
+            failed_before = place
+            screen.line(f"keras-dp launch: {again}, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
     return 0 if failed is None else failed.exit_code()
 
 
@@ -330,10 +345,16 @@ def _check(options: argparse.Namespace) -> None:
             problem = f"--workers and --hosts differ. Received: {options.workers} and {len(options.hosts)}. Leave one out."
         elif options.max_restarts:
             problem = f"--hosts starts nothing. Received: --max-restarts {options.max_restarts}. Leave it out."
+        elif options.min_workers:
+            problem = f"--hosts starts nothing. Received: --min-workers {options.min_workers}. Leave it out."
         elif options.share_cores:
             problem = "--hosts starts nothing. Received: --share-cores. Leave it out."
     elif options.workers is None:
         problem = "Either --workers or --hosts is needed. Received: neither. Add --workers 2."
+    elif options.min_workers and options.min_workers > options.workers:
+        problem = f"--min-workers is more than --workers. Received: {options.min_workers} and {options.workers}."
+    elif options.min_workers and not options.max_restarts:
+        problem = "--min-workers is for restarts. Received: no --max-restarts. Add --max-restarts 3."
     elif not options.is_module and not Path(options.script).exists():
         problem = f"There is no such script. Received: {options.script!r}. Give its path, or put -m before a module's name."
     if problem is not None:
