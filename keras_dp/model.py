@@ -478,12 +478,13 @@ class DataParallelModel(CompiledWrapper):
 
     def _run_on_towers(self, name: choices.Step, slices: Sequence[Slice]) -> Any:
         known = self._joint_calls.variables_of(self.inner_model)
-        result, partition = self._steps.run(name, slices)
+        shards = name == "predict" and self._predicts_shard
+        result, partition = self._steps.run(name, slices, "shard" if shards else "all")
         self._joint_calls.synchronize_others(known, partition.variables)
         if name == "train" and not self._told_gathered:
             rows = partition.propagation.batch_rows or self._feed.usual_rows or BATCH_SIZE
             self._told_gathered = warn_of_gathered_rows(explained(partition, self._steps, rows))
-        return own_rows(result, slices) if name == "predict" and self._predicts_shard else result
+        return own_rows(result, slices) if shards else result
 
     def _optimizer_of_step(self) -> DataParallelOptimizer | None:
         # Keras sets the attribute when the model is compiled.

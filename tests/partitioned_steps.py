@@ -57,6 +57,7 @@ def partitioned_step(
     devices: Sequence[str] = DEVICES,
     home: str = HOME,
     collectives: OneWorker | None = None,
+    keeps_rows: bool = False,
     **options: bool,
 ) -> tuple:
     """Partitions a step, and returns it as a function of whole tensors, with its partition.
@@ -75,7 +76,7 @@ def partitioned_step(
         counts = RowCounts(rows, begins, [end - begin for begin, end in zip(begins, ends, strict=True)])
         larger = tf.maximum if known_rows is None else max
         ranges = [(begin, larger(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
-        across = AcrossWorkers(collectives) if collectives.count > 1 else None
+        across = AcrossWorkers(collectives, keeps_rows) if collectives.count > 1 else None
         arguments = [
             Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
             for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)

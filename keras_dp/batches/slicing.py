@@ -279,7 +279,7 @@ def own_rows(whole: Any, slices: Sequence[Slice]) -> Any:
     def own(leaf: Any) -> Any:
         if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
             return leaf
-        # A result that is not as long as the batch, such as a vector of weights, has no rows.
+        # A result that is not as long as the batch has no rows, such as a vector of weights, or the worker's rows alone.
         size = _rows(leaf)
         return slice_rows(leaf, tf.where(size == batch_rows, begin, 0), tf.where(size == batch_rows, end, size))
 

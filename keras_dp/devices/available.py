@@ -173,5 +173,10 @@ def existing_device(name: str) -> str:
 
 
 def short_name(device: str) -> str:
-    """Returns the form "GPU:0" of "/job:localhost/replica:0/task:0/device:GPU:0", "gpu:0" and the like."""
+    """Returns the form "GPU:0" of "/job:localhost/replica:0/task:0/device:GPU:0", "gpu:0" and the like.
+
+    "/job:worker/replica:0/task:0", on which TensorFlow puts Python functions, is that worker's host: "CPU:0".
+    """
+    if "job:" in device and "device:" not in device:
+        return "CPU:0"
     return device.split("device:")[-1].lstrip("/").upper()

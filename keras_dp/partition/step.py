@@ -130,8 +130,8 @@ def run_partitioned(
     # What towers compute in place of home, and what packs messages, is no tower's own work.
     partition = Partition.of(built, trace, devices)
     results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
-    for tensor, plain in zip(results, trace.concrete.graph.outputs, strict=True):
-        tensor.set_shape(plain.shape)
+    for name, tensor, plain in zip(built.outputs, results, trace.concrete.graph.outputs, strict=True):
+        tensor.set_shape([None, *plain.shape[1:]] if name in built.own_rows else plain.shape)
     keep_alive(trace.concrete, partition)
     return trace.packed(results), partition
 

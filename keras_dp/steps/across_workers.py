@@ -25,9 +25,11 @@ class AcrossWorkers:
 
     Args:
         collectives: the workers' collectives.
+        keeps_rows: see `Across`.
     """
 
-    def __init__(self, collectives: OneWorker):
+    def __init__(self, collectives: OneWorker, keeps_rows: bool = False):
+        self.keeps_rows = keeps_rows
         self._collectives = collectives
         self._graph = tf.compat.v1.get_default_graph()
 
@@ -55,20 +57,10 @@ class AcrossWorkers:
 
     def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
         """Returns the rows of all workers, in the order of the workers."""
-        refuse_strings(own)
         others = [i for i in range(own.shape.rank) if i != axis]
         with counted_on(self._graph):
             rows = self._collectives.gather(_transposed(own, [axis, *others]), counts)
         return _transposed(rows, [*range(1, axis + 1), 0, *range(axis + 1, own.shape.rank)])
-
-
-def refuse_strings(rows: Any) -> None:
-    """Raises a TypeError for strings, which workers cannot gather."""
-    if rows.dtype == tf.string:
-        raise TypeError(
-            "A partitioned step needs strings of all rows, but workers can send each other only numbers. Convert the strings "
-            "to numbers in the dataset: dataset.map(...)."
-        )
 
 
 def _transposed(x: Tensor, axes: list[int]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dp import choices
 from keras_dp.arithmetic.share import ArithmeticOfRows, arithmetic_of_rows
 from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
@@ -17,7 +18,7 @@ from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.step import Argument, Partition, partition_of, run_partitioned
 from keras_dp.partition.tracing.trace import Trace
-from keras_dp.steps.across_workers import AcrossWorkers, refuse_strings
+from keras_dp.steps.across_workers import AcrossWorkers
 from keras_dp.workers.collectives import OneWorker
 
 Tensor = Any
@@ -91,6 +92,7 @@ def on_slices(
     collectives: OneWorker | None = None,
     variables_made: Callable[[], None] = lambda: None,
     usual_rows: int | None = None,
+    result_rows: choices.Rows = "all",
 ) -> StepOnSlices:
     """Traces a step, written for one device and a whole batch, to run on N slices of a batch.
 
@@ -102,13 +104,16 @@ def on_slices(
         collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
         variables_made: is called when a first trace has made variables, before a second one.
         usual_rows: B in most batches; None if it is not known.
+        result_rows: "all", or "shard" if results that are known to have rows need not have those of other workers.
     """
     collectives = collectives or OneWorker()
     rows = rows_of(slices, collectives, usual_rows)
     of_batch, arguments = arguments_of(step, slices, whole, collectives)
     trace = Trace(of_batch, [argument.spec for argument in arguments], variables_made)
     if collectives.count > 1:
-        return StepOnSlices(trace, arguments, rows, devices, AcrossWorkers(collectives))
+        # The parts of a ragged or sparse tensor have other rows than the tensor.
+        keeps_rows = result_rows == "shard" and trace.is_dense
+        return StepOnSlices(trace, arguments, rows, devices, AcrossWorkers(collectives, keeps_rows))
     if rows.known is not None:
         # Towers that are known to have no rows take no part.
         used = [tower for tower, own in enumerate(rows.own_rows) if own]
@@ -192,8 +197,6 @@ def _arguments(leaves: Sequence[Any], spec: Any, slices: Sequence[Slice], collec
 
     @functools.cache
     def whole() -> Any:
-        if collectives.count > 1:
-            refuse_strings(leaves[0])
         return collectives.gather(whole_batch(leaves, slices))
 
     if isinstance(leaves[0], tf.Tensor):

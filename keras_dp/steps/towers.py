@@ -89,28 +89,40 @@ class TowerSteps:
         weights = self.model.weights
         return variable_homes.home(weights[0]) if weights else self.inputs.devices[0]
 
-    def run(self, name: choices.Step, slices: Sequence[Slice]) -> tuple[Any, Partition]:
+    def run(self, name: choices.Step, slices: Sequence[Slice], result_rows: choices.Rows = "all") -> tuple[Any, Partition]:
         """Runs a step on N slices of a batch, in the function that is being traced.
+
+        Args:
+            name: the step.
+            slices: the slices.
+            result_rows: as in `on_slices`.
 
         Returns:
             The step's result for the whole batch, and the step's partition.
         """
-        traced = self.trace(name, slices, self.inputs.collectives)
+        traced = self.trace(name, slices, self.inputs.collectives, result_rows)
         self.batch_types[name] = BatchTypes.of(slices[0])
         result, self._partitions[name] = traced.run(self.home, self.jit_compile, self.pack_copies)
         return result, self._partitions[name]
 
-    def trace(self, name: choices.Step, slices: Sequence[Slice], collectives: OneWorker | None = None) -> StepOnSlices:
+    def trace(
+        self,
+        name: choices.Step,
+        slices: Sequence[Slice],
+        collectives: OneWorker | None = None,
+        result_rows: choices.Rows = "all",
+    ) -> StepOnSlices:
         """Traces a step as one device does, to run it on N slices of a batch. It may make variables.
 
         Args:
             name: the step.
             slices: the slices.
             collectives: as in `on_slices`.
+            result_rows: as in `on_slices`.
         """
         whole = slices[0].whole
         plain, devices, usual = self.plain(name, whole), self.inputs.devices, self.inputs.usual_rows
-        return on_slices(plain, slices, whole, devices, collectives, self.variables_made, usual)
+        return on_slices(plain, slices, whole, devices, collectives, self.variables_made, usual, result_rows)
 
     def partition(self, name: choices.Step) -> Partition | None:
         """Returns the partition of a step as it was last traced; None if it was not."""

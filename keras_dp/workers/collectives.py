@@ -193,14 +193,14 @@ class Collectives(OneWorker):
         Args:
             x: a tensor, dense, ragged or sparse, with any number of rows on each worker.
             counts: the number of rows on each of the W workers, if they are known.
-
-        Raises:
-            TypeError: if `x` holds strings, which TensorFlow's collectives cannot send.
         """
         if isinstance(x, tf.RaggedTensor):
             return tf.RaggedTensor.from_row_lengths(self.gather(x.values), self.gather(x.row_lengths()), validate=False)
         if isinstance(x, tf.SparseTensor):
             return self._gather_sparse(x)
+        if x.dtype == tf.string:
+            lengths, characters = as_numbers(x)
+            return as_strings(self.gather(lengths, counts), self.gather(characters))
         sent = as_sent(x)
         rows = tf.shape(sent)[0]
         if counts is None:
@@ -345,4 +345,4 @@ def _group_key(x: Tensor) -> int:
 
 def _sending_device(sent: Tensor) -> str:
     # Integers are summed in the host's memory, even if they are on a GPU.
-    return HOST if sent.dtype.is_integer or not sent.device else sent.device
+    return HOST if sent.dtype.is_integer or not sent.device else short_name(sent.device)

@@ -395,6 +395,52 @@ def shards_of_the_user(towers):
         assert own is None or len(own) == parts[workers.index][1]
 
 
+@case
+def predictions_of_own_rows(towers):
+    """Predicts rows, strings and more on each worker: for all rows, and for its own, which no other worker sends it."""
+
+    class Predicts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def predict_step(self, data):
+            dense = self(data, training=False)
+            at_home = tf.numpy_function(lambda rows: rows[:, :1] * 2, [dense], dense.dtype)
+            at_home.set_shape([None, 1])
+            words = tf.strings.join([tf.strings.as_string(tf.argmax(dense, axis=1)), "é"])
+            return {"dense": dense, "input": data, "words": words, "at home": at_home, "kernel": self.dense.kernel + 0.0}
+
+    x = numbers(25, 5)
+    one = Predicts()
+    one(x[:1])
+    parallel = keras_dp.DataParallelModel(Predicts(), devices=towers)
+    parallel.inner_model(x[:1])
+    parallel.inner_model.set_weights(one.get_weights())
+    for batch in (8, 1):
+        data = tf.data.Dataset.from_tensor_slices(x[:16]).batch(batch, drop_remainder=True)
+        for given in ({"x": x[: 3 * batch - 1], "batch_size": batch}, {"x": data}):
+            expected, received = (model.predict(**given, verbose=0) for model in (one, parallel))
+            words = expected.pop("words"), received.pop("words")
+            assert words[0].tolist() == words[1].tolist()
+            assert_same(expected, received, 1e-9)
+            own = parallel.predict(**given, verbose=0, rows="shard")
+            begins = range(0, len(expected["dense"]), batch)
+            sizes = [min(batch, len(expected["dense"]) - begin) for begin in begins]
+            mine = [
+                begin + row
+                for begin, size in zip(begins, sizes, strict=True)
+                for row in range(size * workers.index // workers.count, size * (workers.index + 1) // workers.count)
+            ]
+            assert own.pop("words").tolist() == words[0][mine].tolist()
+            assert len(own["kernel"]) == len(begins) * 5
+            for name in ("dense", "input", "at home"):
+                assert_same(expected[name][mine], own[name], 1e-9)
+
+
 @keras.saving.register_keras_serializable()
 class Coupled(keras.Model):
     """Defines a user's step with two optimizers, random numbers and sparse gradients, which compares rows with rows."""

@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorflow as tf
+from partitioned_steps import partitioned_step
 from worker_threads import on_workers
 
 from keras_dp.workers import buckets
@@ -98,6 +99,21 @@ def test_strings_of_one_worker_arrive_everywhere(strings):
     for number, received, last in on_workers(2, work):
         assert (int(number), float(last)) == (7, 0.5)
         np.testing.assert_array_equal(received, tf.constant(strings, tf.string))
+
+
+def test_rows_of_strings_are_gathered():
+    """They travel as numbers, since collectives send nothing else. A worker may have no rows, or empty strings alone."""
+    rows = [[["a", "ÿé"]], [], [["", ""], ["long" * 99, "\0"]]]
+
+    def work(collectives):
+        own = tf.reshape(tf.constant(rows[collectives.index], tf.string), [-1, 2])
+        ragged = tf.RaggedTensor.from_tensor(own)
+        return collectives.gather(own), collectives.gather(ragged), collectives.gather(tf.sparse.from_dense(own))
+
+    expected = tf.constant([["a", "ÿé"], ["", ""], ["long" * 99, "\0"]])
+    for dense, ragged, sparse in on_workers(3, work):
+        for received in (dense, ragged.to_tensor(), tf.sparse.to_dense(sparse)):
+            np.testing.assert_array_equal(received, expected)
 
 
 @pytest.mark.parametrize("dtype", [tf.uint32, tf.uint64, tf.complex128], ids=lambda dtype: dtype.name)
@@ -339,23 +355,25 @@ def test_devices_of_one_worker_are_in_groups_of_their_own():
     assert min(keys) > 0
 
 
-@pytest.mark.parametrize("x", [["text"], tf.ragged.constant([["text"]]), tf.sparse.from_dense([["text"]])], ids=type)
-def test_strings_are_refused(x):
-    worker = constructed(0, 2)
-    leaf = x if tf.is_tensor(x) else tf.constant(x)
-
-    def gather():
-        # The tensors are made outside of this graph, and become constants in it.
-        worker.gather(tf.nest.map_structure(lambda part: tf.constant(part.numpy()), leaf, expand_composites=True))
-
-    with pytest.raises(TypeError, match="Workers can send each other numbers only. .* Received: a tensor of string"):
-        operations(gather)
-
-
 def test_sums_of_strings_are_refused():
     worker = constructed(0, 2)
     with pytest.raises(TypeError, match="Received: a tensor of string"):
         operations(lambda: worker.sum(tf.constant("text")))
+
+
+@pytest.mark.parametrize(("keeps_rows", "gathered"), [(False, 1), (True, 0)])
+def test_predictions_for_own_rows_are_sent_to_no_worker(keeps_rows, gathered):
+    """`predict(rows="shard")` once gathered all predictions on all workers, and threw away those of the others."""
+
+    def step(x):
+        return x * 2.0, tf.reduce_sum(x, axis=0)
+
+    options = {"devices": ["CPU:0", "CPU:0"], "home": "CPU:0", "collectives": constructed(0, 2), "keeps_rows": keeps_rows}
+    with mock.patch.object(Collectives, "gather", autospec=True, side_effect=lambda worker, rows, counts: rows) as gather:
+        concrete, _ = partitioned_step(step, [tf.TensorSpec([6, 3])], [True], 6, **options)
+    assert gather.call_count == gathered
+    assert concrete.structured_outputs[0].shape.as_list() == [None if keeps_rows else 6, 3]
+    assert concrete.structured_outputs[1].shape.as_list() == [3]
 
 
 # Keys

@@ -21,7 +21,13 @@ CONDUCT = [
 ]
 OWN = [
     *("own_steps", "own_steps_of_models_whose_seeds_differ", "own_steps_on_shards", "whole_and_ragged_tensors"),
-    *("several_numbers_of_rows", "metrics_and_masks_with_dropout", "gradients_in_half_the_bytes", "words_beside_sentences"),
+    *(
+        "predictions_of_own_rows",
+        "several_numbers_of_rows",
+        "metrics_and_masks_with_dropout",
+        "gradients_in_half_the_bytes",
+        "words_beside_sentences",
+    ),
 ]
 ALL_CASES = (SCRIPTS / "exactness.py").read_text(encoding="utf-8").count("\n@case\n")
 

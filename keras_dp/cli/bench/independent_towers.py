@@ -48,7 +48,7 @@ class _IndependentSteps(TowerSteps):
         super().__init__(*args, **kwargs)
         self._copies: dict[tuple[str, int], tf.Variable] = {}
 
-    def run(self, name: choices.Step, slices: Sequence[Slice]) -> tuple[Any, Partition]:
+    def run(self, name: choices.Step, slices: Sequence[Slice], result_rows: choices.Rows = "all") -> tuple[Any, Partition]:
         """Runs a step on each slice, and returns the result of the first."""
         batches = [_as_batch(part) for part in slices]
         steps = [arguments_of(self.plain(name, batch.whole), [batch], batch.whole, OneWorker()) for batch in batches]

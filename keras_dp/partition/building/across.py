@@ -10,7 +10,12 @@ class Across(Protocol):
     """Defines the exchanges between workers.
 
     All workers make the same exchanges in the same order. Each exchange adds operations to the current graph.
+
+    Attributes:
+        keeps_rows: whether the step's results have this worker's rows alone, where they have rows.
     """
+
+    keeps_rows: bool
 
     def reduced(self, own: Tensor, reduction: str) -> Tensor:
         """Returns the sum, or another reduction, over the workers.

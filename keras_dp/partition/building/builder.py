@@ -1,7 +1,7 @@
 """Build the partitioned graph, with each node at home or on towers."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ class Built:
 
     Attributes:
         graph: the nodes, in topological order.
-        outputs: the names of the wanted tensors of the whole batch.
+        outputs: the names of the wanted tensors: of the whole batch, or of this worker's rows.
+        own_rows: the names of the outputs that are this worker's rows alone.
         effects: the names of further nodes that must run.
         propagation: the plan of each traced node.
         instances: the nodes that compute each traced node.
@@ -45,6 +46,7 @@ class Built:
 
     graph: GraphWriter
     outputs: list[str]
+    own_rows: Collection[str]
     effects: list[str]
     propagation: Propagation
     instances: Instances
@@ -93,6 +95,7 @@ class Builder:
         self._needed = NeededInstances(propagation, feeds.whole, constants)
         self.exchanges = Exchanges(construction, constants)
         self.forms = Forms(construction, self.exchanges, constants)
+        self._keeps_rows = across is not None and across.keeps_rows
         self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
 
     def _with_constants(self, feeds: Feeds, known: RowCounts) -> Feeds:
@@ -130,12 +133,14 @@ class Builder:
             for kind, make in makers.items():
                 if (kind, definition.name) in needed:
                     make(definition)
-        results = [self.forms.whole(output) for output in wanted]
+        own = {output: self.exchanges.own_rows(output) for output in wanted if self._keeps_rows and self._has_rows(output)}
+        results = [own.get(output) or self.forms.whole(output) for output in wanted]
         self.exchanges.finish()
         traced = self.propagation.traced
         return Built(
             self.graph,
             results,
+            own.values(),
             [*(name[1:] for effect in effects for name in self._controls(effect)), *self.exchanges.with_workers],
             self.propagation,
             self._instances,
@@ -154,6 +159,12 @@ class Builder:
     def rows(self) -> Sequence[str]:
         """For each tower, the number of rows that it computes with, int32; at least 1."""
         return self.feeds.rows
+
+    def _has_rows(self, output: Output) -> bool:
+        """Returns whether towers hold a tensor as rows, which follow each other along the first axis."""
+        placement = self.propagation.facts[output].placement
+        on_towers = output[0] in self.feeds.slices or output[0] in self._instances.towers
+        return on_towers and isinstance(placement, Shard) and placement.axis == 0 and len(placement.blocks) == 1
 
     # Make instances.
 

@@ -231,6 +231,13 @@ class Exchanges:
         if self._workers:
             self._workers.finish()
 
+    def own_rows(self, output: Output) -> str:
+        """Returns this worker's rows, which follow each other along the first axis."""
+        self.made.append(Exchange("gather", output))
+        own = self._concatenated(output, self._empty_slices.rows(output, 0), 0)
+        self.meetings.append(own)
+        return own
+
     def _gathered(self, output: Output, placement: Shard, dtype: tf.DType) -> str:
         axis, segments = placement.axis, len(placement.blocks)
         parts = self._empty_slices.rows(output, axis)

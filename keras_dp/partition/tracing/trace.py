@@ -62,6 +62,11 @@ class Trace:
         by_handle = {id(variable.handle): variable for variable in self.concrete.variables}
         return [by_handle[id(tensor)] for tensor in self.concrete.captured_inputs if id(tensor) in by_handle]
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the step's result has no tensors that consist of others, such as ragged ones."""
+        return len(tf.nest.flatten(self._result)) == len(self._leaves())
+
     def _leaves(self) -> list[Any]:
         return tf.nest.flatten(self._result, expand_composites=True)
 
