@@ -1,6 +1,7 @@
 """Run a step on towers without a model: partition it, and call it with whole tensors."""
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
@@ -73,7 +74,14 @@ def partitioned_step(
         rows = tf.shape(tensors[has_rows.index(True)])[0] if known_rows is None else known_rows
         begins = [rows * i // count for i in towers]
         ends = [rows * (i + 1) // count for i in towers]
-        counts = RowCounts(rows, begins, [end - begin for begin, end in zip(begins, ends, strict=True)])
+        every = [rows * (len(devices) * i) // count for i in range(collectives.count + 1)]
+        worker_rows = [end - begin for begin, end in itertools.pairwise(every)]
+        counts = RowCounts(
+            rows,
+            begins,
+            [end - begin for begin, end in zip(begins, ends, strict=True)],
+            worker_rows=tf.stack(worker_rows) if known_rows is None else worker_rows,
+        )
         larger = tf.maximum if known_rows is None else max
         ranges = [(begin, larger(end, begin + 1)) for begin, end in zip(begins, ends, strict=True)]
         across = AcrossWorkers(collectives, keeps_rows) if collectives.count > 1 else None

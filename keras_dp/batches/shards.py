@@ -76,7 +76,10 @@ def placed(shard: Shard, slices: Sequence[Slice], collectives: OneWorker) -> tup
     stop = tf.cond(batch_rows > 0, lambda: tf.constant(0, tf.int64), lambda: next(ended))
     # A borrowed row needs a position in the batch as well.
     last, whole_rows = batch_rows - 1, without_entries(batch_rows)
-    slices = tuple(part._replace(begin=tf.minimum(part.begin + before, last), batch=whole_rows, source=()) for part in slices)
+    slices = tuple(
+        part._replace(begin=tf.minimum(part.begin + before, last), batch=whole_rows, source=(), worker_rows=counts)
+        for part in slices
+    )
     # A step that fails during an exchange makes all later ones fail. So none may start before a worker is known to have rows.
     with tf.control_dependencies([stop]):
         slices = tf.nest.map_structure(tf.identity, slices, expand_composites=True)

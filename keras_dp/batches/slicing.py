@@ -49,6 +49,7 @@ class Slice(NamedTuple):
             compared or joined their batches in the step, and for a single worker.
         whole_paths: the paths of the tensors that were not cut although they have an axis, as the keys of a dictionary without
             values. A dataset and a function keep them so, as a part of a batch's structure.
+        worker_rows: the number of rows that each worker has brought, W numbers, int32; empty for a batch that all workers have.
     """
 
     data: Any
@@ -57,6 +58,7 @@ class Slice(NamedTuple):
     batch: Tensor
     source: SameBatch | Shard | tuple[()] = ()
     whole_paths: dict[str, tuple[()]] | tuple[()] = ()
+    worker_rows: Tensor | tuple[()] = ()
 
     @property
     def whole(self) -> WholeTensors:

@@ -231,6 +231,7 @@ def _feeds(placeholders: Sequence[str], arguments: Sequence[Argument], count: in
         of_towers("rows"),
         of_towers("own_rows"),
         of_towers("is_alive"),
+        "in/worker_rows",
         {name: f"in/{name}" for name in placeholders},
         slices,
     )
@@ -243,6 +244,7 @@ def given(concrete: Any, traced: Traced, arguments: Sequence[Argument], rows: Ro
     numbers = zip(rows.begins, rows.own_rows, strict=True) if rows.known is None else ()
     if rows.known is None:
         tensors["in/batch_rows"] = partial(_same, rows.batch_rows)
+        tensors["in/worker_rows"] = partial(_same, rows.worker_rows)
     for tower, (begin, own) in enumerate(numbers):
         tensors[f"in/begin_{tower}"] = partial(_same, begin)
         tensors[f"in/own_rows_{tower}"] = partial(_same, own)

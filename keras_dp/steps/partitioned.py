@@ -14,9 +14,10 @@ from keras_dp.arithmetic.share import ArithmeticOfRows, arithmetic_of_rows
 from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
-from keras_dp.partition.facts.row_counts import RowCounts
+from keras_dp.partition.facts.row_counts import USUAL_ROWS, RowCounts
 from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.step import Argument, Partition, partition_of, run_partitioned
+from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.trace import Trace
 from keras_dp.steps.across_workers import AcrossWorkers
 from keras_dp.workers.collectives import OneWorker
@@ -144,12 +145,24 @@ def rows_of(slices: Sequence[Slice], collectives: OneWorker, usual_rows: int | N
     """
     batch_rows, count = slices[0].batch.shape[0], len(slices) * collectives.count
     if batch_rows is None:
+        tower_rows = USUAL_ROWS if usual_rows is None else math.ceil(usual_rows / count)
         numbers = slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices]
-        return RowCounts(*numbers) if usual_rows is None else RowCounts(*numbers, math.ceil(usual_rows / count))
+        return RowCounts(*numbers, tower_rows, _worker_rows(slices, collectives.count))
     first = len(slices) * collectives.index
     ends = [batch_rows * (first + i) // count for i in range(len(slices) + 1)]
     rows = [end - begin for begin, end in itertools.pairwise(ends)]
-    return RowCounts(batch_rows, ends[:-1], rows, math.ceil(batch_rows / count))
+    every = [batch_rows * (len(slices) * i) // count for i in range(collectives.count + 1)]
+    worker_rows = [end - begin for begin, end in itertools.pairwise(every)] if collectives.count > 1 else None
+    return RowCounts(batch_rows, ends[:-1], rows, math.ceil(batch_rows / count), worker_rows)
+
+
+def _worker_rows(slices: Sequence[Slice], count: int) -> Tensor | None:
+    """Returns the number of rows of each of several workers, W numbers: counted, or as a batch that all have is cut."""
+    if count == 1 or tf.is_tensor(slices[0].worker_rows):
+        return None if count == 1 else slices[0].worker_rows
+    with tf.device(HOST):
+        ends = slices[0].batch_rows * (len(slices) * tf.range(count + 1)) // (len(slices) * count)
+        return ends[1:] - ends[:-1]
 
 
 def arguments_of(

@@ -376,6 +376,20 @@ def test_predictions_for_own_rows_are_sent_to_no_worker(keeps_rows, gathered):
     assert concrete.structured_outputs[1].shape.as_list() == [3]
 
 
+@pytest.mark.parametrize("known_rows", [None, 5])
+def test_moments_take_one_exchange(known_rows):
+    """The numbers of the workers' rows, which weight their moments, follow from the batch, and are not sent."""
+
+    def step(x):
+        return tf.nn.moments(x, axes=[0])
+
+    options = {"devices": ["CPU:0", "CPU:0"], "home": "CPU:0", "collectives": constructed(0, 2)}
+    everywhere = mock.patch.object(Collectives, "stack", autospec=True, side_effect=lambda worker, x: tf.stack([x, x]))
+    with everywhere as stack:
+        partitioned_step(step, [tf.TensorSpec([known_rows, 3])], [True], known_rows, **options)
+    assert [call.args[1].shape.num_elements() for call in stack.call_args_list] == [2 * 3]
+
+
 # Keys
 
 

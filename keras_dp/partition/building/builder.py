@@ -110,6 +110,7 @@ class Builder:
             begins=written(known.begins),
             rows=written([max(rows, 1) for rows in known.own_rows]),
             own_rows=written(known.own_rows),
+            worker_rows="" if known.worker_rows is None else self.graph.constant(known.worker_rows, device=HOST),
             is_alive=[self.graph.constant(rows > 0, tf.bool, HOST) for rows in known.own_rows],
         )
 

@@ -16,6 +16,7 @@ class Feeds:
         rows: for each tower, the number of rows that it computes with, int32; at least 1.
         own_rows: for each tower, how many of these rows are its own, int32; 0 if it has borrowed a row.
         is_alive: for each tower, whether it has rows of its own, bool.
+        worker_rows: the number of each worker's rows, W numbers, int32; for several workers.
         whole: for each argument of the step, the tensor of the whole batch.
         slices: for each argument that has rows, the N slices.
 
@@ -27,6 +28,7 @@ class Feeds:
     rows: Sequence[str]
     own_rows: Sequence[str]
     is_alive: Sequence[str]
+    worker_rows: str
     whole: Mapping[str, str]
     slices: Mapping[str, Sequence[str]]
 

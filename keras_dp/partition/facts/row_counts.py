@@ -17,12 +17,14 @@ class RowCounts:
         own_rows: the number of each tower's rows, N numbers. A tower with 0 rows has borrowed one row.
         tower_rows: the largest number of a tower's rows in most batches, the same on all workers; a guess if it is not known.
             It decides between ways to the same result.
+        worker_rows: the number of each worker's rows, W `int`s or an int32 tensor of them; None for a single worker.
     """
 
     batch_rows: Any
     begins: Sequence[Any]
     own_rows: Sequence[Any]
     tower_rows: int = USUAL_ROWS
+    worker_rows: Any = None
 
     @property
     def known(self) -> "RowCounts | None":
