@@ -1,7 +1,8 @@
 """Find the tensors of a batch that have other rows than those that are cut, and name them for the user."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ Tensor = Any
 SAME_ROWS = (
     "All tensors of a batch must have the same number of rows (the first axis), except those that are not cut into slices."
 )
-_ONE_SCORE = 2**40  # more than any number of rows
+_RECEIVED = "Received numbers of rows:"
 
 logger = logging.getLogger("keras_dp")
 
@@ -54,7 +55,7 @@ class FoundWhole:
             "which tensors stay whole, name them: DataParallelModel(..., whole=%s).",
             listed_rows(rows),
             kept,
-            _quoted(names_of(others, batch, named)),
+            _quoted(names_of(others, rows)),
         )
         return WholeTensors(named.names, tuple(others))
 
@@ -92,53 +93,50 @@ def refuse_other_rows(batch: Any, whole: WholeTensors) -> None:
     received = f"Received tensors of shapes {', '.join(shapes)}."
     if None not in rows.values():
         received += " If these are single rows, make batches of them: dataset.batch(32)."
-    names = names_of(other_than_cut(rows), batch, whole)
-    on_purpose = f"If the numbers differ on purpose, use DataParallelModel(..., whole={_quoted(names)})."
-    raise ValueError(f"{SAME_ROWS} {on_purpose} {received}")
+    raise ValueError(f"{SAME_ROWS} {_on_purpose(rows)} {received}")
 
 
-def refuse_other_rows_at_run_time(rows: Mapping[str, Tensor], batch: Any, whole: WholeTensors) -> Any:
-    """Makes an operation that fails if numbers of rows differ, and says which tensors to name; None if it cannot fail.
+def _on_purpose(rows: Mapping[str, int | None]) -> str:
+    names = names_of(other_than_cut(rows), rows)
+    return f"If the numbers differ on purpose, use DataParallelModel(..., whole={_quoted(names)})."
+
+
+def refuse_other_rows_at_run_time(rows: Mapping[str, Tensor]) -> Any:
+    """Makes an operation that fails if numbers of rows differ; None if it cannot fail. See `note_of_refusal`.
 
     Args:
         rows: the numbers of rows, int32 scalars, by the paths of the tensors.
-        batch: the batch.
-        whole: the tensors of the batch that stay whole.
     """
     known = [tf.get_static_value(number) for number in rows.values()]
     if len(rows) < 2 or (known[0] is not None and all(number is not None and number == known[0] for number in known)):
         return None
     numbers = tf.stack(list(rows.values()))
-
-    def refuse() -> Any:
-        return tf.group(tf.raw_ops.Assert(condition=False, data=[_refusal(list(rows), numbers, batch, whole)]))
-
-    return tf.cond(tf.reduce_all(numbers == numbers[0]), lambda: tf.group(), refuse)
+    data = [f"{SAME_ROWS} {_RECEIVED}", numbers, f"of {', '.join(rows)}."]
+    return tf.raw_ops.Assert(condition=tf.reduce_all(numbers == numbers[0]), data=data, summarize=len(rows))
 
 
-def _refusal(paths: Sequence[str], numbers: Tensor, batch: Any, whole: WholeTensors) -> Tensor:
-    """Returns the message for tensors whose numbers of rows are not known before the step; chooses as `other_than_cut` does."""
-    same = numbers[:, tf.newaxis] == numbers
-    in_inputs, in_targets = (tf.constant([has_name(path, part) for path in paths]) for part in ("0", "1"))
-    is_common = tf.reduce_any(same & in_inputs, axis=1) & tf.reduce_any(same & in_targets, axis=1)
-    counts = tf.math.count_nonzero(same, axis=1) + len(paths) * tf.cast(is_common, tf.int64)
-    to_cut = numbers[tf.argmax(counts * _ONE_SCORE + tf.cast(numbers, tf.int64))]
-    differs = dict(zip(paths, tf.unstack(numbers != to_cut), strict=True))
-    parts = _parts(paths)
-    are_other = {part: tf.reduce_all([differs[path] for path in inside]) for part, inside in parts.items()}
-    named = [are_other[part] & ~tf.reduce_any([False, *(are_other[outer] for outer in _around(part, parts))]) for part in parts]
-    # An assertion shows quotation marks with backslashes, so there are none.
-    names = tf.boolean_mask([_shortest_name(inside, part, batch, whole) for part, inside in parts.items()], tf.stack(named))
-    received = [tf.strings.join([tf.strings.as_string(numbers[i]), f" ({path})"]) for i, path in enumerate(paths)]
-    on_purpose = f"{SAME_ROWS} If the numbers differ on purpose, name in DataParallelModel(..., whole=[...]): "
-    lists = [tf.strings.reduce_join(strings, separator=", ") for strings in (names, received)]
-    return tf.strings.join([on_purpose, lists[0], ". Received numbers of rows: ", lists[1], "."])
+def note_of_refusal(message: str) -> str | None:
+    """Returns the note for an error of `refuse_other_rows_at_run_time`, which tells the tensors to name; None for other errors.
+
+    The names are found here and not in the graph: it would be several times as large as all that cuts a batch.
+    """
+    found = re.search(rf"{re.escape(_RECEIVED)}\] \[([\d ]+)\] \[of (.*)\.\]", message)
+    if found is None:
+        return None
+    rows: dict[str, int | None] = dict(zip(found[2].split(", "), map(int, found[1].split()), strict=False))
+    return _on_purpose(rows)
 
 
-def names_of(paths: Collection[str], batch: Any, whole: WholeTensors) -> list[str]:
-    """Returns the shortest names of some of the tensors that are cut: one for a whole part of the batch where possible."""
-    parts = {part: inside for part, inside in _parts(list(whole.cut_leaves(batch))).items() if inside <= set(paths)}
-    return [_shortest_name(inside, part, batch, whole) for part, inside in parts.items() if not _around(part, parts)]
+def names_of(paths: Collection[str], cut: Iterable[str]) -> list[str]:
+    """Returns the shortest names of some tensors: one for a whole part of the batch where possible.
+
+    Args:
+        paths: the paths of the tensors.
+        cut: the paths of all tensors that are cut.
+    """
+    cut = list(cut)
+    parts = {part: inside for part, inside in _parts(cut).items() if inside <= set(paths)}
+    return [_shortest_name(inside, part, cut) for part, inside in parts.items() if not _around(part, parts)]
 
 
 def listed_rows(rows: Mapping[str, int | None]) -> str:
@@ -163,10 +161,9 @@ def _around(part: str, parts: Mapping[str, frozenset[str]]) -> list[str]:
     return [outer for outer, inside in parts.items() if inside > parts[part]]
 
 
-def _shortest_name(inside: Collection[str], part: str, batch: Any, whole: WholeTensors) -> str:
+def _shortest_name(inside: Collection[str], part: str, cut: Iterable[str]) -> str:
     """Returns a key that names the tensors of a part and no others that are cut; else the part's path."""
     keys = part.split("/")
-    cut = whole.cut_leaves(batch)
     for start in reversed(range(len(keys))):
         name = "/".join(keys[start:])
         if not keys[start].isdecimal() and {path for path in cut if has_name(path, name)} == set(inside):

@@ -157,7 +157,7 @@ def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) ->
         )
     refuse_other_rows(batch, whole)
     first = next(iter(rows.values()))
-    checks = [refuse_other_rows_at_run_time(rows, batch, whole)]
+    checks = [refuse_other_rows_at_run_time(rows)]
     if at_least:
         checks.append(tf.debugging.assert_positive(first, message="A batch must have at least one row."))
     with tf.control_dependencies([check for check in checks if check is not None]):

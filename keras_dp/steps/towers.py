@@ -11,7 +11,7 @@ from keras_dp import choices
 from keras_dp.batches.batch_types import BatchTypes
 from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
-from keras_dp.batches.other_rows import refuse_other_rows
+from keras_dp.batches.other_rows import note_of_refusal, refuse_other_rows
 from keras_dp.batches.slicing import Slice, as_tensor, cut
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
@@ -134,6 +134,9 @@ class TowerSteps:
         try:
             yield
         except tf.errors.OpError as error:
+            refused = note_of_refusal(error.message)
+            if refused is not None:
+                add_note(error, f"keras_dp: {refused}")
             failed = failed_operation(error, self._partitions.values())
             if failed is not None:
                 debug = "To run the step line by line on one device, compile with run_eagerly=True."
