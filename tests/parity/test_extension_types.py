@@ -222,5 +222,6 @@ def test_fields_with_other_rows_are_refused_by_name():
     parallel.compile("sgd")
     with pytest.raises(ValueError, match=r'whole=\["edges"\].*\(4, 4\) \(0/nodes\), \(6, 2\) \(0/edges\), \(4, 3\) \(1\)'):
         parallel.train_on_batch(*graph(4, 6))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"name in DataParallelModel\(..., whole=\[...\]\): edges"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[4 6 4\] \[of 0/nodes, 0/edges, 1\.\]") as error:
         parallel.fit(graphs((4, 6)), shuffle=False, verbose=0)
+    assert 'whole=["edges"]' in "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
