@@ -100,7 +100,7 @@ class InputStrategy:
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.prefetches = all(device.startswith("GPU") for device in devices)
         self.waiting = Waiting(is_on=not self.prefetches)
-        self._cut_functions: deque[tuple[Any, WholeTensors, Any]] = deque(maxlen=_CUT_FUNCTIONS)
+        self._cut_functions: deque[tuple[tuple[Any, str, WholeTensors], Any]] = deque(maxlen=_CUT_FUNCTIONS)
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)
         self._found = FoundWhole()
@@ -185,16 +185,18 @@ class InputStrategy:
 
     def _cutting(self, types: Any) -> Callable[..., tuple[Slice, ...]]:
         """Returns the function that cuts batches of some types. TensorFlow traces it once, and not in each call of `fit`."""
-        kept = next((kept for kept in self._cut_functions if kept[:2] == (types, self.whole)), None)
+        # Equal dictionaries may have their keys in another order, which their representations show.
+        key = types, repr(types), self.whole
+        kept = next((kept for kept in self._cut_functions if kept[0] == key), None)
         if kept is None:
             # TensorFlow may keep the function alive, so the function must not refer to this object, which refers to the model.
             of_towers = self.num_towers, self.collectives.index, self.collectives.count, self.whole
             # tf.data passes a batch that is a tuple as several arguments.
             is_tuple = type(types) is tuple
             function = tf.function(lambda *batch: _cut_own_rows(batch if is_tuple else batch[0], *of_towers), autograph=False)
-            kept = types, self.whole, function
+            kept = key, function
             self._cut_functions.append(kept)
-        return kept[2]
+        return kept[1]
 
     def received(self, batch: Any) -> Any:
         """Returns the N slices of a batch that was sent to the devices ahead of its step; any other batch as it is."""
