@@ -615,13 +615,22 @@ class DataParallelModel(CompiledWrapper):
             variable_homes.place_state(self.inner_model.optimizer)
 
     def _place_variables(self) -> None:
-        """Moves the variables of a built model to the parameter device."""
+        """Moves the variables of a built model to the parameter device, unless they are there."""
         if self._wanted_device is not None and keras_models.is_built(self.inner_model):
             variable_homes.place(self.inner_model, self._wanted_device, self.devices)
+        if self._steps.forget_moved():
+            self._forget_traces()
 
     def _is_unmade(self, name: choices.Step, force: bool) -> bool:
         """Returns whether a step's function has to be made: by force, for the first time, or since eagerness has changed."""
-        return force or getattr(self, f"{name}_function") is None or self._eager.get(name) != self._is_eager()
+        if force or getattr(self, f"{name}_function") is None:
+            return True
+        if name not in self._eager:
+            raise ValueError(
+                f"{name}_function was set, and takes whole batches, where towers take slices. Set {name}_step in place of it, "
+                f"or override it in the model's class. Received: {name}_function={getattr(self, f'{name}_function')}"
+            )
+        return self._eager[name] != self._is_eager()
 
     def _on_towers(
         self, function: Callable[[Any], Any], step: Callable[[Any], Any], name: choices.Step

@@ -50,11 +50,14 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
         devices: the towers' devices.
     """
     variables = _floating(model)
-    homes = _balanced(variables, devices) if parameter_device == SHARDED else [parameter_device] * len(variables)
+    homes = _spread(variables, devices) if parameter_device == SHARDED else [parameter_device] * len(variables)
     pairs = zip(variables, homes, strict=True)
     moved = [(v, device) for v, device in pairs if home(v) != device and native(v).is_initialized()]
     for variable, device in moved:
         keras_models.move_variable(variable, device)
+    for variable, device in zip(variables, homes, strict=True):
+        if parameter_device == SHARDED and home(variable) == device:
+            native(variable)._keras_dp_spread_over = tuple(devices)
     for layer in keras_models.flatten_layers(model) if moved else []:
         if isinstance(layer, keras.Model):
             keras_models.forget_traces(layer)
@@ -108,16 +111,33 @@ def _device_of(tensor: Tensor, of_inputs: dict[int, str]) -> str:
     return of_inputs.get(id(tensor), "")
 
 
-def _balanced(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:
+def _spread(variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[str]:
+    """Chooses a device for each variable. Variables that are spread over these devices already stay where they are.
+
+    Models that share layers would else move their variables to and fro, and trace their steps again each time.
+    """
+    spread = [getattr(native(variable), "_keras_dp_spread_over", None) == tuple(devices) for variable in variables]
+    loads = dict.fromkeys(devices, 0)
+    for variable, stays in zip(variables, spread, strict=True):
+        if stays:
+            loads[home(variable)] += _bytes(variable)
+    others = iter(_balanced([v for v, stays in zip(variables, spread, strict=True) if not stays], loads))
+    return [home(v) if stays else next(others) for v, stays in zip(variables, spread, strict=True)]
+
+
+def _balanced(variables: Sequence[keras.Variable], loads: dict[str, int]) -> list[str]:
     """Chooses a device for each variable: the largest first, each on the device with the fewest bytes so far.
 
     The vectors of a layer stay together. Operations such as batch normalization combine them, and would send them otherwise.
+
+    Args:
+        variables: the variables.
+        loads: the bytes that each device has already; the bytes of the variables are added.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for i, variable in enumerate(variables):
         groups[variable.path.rpartition("/")[0] if len(variable.shape) < 2 else f"{i}"].append(i)
     sizes = {name: sum(_bytes(variables[i]) for i in group) for name, group in groups.items()}
-    loads = dict.fromkeys(devices, 0)
     chosen: dict[int, str] = {}
     for name in sorted(groups, key=lambda name: -sizes[name]):
         device = min(loads, key=lambda device: loads[device])

@@ -65,10 +65,19 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def move_variable(variable: keras.Variable, device: str) -> None:
-    """Moves the value of a variable to another device; the variable stays the same object, also for optimizers."""
+    """Moves the value of a variable to another device; the variable stays the same object, also for optimizers.
+
+    Functions that were traced before keep the old value: see `is_left_behind`.
+    """
     old = variable.value
     # A function that is being traced would take a variable that is read in the usual way for its own.
     value = tf.raw_ops.ReadVariableOp(resource=old.handle, dtype=old.dtype)
     with tf.device(device):
         variable._value = tf.Variable(value, trainable=old.trainable, name=variable.name, dtype=old.dtype)
     variable._value._unique_id = old._unique_id
+    old._keras_dp_is_left_behind = True
+
+
+def is_left_behind(value: tf.Variable) -> bool:
+    """Returns whether a variable lives elsewhere by now, in another `tf.Variable`."""
+    return getattr(value, "_keras_dp_is_left_behind", False)

@@ -16,6 +16,7 @@ from keras_dp.batches.slicing import Slice, as_tensor, cut
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
+from keras_dp.keras_internals.keras_models import is_left_behind
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.inspecting.failures import failed_operation
@@ -127,6 +128,18 @@ class TowerSteps:
     def partition(self, name: choices.Step) -> Partition | None:
         """Returns the partition of a step as it was last traced; None if it was not."""
         return self._partitions.get(name)
+
+    def forget_moved(self) -> bool:
+        """Forgets its partitions if a variable of one has moved since, as one of a layer that several models share.
+
+        Returns:
+            Whether one has. The functions that hold these partitions must then be traced again.
+        """
+        used = (variable for partition in self._partitions.values() for variable in partition.variables)
+        if not any(map(is_left_behind, used)):
+            return False
+        self._partitions.clear()
+        return True
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:

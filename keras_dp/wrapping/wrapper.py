@@ -67,6 +67,13 @@ class ModelWrapper(Proxy, keras.Model):
             return value
         return self._own_training.watched(value)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A step of the user's is written for a whole batch, and so is the inner model's, which the wrapper runs on slices.
+        setattr(self.inner_model, name, value) if name in STEPS else super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.inner_model, name) if name in STEPS else super().__delattr__(name)
+
     def _shown_for(self, name: str) -> Any:
         return self._view_for_loops if name in vars(self).get("_own_loops", ()) else super()._shown_for(name)
 

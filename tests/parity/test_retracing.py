@@ -4,6 +4,7 @@ Where a step is traced anew, draws of TensorFlow's stateful operations start aga
 a wrapper traces more seldom, or more often. What a dataset changes between epochs depends on how many batches were read.
 """
 
+import collections
 import itertools
 import time
 
@@ -411,3 +412,39 @@ def test_the_cutting_of_batches_is_traced_once_for_each_type(monkeypatch):
             parallel.evaluate(dataset, verbose=0)
     assert set(types) == {(4, 4), (None, None), (6, 6)}
     assert len(types) == 3
+
+
+def test_batches_of_equal_types_and_other_structures_are_cut_by_themselves():
+    """A named tuple equals a tuple. It is a model's inputs, where the tuple is inputs and targets."""
+    Pair = collections.namedtuple("Pair", "left right")
+
+    def script(model):
+        model.compile("sgd")
+        pairs = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+        named = pairs.map(lambda x, y: Pair(x, y))
+        return [model.fit(data, shuffle=False, verbose=0).history for data in (pairs, named, pairs, named)]
+
+    class Sums(keras.Sequential):
+        def train_step(self, data):
+            is_named = hasattr(data, "left")
+            return {"named": tf.constant(is_named), "sum": tf.reduce_sum(data[0]) + 2 * tf.reduce_sum(data[1])}
+
+    assert_same_run(lambda: Sums([keras.Input((3,)), layers.Dense(2)]), script)
+
+
+@pytest.mark.parametrize("rows", [None, 4], ids=["unknown rows", "known rows"])
+def test_comparisons_of_other_shapes_are_one_truth_value(rows):
+    """`==` and `!=` of TensorFlow's tensors answer with one truth value where the shapes do not fit. Towers once crashed."""
+
+    class Compares(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            answers = [x == x[:, :2], x != x[:, :2], x == y[:, :1], x[:, :2] != y, x == x[0], tf.reduce_sum(x) == x]
+            return {str(i): tf.reduce_sum(tf.cast(answer, tf.int32)) for i, answer in enumerate(answers)}
+
+    def script(model):
+        model.compile("sgd")
+        dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(rows or 5, drop_remainder=bool(rows))
+        return model.fit(dataset, shuffle=False, verbose=0).history
+
+    assert_same_run(lambda: Compares([keras.Input((3,)), layers.Dense(2)]), script)

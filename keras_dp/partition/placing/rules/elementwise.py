@@ -56,7 +56,24 @@ def elementwise(node: Node) -> Plan | None:
             else None
         )
     full = max(known)
+    if _compares_other_shapes(node, full):
+        return None
     return by_labels(node, [from_the_right(rank, full) for rank in known], [axes(full)] * len(node.results))
+
+
+def _compares_other_shapes(node: Node, rank: int) -> bool:
+    """Returns whether a comparison by `==` or `!=` is known to find other shapes. Its result is then one truth value.
+
+    Args:
+        node: any node.
+        rank: the larger rank of its inputs.
+    """
+    answers = "incompatible_shape_error" in node.definition.attr and not node.flag("incompatible_shape_error")
+    if not answers:
+        return False
+    pairs = zip(*(reversed(node.shape(i) or []) for i in range(2)), strict=False)
+    differ = [sizes for sizes in pairs if all(isinstance(size, int) for size in sizes) and 1 not in sizes and len({*sizes}) > 1]
+    return bool(differ) or node.result_rank() not in (None, rank)
 
 
 @rule("Select")

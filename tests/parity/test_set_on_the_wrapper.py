@@ -1,0 +1,109 @@
+"""Steps and functions that are set on a wrapper, as on a plain model, and layers that several wrappers share."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same
+from keras import layers, optimizers
+
+import keras_dp
+
+draw = np.random.default_rng(0)
+X, Y = draw.normal(size=(10, 3)), draw.normal(size=(10, 2))
+
+
+def on_towers(**options):
+    return lambda model: keras_dp.DataParallelModel(model, devices=3, **options)
+
+
+def plain(model):
+    return model
+
+
+def test_steps_that_are_set_on_the_wrapper_are_those_of_a_whole_batch():
+    """They once got the slices: `predict` returned the rows of the first tower."""
+
+    def run(wrap):
+        keras.utils.set_random_seed(1)
+        inner = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        model = wrap(inner)
+        model.compile(optimizers.SGD(0.1), "mse")
+
+        def train_step(data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((inner(x) - y) ** 2) + tf.math.reduce_std(y)
+            inner.optimizer.apply(tape.gradient(loss, inner.trainable_variables), inner.trainable_variables)
+            return {"own": loss}
+
+        model.train_step = train_step
+        model.test_step = lambda data: {"rows": tf.shape(data[0])[0], "largest": tf.reduce_max(inner(data[0]))}
+        model.predict_step = lambda data: inner(data[0] if isinstance(data, tuple) else data) * 2
+        calls = [model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history]
+        calls += [model.evaluate(X, Y, batch_size=4, return_dict=True, verbose=0), model.predict(X, batch_size=4, verbose=0)]
+        del model.predict_step
+        model.predict_function = None
+        return [*calls, model.predict(X, batch_size=4, verbose=0)]
+
+    assert_same(run(plain), run(on_towers()), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["train", "test", "predict"])
+def test_functions_that_are_set_before_training_are_refused(name):
+    """The wrapper once trained as usual, and the user's function was never called."""
+    model = on_towers()(keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
+    model.compile("sgd", "mse")
+    setattr(model, f"{name}_function", lambda iterator: {"loss": 0.0})
+    call = {"train": "fit", "test": "evaluate", "predict": "predict"}[name]
+    with pytest.raises(ValueError, match=f"{name}_function was set.*Set {name}_step in place of it"):
+        getattr(model, call)(*((X,) if name == "predict" else (X, Y)), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "homes", [("sharded", "sharded"), ("CPU:1", "CPU:2"), (None, "CPU:1"), ("sharded", None)], ids=lambda homes: f"{homes}"
+)
+def test_wrappers_that_share_a_layer_see_its_weights_wherever_they_move(homes):
+    """The first wrapper once went on with the old variable, when the second one had moved the shared weights."""
+
+    def run(wraps):
+        keras.utils.set_random_seed(1)
+        shared = layers.Dense(4, "tanh")
+        models = [
+            wrap(keras.Sequential([keras.Input((3,)), shared, layers.Dense(units)]))
+            for wrap, units in zip(wraps, (2, 1), strict=True)
+        ]
+        models[0].compile(optimizers.Adam(0.01), "mse")
+        models[1].compile(optimizers.SGD(0.1), "mae")
+        results = []
+        for _ in range(3):
+            for model, y in zip(models, (Y, Y[:, :1]), strict=True):
+                results.append(model.fit(X, y, batch_size=4, shuffle=False, verbose=0).history)
+                results.append(model.evaluate(X, y, batch_size=4, verbose=0))
+                results.append(model.train_on_batch(X[:4], y[:4]))
+                results.append(model.predict(X, batch_size=4, verbose=0))
+        return results
+
+    assert_same(run([plain, plain]), run([on_towers(parameter_device=home) for home in homes]), 1e-9)
+
+
+def test_wrappers_that_share_a_layer_leave_its_spread_weights_where_they_are():
+    """Models that take turns, as in a GAN, would else trace their steps again in each turn."""
+    shared = layers.Dense(4, "tanh")
+    traces = []
+
+    class Counted(layers.Layer):
+        def call(self, x):
+            traces.append(self.name)
+            return x
+
+    models = [keras.Sequential([keras.Input((3,)), shared, layers.Dense(units), Counted()]) for units in (2, 7)]
+    wrappers = [on_towers(parameter_device="sharded")(model) for model in models]
+    for wrapper, y in zip(wrappers, (Y, np.ones((10, 7))), strict=True):
+        wrapper.compile("sgd", "mse")
+        wrapper.train_on_batch(X, y)
+    traces.clear()
+    for _ in range(3):
+        wrappers[0].train_on_batch(X, Y)
+        wrappers[1].train_on_batch(X, np.ones((10, 7)))
+    assert len(traces) <= 2
