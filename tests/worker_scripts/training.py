@@ -28,7 +28,7 @@ args = parser.parse_args()
 logging.basicConfig(level=logging.WARNING)
 keras.config.set_floatx("float64")
 workers = keras_dp.connect_workers(timeout=args.timeout, start_timeout=args.start_timeout)
-print(f"connected {workers.index} of {workers.count}", flush=True)
+print(f"connected {workers.index} of {workers.count}, process {os.getpid()}", flush=True)
 
 
 class Report(keras.callbacks.Callback):
@@ -53,7 +53,7 @@ model = keras.Sequential(
 )
 parallel = keras_dp.DataParallelModel(model)
 parallel.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-callbacks = [Report(), keras.callbacks.BackupAndRestore(args.backup)]
+callbacks = [Report(), keras.callbacks.BackupAndRestore(args.backup, double_checkpoint=True)]
 parallel.fit(x, y, batch_size=4, epochs=args.epochs, shuffle=False, verbose=0, callbacks=callbacks)
 if workers.is_chief:
     print("weights", json.dumps([weight.tolist() for weight in parallel.get_weights()]), flush=True)
