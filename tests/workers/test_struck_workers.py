@@ -97,9 +97,10 @@ def unbroken(directory):
     return [np.array(weight) for weight in json.loads(re.search(r"weights (.*)", alone.stdout)[1])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "events"),
-    [pytest.param(0, 3, marks=pytest.mark.thorough), *(pytest.param(i, 10, marks=pytest.mark.slow) for i in range(1, 21))],
+    [(0, 3), *(pytest.param(i, 10, marks=pytest.mark.slow) for i in range(1, 21))],
 )
 def test_struck_workers_end_as_if_unbroken(seed, events, tmp_path):
     draw = random.Random(seed)
