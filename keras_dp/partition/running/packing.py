@@ -114,14 +114,20 @@ def _steps(
     A step goes to a tower, or home from one. The longest chain of steps has one round for each of them.
 
     A tower on the device where a sum is made needs no copy of it, but its steps count like those of all others. Otherwise, the
-    sum would wait, in a message to another tower, for what this tower computes from it.
+    sum would wait, in a message to another tower, for what this tower computes from it. So does the step of a tower's own part
+    to a sum that each tower makes by itself. Otherwise, a tower that begins a round later would share a message among two
+    sums, one after the other, and the towers would compute in turns.
     """
     crossing = {(copy.maker, taker) for copy in copies for taker in copy.takers}
+    parts = {copy.maker for copy in copies if copy.maker in towers}
+    sums = {taker for maker, taker in crossing if maker in parts and taker in towers}
     before: dict[str, int] = defaultdict(int)
     after: dict[str, int] = defaultdict(int)
 
     def is_step(source: str, name: str) -> bool:
-        return (source, name) in crossing or (source in nodes and towers.get(source) != towers.get(name))
+        if (source, name) in crossing or (source in parts and name in sums):
+            return True
+        return source in nodes and towers.get(source) != towers.get(name)
 
     edges = [(source, name) for name in order for source in map(source_of, nodes[name].input)]
     for source, name in edges:
