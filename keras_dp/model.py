@@ -15,8 +15,9 @@ from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy, empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
 from keras_dp.batches.nesting import map_leaves
+from keras_dp.batches.other_rows import naming_other_rows
 from keras_dp.batches.shards import with_empty_batches
-from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, known_rows, own_rows, rows_of_batches
+from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, is_cut, known_rows, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.choices import refuse_unknown
 from keras_dp.compiled import CompiledWrapper
@@ -111,6 +112,7 @@ class DataParallelModel(CompiledWrapper):
         self._devices = tuple(tower_devices(devices))
         self._wanted_device = None if parameter_device is None else parameter_device_name(parameter_device)
         self._told_eager = False
+        self._is_inside_step = False
         self._announced = self._told_called = False
         self._told_gathered = False
         self._workers = current_workers()
@@ -462,6 +464,8 @@ class DataParallelModel(CompiledWrapper):
 
     def _step(self, name: choices.Step, data: Any) -> Any:
         """Runs a step on N slices in a compiled function, or, eagerly, the inner model's own step on the whole batch."""
+        if self._is_inside_step or not (tf.executing_eagerly() or self._is_eager() or is_cut(data)):
+            return self._replaced_step(f"{name}_step", data)
         if self._is_eager():
             if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
                 raise ValueError(
@@ -506,7 +510,11 @@ class DataParallelModel(CompiledWrapper):
                 "The inner model runs eagerly on one device, without towers, so that it can be debugged line by line. "
                 'The result is the same as with batch_norm="sync".'
             )
-        return step(data)
+        self._is_inside_step = True
+        try:
+            return step(data)
+        finally:
+            self._is_inside_step = False
 
     @contextlib.contextmanager
     def _call(self, method: str, arguments: dict[str, Any], sharded: bool) -> Iterator[dict[str, Any]]:
@@ -527,6 +535,7 @@ class DataParallelModel(CompiledWrapper):
                 self._steps.batch_norm,
                 self._steps.gradient_dtype,
                 self.steps_per_execution,
+                "shard" if self._predicts_shard else "all",
             )
             self._joint_calls.begin(call, self.inner_model, self, arguments)
         if sharded:
@@ -538,7 +547,7 @@ class DataParallelModel(CompiledWrapper):
         had_names, self._feed.has_all_names = self._feed.has_all_names, self._has_all_names(method)
         self._loops.append(method)
         try:
-            with self._workers.reporting_lost_workers():
+            with self._workers.reporting_lost_workers(), naming_other_rows():
                 yield arguments
                 if self._feed.different_batches is not None and method != "fit":
                     # The epochs of `fit` have reported theirs.

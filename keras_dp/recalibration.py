@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dp.batch_normalization.modes import Moments, batch_norm_mode
 from keras_dp.batch_normalization.synchronized import batch_norms, is_synchronized
 from keras_dp.batches.input_strategy import InputStrategy, empty_prediction_refused
+from keras_dp.batches.other_rows import naming_other_rows
 from keras_dp.batches.whole_tensors import WholeTensors, chosen_whole
 from keras_dp.devices.available import tower_devices
 from keras_dp.keras_internals import keras_batch_norms, keras_models
@@ -78,7 +79,8 @@ def recalibrate_batch_norm(
         data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions(), current_workers().reporting_lost_workers():
         moments_model = _MomentsModel(model, devices, mode, named, has_all_names)
-        calls_by_layer = moments_model.predict(data, batch_size, verbose, steps)
+        with naming_other_rows():
+            calls_by_layer = moments_model.predict(data, batch_size, verbose, steps)
     layers = {layer: calls for layer, calls in zip(batch_norms(model), calls_by_layer, strict=True) if calls}
     if not layers:
         raise ValueError(

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_dp.batches.other_rows import FoundWhole, refuse_other_rows
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
-from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, whole_batch
+from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, is_cut, whole_batch
 from keras_dp.batches.waiting import Waiting
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
 from keras_dp.error_notes import add_note
@@ -208,7 +208,7 @@ class InputStrategy:
         batch = self.received(batch)
         self.waiting.batch_is_there(batch)
         if not self.is_eager():
-            if _is_cut(batch):
+            if is_cut(batch):
                 self.whole = batch[0].whole
             elif not self.cuts_in_step:
                 self.whole = self.named
@@ -216,10 +216,10 @@ class InputStrategy:
             with outside_of_traces():
                 self.prepare()
             with tf.device(HOST):
-                batch = batch if _is_cut(batch) else self.cut(batch)
-        elif _is_cut(batch):
+                batch = batch if is_cut(batch) else self.cut(batch)
+        elif is_cut(batch):
             batch = whole_batch([part.data for part in batch], batch, batch[0].whole)
-        if _is_cut(batch):
+        if is_cut(batch):
             with tf.device(HOST):
                 batch = self._joined(batch)
         with _single_rows_explained(self._shapes):
@@ -269,10 +269,6 @@ def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
     # Every batch has a slice for each device, so no device needs to check whether it gets one.
     strategy.extended.experimental_enable_get_next_as_optional = False
     return strategy
-
-
-def _is_cut(batch: Any) -> bool:
-    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], Slice)
 
 
 def _cut_shard(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:

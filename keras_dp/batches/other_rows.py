@@ -1,13 +1,15 @@
 """Find the tensors of a batch that have other rows than those that are cut, and name them for the user."""
 
+import contextlib
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dp.batches.whole_tensors import WholeTensors, has_name, leaves_of
+from keras_dp.error_notes import add_note
 
 Tensor = Any
 
@@ -102,7 +104,7 @@ def _on_purpose(rows: Mapping[str, int | None]) -> str:
 
 
 def refuse_other_rows_at_run_time(rows: Mapping[str, Tensor]) -> Any:
-    """Makes an operation that fails if numbers of rows differ; None if it cannot fail. See `note_of_refusal`.
+    """Makes an operation that fails if numbers of rows differ; None if it cannot fail. See `naming_other_rows`.
 
     Args:
         rows: the numbers of rows, int32 scalars, by the paths of the tensors.
@@ -115,16 +117,23 @@ def refuse_other_rows_at_run_time(rows: Mapping[str, Tensor]) -> Any:
     return tf.raw_ops.Assert(condition=tf.reduce_all(numbers == numbers[0]), data=data, summarize=len(rows))
 
 
-def note_of_refusal(message: str) -> str | None:
-    """Returns the note for an error of `refuse_other_rows_at_run_time`, which tells the tensors to name; None for other errors.
+@contextlib.contextmanager
+def naming_other_rows() -> Iterator[None]:
+    """Adds a note to errors of `refuse_other_rows_at_run_time`: it tells which tensors to name.
 
     The names are found here and not in the graph: it would be several times as large as all that cuts a batch.
     """
-    found = re.search(rf"{re.escape(_RECEIVED)}\] \[([\d ]+)\] \[of (.*)\.\]", message)
-    if found is None:
-        return None
-    rows: dict[str, int | None] = dict(zip(found[2].split(", "), map(int, found[1].split()), strict=False))
-    return _on_purpose(rows)
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = re.search(rf"{re.escape(_RECEIVED)}\] \[([\d ]+)\] \[of (.*)\.\]", error.message)
+        numbers, paths = (found[1].split(), found[2].split(", ")) if found else ([], [])
+        # A key of the user's may have commas.
+        if found and len(numbers) == len(paths):
+            note = f"keras_dp: {_on_purpose(dict(zip(paths, map(int, numbers), strict=True)))}"
+            if note not in "".join([str(error), *getattr(error, "__notes__", ())]):
+                add_note(error, note)
+        raise
 
 
 def names_of(paths: Collection[str], cut: Iterable[str]) -> list[str]:

@@ -72,6 +72,11 @@ class Slice(NamedTuple):
             return tf.shape(self.batch)[0]
 
 
+def is_cut(batch: Any) -> bool:
+    """Returns whether a batch is a tuple of slices."""
+    return isinstance(batch, tuple) and bool(batch) and isinstance(batch[0], Slice)
+
+
 def without_entries(batch_rows: Tensor | int) -> Tensor:
     """Returns rows without entries, of shape (B, 0), for the `batch` of a `Slice`."""
     return tf.zeros([batch_rows, 0], tf.int32)

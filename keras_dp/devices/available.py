@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,6 +178,6 @@ def short_name(device: str) -> str:
 
     "/job:worker/replica:0/task:0", on which TensorFlow puts Python functions, is that worker's host: "CPU:0".
     """
-    if "job:" in device and "device:" not in device:
+    if re.search(r"/task:\d+$", device):
         return "CPU:0"
     return device.split("device:")[-1].lstrip("/").upper()

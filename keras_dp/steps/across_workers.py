@@ -50,6 +50,11 @@ class AcrossWorkers:
         with counted_on(self._graph):
             return self._collectives.stack(own)
 
+    def counts(self, own: Tensor) -> Tensor:
+        """Returns the number that each worker passes."""
+        with counted_on(self._graph):
+            return self._collectives.counts(own)
+
     def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
         """Returns the rows of all workers, in the order of the workers."""
         others = [i for i in range(own.shape.rank) if i != axis]

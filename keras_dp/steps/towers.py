@@ -11,12 +11,12 @@ from keras_dp import choices
 from keras_dp.batches.batch_types import BatchTypes
 from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
-from keras_dp.batches.other_rows import note_of_refusal, refuse_other_rows
+from keras_dp.batches.other_rows import naming_other_rows, refuse_other_rows
 from keras_dp.batches.slicing import Slice, as_tensor, cut
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
-from keras_dp.keras_internals.keras_models import is_left_behind
+from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.inspecting.failures import failed_operation
@@ -129,27 +129,39 @@ class TowerSteps:
         """Returns the partition of a step as it was last traced; None if it was not."""
         return self._partitions.get(name)
 
+    def _has_moved(self) -> bool:
+        variables = (variable for partition in self._partitions.values() for variable in partition.variables)
+        return any(map(keras_models.is_left_behind, variables))
+
     def forget_moved(self) -> bool:
         """Forgets its partitions if a variable of one has moved since, as one of a layer that several models share.
 
         Returns:
             Whether one has. The functions that hold these partitions must then be traced again.
         """
-        used = (variable for partition in self._partitions.values() for variable in partition.variables)
-        if not any(map(is_left_behind, used)):
+        if not self._has_moved():
             return False
         self._partitions.clear()
         return True
+
+    def refuse_moved(self) -> None:
+        """Raises a RuntimeError if a variable has moved since a step was traced: the step would update what it was."""
+        if self._has_moved():
+            homes = sorted({variable_homes.home(weight) for weight in self.model.weights})
+            raise RuntimeError(
+                "Weights of this model have moved to another device in the middle of a call: a wrapper with another "
+                "parameter_device shares its layers. Give both the same devices and parameter_device, or let the other one "
+                "train between calls of fit. The next call goes on from the current weights. Received: weights on "
+                f"{', '.join(homes)}"
+            )
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:
         """Adds a note to TensorFlow's errors: the operation that failed, its tower, and the user's line."""
         try:
-            yield
+            with naming_other_rows():
+                yield
         except tf.errors.OpError as error:
-            refused = note_of_refusal(error.message)
-            if refused is not None:
-                add_note(error, f"keras_dp: {refused}")
             failed = failed_operation(error, self._partitions.values())
             if failed is not None:
                 debug = "To run the step line by line on one device, compile with run_eagerly=True."

@@ -35,6 +35,7 @@ class PredictFunction:
 
     def __call__(self, batches: Any) -> Any:
         """Returns the outputs, in the order of the rows."""
+        self._steps.refuse_moved()
         waiting = self._steps.inputs.waiting
         with self._steps.naming_failures(), self._verified(batches[0]), waiting.in_call(len(batches)):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
@@ -83,6 +84,7 @@ class StepFunction:
 
     def __call__(self, iterator: Any) -> Any:
         """Runs the steps, and returns the result of the last one."""
+        self._steps.refuse_moved()
         with self._steps.naming_failures(), self._steps.inputs.waiting.in_call(len(self._executions)):
             if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 result = self._of_dataset(iterator)

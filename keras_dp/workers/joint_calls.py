@@ -26,6 +26,7 @@ class Call:
         batch_norm: the mode of batch normalization.
         gradient_dtype: the dtype in which gradients are sent.
         steps_per_execution: the number of steps that TensorFlow runs at once.
+        rows: whose rows `predict` returns.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Call:
     batch_norm: choices.BatchNorm
     gradient_dtype: choices.GradientType
     steps_per_execution: int
+    rows: choices.Rows
 
 
 class SingleCalls:

@@ -77,7 +77,8 @@ def _step_on_towers(name: str, wrapper: Callable[[], Any]) -> Any:
         run = getattr(on_towers, name)
         return run(data) if tf.executing_eagerly() else on_towers.distribute_strategy.run(run, (data,))
 
-    return step
+    # A property answers before an attribute of that name, which the program may have set on the model.
+    return property(lambda view: functools.partial(step, view), lambda view, value: setattr(wrapper(), name, value))
 
 
 def _told_if_alone(method: Callable[..., Any], wrapper: Callable[[], Any]) -> Any:

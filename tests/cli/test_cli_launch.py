@@ -364,7 +364,7 @@ def test_a_worker_that_fails_twice_in_a_row_is_left_out(monkeypatch, capsys):
     two = {("5", 0), ("6", 1)}
     assert gpus == {"0": every, "1": every, "2": every, "3": every, "4": two, "5": two, "6": two}
     restarts = re.findall(r"keras-dp launch: (.* start again)", output.err)
-    left_out = "worker 0 failed first twice in a row and is left out, 2 workers start again"
+    left_out = "worker 0 has failed twice in a row and is left out, 2 workers start again"
     assert restarts == [*["all workers start again"] * 3, left_out, *["all workers start again"] * 2]
 
 

@@ -160,9 +160,9 @@ def test_what_the_towers_exchange(mask, exchanged):
     steps = [operations_on_towers(step, (x, mask), 3) for step in (forward, backward)]
     assert list(map(sums, steps)) == [times * channels for times in exchanged]
     assert list(map(rounds, steps)) == ([1, 2] if mask is None else [2, 4])
-    # Workers send each other one message each way, or one for each round with a mask. A last one has the rows of the result.
-    # Their numbers of rows follow from the batch.
-    assert [messages(step) for step in (forward, backward)] == ([2, 3] if mask is None else [3, 5])
+    # Workers send each other one message each way, or one for each round with a mask. The last two have their numbers of rows
+    # and the rows of the result. The numbers that weight the moments follow from the batch.
+    assert [messages(step) for step in (forward, backward)] == ([3, 4] if mask is None else [4, 6])
 
 
 RENORM = {"renorm": True, "renorm_clipping": {"rmax": 2.0, "rmin": 0.5, "dmax": 0.5}}

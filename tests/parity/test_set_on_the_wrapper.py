@@ -49,6 +49,35 @@ def test_steps_that_are_set_on_the_wrapper_are_those_of_a_whole_batch():
     assert_same(run(plain), run(on_towers()), 1e-9)
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_steps_that_call_those_they_replace(eagerly):
+    """As tools do that patch a model: the old step, read from the wrapper, takes the whole batch as in plain Keras."""
+
+    def run(wrap):
+        keras.utils.set_random_seed(1)
+        model = wrap(keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
+        model.compile(optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
+        results = []
+
+        def train():
+            model.train_function = None
+            results.append(model.fit(X, Y, batch_size=4, shuffle=False, verbose=0).history)
+
+        first = model.train_step
+        model.train_step = lambda data: {**first(data), "first": tf.reduce_sum(data[0])}
+        train()
+        second = model.train_step
+        model.train_step = lambda data: {**second(data), "second": tf.reduce_max(data[1])}
+        train()
+        model.train_step = first
+        train()
+        return results
+
+    expected = run(plain)
+    assert [len(history) for history in expected] == [2, 3, 1]
+    assert_same(expected, run(on_towers()), 1e-9)
+
+
 @pytest.mark.parametrize("name", ["train", "test", "predict"])
 def test_functions_that_are_set_before_training_are_refused(name):
     """The wrapper once trained as usual, and the user's function was never called."""
@@ -85,6 +114,27 @@ def test_wrappers_that_share_a_layer_see_its_weights_wherever_they_move(homes):
         return results
 
     assert_same(run([plain, plain]), run([on_towers(parameter_device=home) for home in homes]), 1e-9)
+
+
+def test_weights_that_move_in_the_middle_of_a_fit_are_an_error():
+    """The running step would update what the weights were, and its updates would be lost."""
+    shared = layers.Dense(4, "tanh")
+    one, other = (
+        on_towers(parameter_device=home)(keras.Sequential([keras.Input((3,)), shared, layers.Dense(units)]))
+        for home, units in (("CPU:1", 2), ("CPU:2", 1))
+    )
+    one.compile("sgd", "mse")
+    other.compile("sgd", "mse")
+
+    class Alternates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            other.train_on_batch(X, Y[:, :1])
+
+    with pytest.raises(RuntimeError, match="Weights of this model have moved to another device in the middle of a call"):
+        one.fit(X, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[Alternates()])
+    before = shared.get_weights()
+    one.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert np.abs(shared.get_weights()[0] - before[0]).max() > 0
 
 
 def test_wrappers_that_share_a_layer_leave_its_spread_weights_where_they_are():

@@ -304,17 +304,19 @@ def other_modes_of_batch_norm(towers):
 
 @case
 def batches_of_other_sizes_are_refused(towers):
-    """Refuses global batches whose numbers of rows differ between workers."""
+    """Refuses global batches whose numbers of rows differ between workers, also where all rows are gathered in each step."""
     rows = 12 + 4 * (workers.index == 0)
     batches = tf.data.Dataset.from_tensor_slices((numbers(16, 5)[:rows], labels(16, 3)[:rows])).batch(rows // 2).repeat(2)
     parallel = keras_dp.DataParallelModel(mlp(), devices=towers)
     parallel.compile(**classifier()())
-    try:
-        parallel.fit(batches, epochs=1, verbose=0)
-    except ValueError as error:
-        assert "different numbers of rows in 4 steps" in str(error), error  # noqa: PT017
-    else:
-        raise AssertionError("not refused")
+    generator = ((x,) for x, _ in batches)
+    for call, data in ((parallel.fit, batches), (parallel.predict, generator)):
+        try:
+            call(data, verbose=0)
+        except ValueError as error:
+            assert "different numbers of rows in 4 steps" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError("not refused")
 
 
 @case
@@ -412,7 +414,14 @@ def predictions_of_own_rows(towers):
             at_home = tf.numpy_function(lambda rows: rows[:, :1] * 2, [dense], dense.dtype)
             at_home.set_shape([None, 1])
             words = tf.strings.join([tf.strings.as_string(tf.argmax(dense, axis=1)), "é"])
-            return {"dense": dense, "input": data, "words": words, "at home": at_home, "kernel": self.dense.kernel + 0.0}
+            return {
+                "dense": dense,
+                "input": data,
+                "words": words,
+                "at home": at_home,
+                "kernel": self.dense.kernel + 0.0,
+                "pairs": tf.reshape(dense, [-1, 1]),
+            }
 
     x = numbers(25, 5)
     one = Predicts()
@@ -437,6 +446,7 @@ def predictions_of_own_rows(towers):
             ]
             assert own.pop("words").tolist() == words[0][mine].tolist()
             assert len(own["kernel"]) == len(begins) * 5
+            assert_same(expected["pairs"], own["pairs"], 1e-9)
             for name in ("dense", "input", "at home"):
                 assert_same(expected[name][mine], own[name], 1e-9)
 
@@ -898,6 +908,13 @@ def differences_are_named(towers):
             assert expected in str(error), (name, error)  # noqa: PT017
         else:
             raise AssertionError(f"{name} was not refused")
+    try:
+        rows = {"rows": "shard"} if last else {}
+        keras_dp.DataParallelModel(mlp(), devices=towers).predict(numbers(8, 5), verbose=0, **rows)
+    except ValueError as error:
+        assert "rows: worker 0 has 'all', worker" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("other rows were not refused")
     try:
         if last:
             keras_dp.DataParallelModel(mlp(), devices=towers).predict(numbers(8, 5), verbose=0)

@@ -9,7 +9,7 @@ out.
 
 When a worker fails, the other workers are ended too, and the last lines of the failed worker are shown. With --max-restarts,
 all workers then start again, and the script resumes from its last backup by keras.callbacks.BackupAndRestore. With
---min-workers, a worker that fails first in two starts in a row, as on a broken GPU, is left out, and the others take its rows.
+--min-workers, a worker that fails or is lost in two starts in a row, as on a broken GPU, is left out; the others take its rows.
 
 SIGINT (Ctrl-C) and SIGTERM are sent to all workers; a second signal kills them. The exit code is the code of the worker that
 failed first, or 128 + the number of the signal.
@@ -128,10 +128,11 @@ def run(options: argparse.Namespace) -> int:
             if failed is None or restart == options.max_restarts:
                 break
             again = "all workers start again"
-            place = places[failed.index]
+            culprit = failed.culprit()
+            place = places[culprit]
             if place == failed_before and count > (options.min_workers or count):
                 places.remove(place)
-                again = f"worker {failed.index} failed first twice in a row and is left out, {len(places)} workers start again"
+                again = f"worker {culprit} has failed twice in a row and is left out, {len(places)} workers start again"
             failed_before = place
             screen.line(f"keras-dp launch: {again}, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
     return 0 if failed is None else failed.exit_code()
@@ -191,6 +192,11 @@ class _Worker:
         last = [*self.tail, *(output.unfinished for output in self.outputs if output.unfinished)][-TAIL_LINES:]
         lines = [f"[{self.index}] {line}" for line in last]
         return "\n".join([f"worker {self.index} failed first, with {reason}. Its last lines:", *lines])
+
+    def culprit(self) -> int:
+        """Returns the index of the worker that has failed: this one, or one that this worker has lost, as it stands still."""
+        lost = re.search(r"WorkerLostError: Worker (\d+) ", "\n".join(self.tail))
+        return int(lost[1]) if lost else self.index
 
     def _wait(self, events: "_Events") -> None:
         self.process.wait()

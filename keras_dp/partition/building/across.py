@@ -35,6 +35,9 @@ class Across(Protocol):
             own: a tensor of the same shape on all workers.
         """
 
+    def counts(self, own: Tensor) -> Tensor:
+        """Returns the W numbers that the workers pass, int32, in the order of the workers."""
+
     def gathered(self, own: Tensor, axis: int, counts: Tensor | None = None) -> Tensor:
         """Returns the rows of all workers, in the order of the workers.
 

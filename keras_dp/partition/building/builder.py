@@ -162,10 +162,9 @@ class Builder:
         return self.feeds.rows
 
     def _has_rows(self, output: Output) -> bool:
-        """Returns whether towers hold a tensor as rows, which follow each other along the first axis."""
-        placement = self.propagation.facts[output].placement
+        """Returns whether towers hold a tensor as rows of the batch: one entry of the first axis for each row."""
         on_towers = output[0] in self.feeds.slices or output[0] in self._instances.towers
-        return on_towers and isinstance(placement, Shard) and placement.axis == 0 and len(placement.blocks) == 1
+        return on_towers and self.propagation.facts[output].placement == Shard(0)
 
     # Make instances.
 

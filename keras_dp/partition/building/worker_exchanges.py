@@ -26,8 +26,7 @@ class WorkerExchanges:
     """
 
     def __init__(self, construction: Construction, across: Across):
-        self._graph = construction.graph
-        self._counts = Given(construction.feeds.worker_rows, tf.TensorSpec([None], tf.int32), HOST)
+        self._graph, self._feeds = construction.graph, construction.feeds
         self._across = across
         self._together: list[tuple[int, dict[str, Given]]] = []
         self._late: dict[str, Given] = {}
@@ -71,7 +70,7 @@ class WorkerExchanges:
             # The graph is written as nodes, which keep no shape that Python code sets.
             return tf.ensure_shape(everywhere, sizes)
 
-        return self._exchanged(gathered, [own, self._counts] if knows_counts else [own], name)
+        return self._exchanged(gathered, [own, self._counts()] if knows_counts else [own], name)
 
     def variance(self, mean: Given, variance: Given, sum_of_means: str, name: str) -> str:
         """Writes the variance of all workers' rows. Their mean is sent in the same message if its sum is not written yet.
@@ -82,7 +81,7 @@ class WorkerExchanges:
             sum_of_means: the mean of all workers' rows, as `sum` returned it.
             name: the name of the variance.
         """
-        given = [mean, variance, self._counts]
+        given = [mean, variance, Given(self._feeds.worker_rows, tf.TensorSpec([None], tf.int32), HOST)]
         names = [tensor.name for tensor in given]
         result = self._graph.reserve(f"workers/{name}", variance.spec.dtype, names)
         if not self._withdraw(sum_of_means):
@@ -107,6 +106,21 @@ class WorkerExchanges:
                 del sums[total]
                 return True
         return False
+
+    def _counts(self) -> Given:
+        """Returns the tensor of the workers' numbers of rows, as they say them.
+
+        Workers that were given batches of other sizes would wait for each other in a gather of the numbers that they expect.
+        """
+        home = self._graph.home
+        one = Given(self._rows(), tf.TensorSpec([], tf.int32), home)
+        counts = self._graph.once("rows of workers", lambda: self._exchanged(self._across.counts, [one], "rows"))
+        return Given(counts, tf.TensorSpec([None], tf.int32), home)
+
+    def _rows(self) -> str:
+        """Returns the number of rows of this worker."""
+        rows, home = self._feeds.own_rows, self._graph.home
+        return str(self._graph.once("own rows", lambda: self._graph.add("AddN", rows, home, "rows", N=len(rows), T=tf.int32)))
 
     def _exchanged(self, exchange: Callable[..., Any], given: Sequence[Given], name: str) -> str:
         result = self._graph.reserve(f"workers/{name}", given[0].spec.dtype, [tensor.name for tensor in given])
