@@ -368,6 +368,25 @@ def test_a_worker_that_fails_twice_in_a_row_is_left_out(monkeypatch, capsys):
     assert restarts == [*["all workers start again"] * 3, left_out, *["all workers start again"] * 2]
 
 
+def test_a_worker_that_stands_still_is_left_out_and_not_those_that_lose_it(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
+    script = (
+        REPORT
+        + """
+if os.environ["CUDA_VISIBLE_DEVICES"] == "5":
+    time.sleep(60)
+elif len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) == 2:
+    sys.exit("keras_dp.workers.group.WorkerLostError: Worker 1 (127.0.0.1:1) is lost: it has not answered for 6 s.")
+"""
+    )
+    assert run(script, "--workers 2 --max-restarts 3 --min-workers 1") == 0
+    output = capsys.readouterr()
+    last = [report for report in reports(output.out) if report["KERAS_DP_RESTART"] == "2"]
+    assert [report["CUDA_VISIBLE_DEVICES"] for report in last] == ["4"]
+    assert "worker 1 has failed twice in a row and is left out, 1 worker starts again, restart 2 of 3." in output.err
+
+
 @pytest.mark.parametrize(
     ("options", "addresses"),
     [

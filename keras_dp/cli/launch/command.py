@@ -132,7 +132,8 @@ def run(options: argparse.Namespace) -> int:
             place = places[culprit]
             if place == failed_before and count > (options.min_workers or count):
                 places.remove(place)
-                again = f"worker {culprit} has failed twice in a row and is left out, {len(places)} workers start again"
+                left = "1 worker starts" if len(places) == 1 else f"{len(places)} workers start"
+                again = f"worker {culprit} has failed twice in a row and is left out, {left} again"
             failed_before = place
             screen.line(f"keras-dp launch: {again}, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
     return 0 if failed is None else failed.exit_code()
