@@ -213,7 +213,8 @@ def audit_table(plans):
             plan.host_copies,
             kernels,
             plan.misplaced or "none",
-            f"{plan.virtual_milliseconds:.2f} ms, {plan.virtual_megabytes:.0f} MB",
+            # Spaces where a narrow page breaks no line.
+            f"{plan.virtual_milliseconds:.2f}&nbsp;ms, {plan.virtual_megabytes:.0f}&nbsp;MB",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
