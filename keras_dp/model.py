@@ -119,6 +119,7 @@ class DataParallelModel(CompiledWrapper):
         self._joint_calls = calls_of(self._workers)
         self._predicts_shard = False
         self._eager: dict[str, bool] = {}  # whether a step's function runs eagerly
+        self._made: dict[str, Any] = {}  # the function that was made last for each step
         self._loops: list[str] = []
         self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
         packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
@@ -444,14 +445,14 @@ class DataParallelModel(CompiledWrapper):
         if self._is_unmade("train", force):
             with self._read_by_keras():
                 super().make_train_function(force=True)
-            self.train_function = self._on_towers(self.train_function, self.train_step, "train")
+            self.train_function = self._made["train"] = self._on_towers(self.train_function, self.train_step, "train")
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes the function that `evaluate` calls, unless it exists; see `keras.Model.make_test_function`."""
         if self._is_unmade("test", force):
             with self._read_by_keras():
                 super().make_test_function(force=True)
-            self.test_function = self._on_towers(self.test_function, self.test_step, "test")
+            self.test_function = self._made["test"] = self._on_towers(self.test_function, self.test_step, "test")
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that `predict` calls, unless it exists; see `keras.Model.make_predict_function`."""
@@ -461,11 +462,12 @@ class DataParallelModel(CompiledWrapper):
             self._eager["predict"] = self._is_eager()
             if not self._eager["predict"]:
                 self.predict_function = PredictFunction(self.predict_function, self._steps, self._verification)
+            self._made["predict"] = self.predict_function
 
     def _step(self, name: choices.Step, data: Any) -> Any:
         """Runs a step on N slices in a compiled function, or, eagerly, the inner model's own step on the whole batch."""
         if self._is_inside_step or not (tf.executing_eagerly() or self._is_eager() or is_cut(data)):
-            return self._replaced_step(f"{name}_step", data)
+            return self._set_steps.run_replaced(f"{name}_step", data)
         if self._is_eager():
             if name == "train" and self.optimizer is not None and self.optimizer.accumulate == "rows":
                 raise ValueError(
@@ -632,14 +634,15 @@ class DataParallelModel(CompiledWrapper):
 
     def _is_unmade(self, name: choices.Step, force: bool) -> bool:
         """Returns whether a step's function has to be made: by force, for the first time, or since eagerness has changed."""
-        if force or getattr(self, f"{name}_function") is None:
+        function = getattr(self, f"{name}_function")
+        if force or function is None:
             return True
-        if name not in self._eager:
+        if function is not self._made.get(name) and f"make_{name}_function" not in self._own_loops:
             raise ValueError(
                 f"{name}_function was set, and takes whole batches, where towers take slices. Set {name}_step in place of it, "
-                f"or override it in the model's class. Received: {name}_function={getattr(self, f'{name}_function')}"
+                f"or override it in the model's class. Received: {name}_function={function}"
             )
-        return self._eager[name] != self._is_eager()
+        return self._eager.get(name) != self._is_eager()
 
     def _on_towers(
         self, function: Callable[[Any], Any], step: Callable[[Any], Any], name: choices.Step

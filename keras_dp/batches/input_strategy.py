@@ -185,7 +185,7 @@ class InputStrategy:
 
     def _cutting(self, types: Any) -> Callable[..., tuple[Slice, ...]]:
         """Returns the function that cuts batches of some types. TensorFlow traces it once, and not in each call of `fit`."""
-        # Equal dictionaries may have their keys in another order, which their representations show.
+        # Equal types may be of other structures: dictionaries in another order, a named tuple and a tuple. Their text shows it.
         key = types, repr(types), self.whole
         kept = next((kept for kept in self._cut_functions if kept[0] == key), None)
         if kept is None:

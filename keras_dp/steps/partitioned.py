@@ -151,17 +151,19 @@ def rows_of(slices: Sequence[Slice], collectives: OneWorker, usual_rows: int | N
     first = len(slices) * collectives.index
     ends = [batch_rows * (first + i) // count for i in range(len(slices) + 1)]
     rows = [end - begin for begin, end in itertools.pairwise(ends)]
-    every = [batch_rows * (len(slices) * i) // count for i in range(collectives.count + 1)]
-    worker_rows = [end - begin for begin, end in itertools.pairwise(every)] if collectives.count > 1 else None
+    workers = collectives.count
+    worker_rows = [batch_rows * (i + 1) // workers - batch_rows * i // workers for i in range(workers)] if workers > 1 else None
     return RowCounts(batch_rows, ends[:-1], rows, math.ceil(batch_rows / count), worker_rows)
 
 
-def _worker_rows(slices: Sequence[Slice], count: int) -> Tensor | None:
-    """Returns the number of rows of each of several workers, W numbers: counted, or as a batch that all have is cut."""
-    if count == 1 or tf.is_tensor(slices[0].worker_rows):
-        return None if count == 1 else slices[0].worker_rows
+def _worker_rows(slices: Sequence[Slice], workers: int) -> Tensor | None:
+    """Returns the number of each worker's rows, W numbers: as they say them, or as they cut a batch that all have."""
+    if workers == 1:
+        return None
+    if tf.is_tensor(slices[0].worker_rows):
+        return slices[0].worker_rows
     with tf.device(HOST):
-        ends = slices[0].batch_rows * (len(slices) * tf.range(count + 1)) // (len(slices) * count)
+        ends = slices[0].batch_rows * tf.range(workers + 1) // workers
         return ends[1:] - ends[:-1]
 
 

@@ -12,6 +12,7 @@ from keras_dp.keras_internals.versions import callback_classes
 from keras_dp.wrapping.own_loops import CALLS, FUNCTIONS, STEPS, is_own, own_loops, view_for_loops
 from keras_dp.wrapping.own_training import OwnTraining
 from keras_dp.wrapping.proxy import Proxy
+from keras_dp.wrapping.set_steps import SetSteps
 
 # The attributes that Keras's trainer keeps on the model that it trains, or reads to feed it.
 _TRAINER_STATE = (
@@ -53,11 +54,10 @@ class ModelWrapper(Proxy, keras.Model):
         _refuse_mirrored(inner_model)
         super().__init__(name=inner_model.name, dtype=inner_model.dtype_policy)
         self._calls_on_towers = 0
-        self._replaced_steps: dict[str, tuple[Any, ...]] = {}
-        self._step_depth = 0
         self._own_loops = frozenset(own_loops(inner_model))
         self._own_training = OwnTraining(inner_model)
         self.inner_model = inner_model
+        self._set_steps = SetSteps(inner_model)
 
     @functools.cached_property
     def _view_for_loops(self) -> Any:
@@ -70,37 +70,21 @@ class ModelWrapper(Proxy, keras.Model):
         return self._own_training.watched(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A step of the user's is written for a whole batch, and so is the inner model's, which the wrapper runs on slices.
         if name not in STEPS:
             super().__setattr__(name, value)
-        elif getattr(value, "__self__", None) is self:
-            # A program that sets a step for a while sets the wrapper's own one again.
-            self._own_step_again(name)
+        elif getattr(value, "__self__", None) is self and value.__name__ == name:
+            # The wrapper's own method was read before, and is set again.
+            self._set_steps.restore(name)
         else:
-            self._replaced_steps[name] = (*self._replaced_steps.get(name, ()), getattr(self.inner_model, name))
-            setattr(self.inner_model, name, value)
+            self._set_steps.set(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name not in STEPS:
             super().__delattr__(name)
-        elif name not in vars(self.inner_model):
-            raise AttributeError(f"{name} was not set")
+        elif name in vars(self.inner_model):
+            self._set_steps.restore(name)
         else:
-            self._own_step_again(name)
-
-    def _own_step_again(self, name: str) -> None:
-        self._replaced_steps.pop(name, None)
-        vars(self.inner_model).pop(name, None)
-
-    def _replaced_step(self, name: str, data: Any) -> Any:
-        """Runs the step that the user's own one has replaced, which calls it as a method of the wrapper, on a whole batch."""
-        steps = self._replaced_steps.get(name) or (functools.partial(getattr(type(self.inner_model), name), self.inner_model),)
-        step = steps[max(-1 - self._step_depth, -len(steps))]
-        self._step_depth += 1
-        try:
-            return step(data)
-        finally:
-            self._step_depth -= 1
+            raise AttributeError(f"{name} was not set on {type(self).__name__} {self.name!r}")
 
     def _shown_for(self, name: str) -> Any:
         return self._view_for_loops if name in vars(self).get("_own_loops", ()) else super()._shown_for(name)

@@ -79,14 +79,30 @@ def test_steps_that_call_those_they_replace(eagerly):
 
 
 @pytest.mark.parametrize("name", ["train", "test", "predict"])
-def test_functions_that_are_set_before_training_are_refused(name):
-    """The wrapper once trained as usual, and the user's function was never called."""
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_functions_that_are_set_are_refused(name, calls_before):
+    """Before the first call, they were once ignored; after it, they got slices in place of batches."""
     model = on_towers()(keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
     model.compile("sgd", "mse")
+    method = getattr(model, {"train": "fit", "test": "evaluate", "predict": "predict"}[name])
+    data = (X,) if name == "predict" else (X, Y)
+    for _ in range(calls_before):
+        method(*data, verbose=0)
     setattr(model, f"{name}_function", lambda iterator: {"loss": 0.0})
-    call = {"train": "fit", "test": "evaluate", "predict": "predict"}[name]
     with pytest.raises(ValueError, match=f"{name}_function was set.*Set {name}_step in place of it"):
-        getattr(model, call)(*((X,) if name == "predict" else (X, Y)), verbose=0)
+        method(*data, verbose=0)
+    setattr(model, f"{name}_function", None)
+    method(*data, verbose=0)
+
+
+def test_a_step_may_be_set_to_another_one_of_the_wrapper():
+    def run(wrap):
+        model = wrap(keras.Sequential([keras.Input((3,)), layers.Dense(2, kernel_initializer="ones")]))
+        model.compile("sgd", "mse")
+        model.train_step = model.test_step
+        return [model.fit(X, Y, batch_size=4, shuffle=False, verbose=0).history, model.get_weights()]
+
+    assert_same(run(plain), run(on_towers()), 1e-9)
 
 
 @pytest.mark.parametrize(

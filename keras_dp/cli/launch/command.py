@@ -195,7 +195,7 @@ class _Worker:
         return "\n".join([f"worker {self.index} failed first, with {reason}. Its last lines:", *lines])
 
     def culprit(self) -> int:
-        """Returns the index of the worker that has failed: this one, or one that this worker has lost, as it stands still."""
+        """Returns the index of the worker that is to blame: this one, or another one that this one says it has lost."""
         lost = re.search(r"WorkerLostError: Worker (\d+) ", "\n".join(self.tail))
         return int(lost[1]) if lost else self.index
 

@@ -68,12 +68,11 @@ def _compares_other_shapes(node: Node, rank: int) -> bool:
         node: any node.
         rank: the larger rank of its inputs.
     """
-    answers = "incompatible_shape_error" in node.definition.attr and not node.flag("incompatible_shape_error")
-    if not answers:
+    if "incompatible_shape_error" not in node.definition.attr or node.flag("incompatible_shape_error"):
         return False
-    pairs = zip(*(reversed(node.shape(i) or []) for i in range(2)), strict=False)
-    differ = [sizes for sizes in pairs if all(isinstance(size, int) for size in sizes) and 1 not in sizes and len({*sizes}) > 1]
-    return bool(differ) or node.result_rank() not in (None, rank)
+    shapes = [reversed(node.shape(i) or []) for i in range(2)]
+    fit = all(None in sizes or 1 in sizes or sizes[0] == sizes[1] for sizes in zip(*shapes, strict=False))
+    return not fit or node.result_rank() not in (None, rank)
 
 
 @rule("Select")
