@@ -22,6 +22,7 @@ from keras_dp.reports.step_graph import (
     restored,
     untouched,
     used_variables,
+    with_marked_argument,
 )
 from keras_dp.reports.wrapped import Wrapped
 
@@ -189,12 +190,13 @@ def _run_and_collect(parallel: Wrapped, slices: Sequence[Slice]) -> tuple[Any, l
             )
         )
 
-    function = tf.function(on_slices, autograph=False)
+    marked, mark = with_marked_argument(on_slices)
+    function = tf.function(marked, autograph=False)
     data = [part.data for part in slices]
     concrete = function.get_concrete_function(data)
     # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
     with graph_optimizer(disable_meta_optimizer=True), restored(used_variables(parallel)):
-        return concrete, partition_graphs(function, data, {operation.name for operation in concrete.graph.get_operations()})
+        return concrete, partition_graphs(function, data, mark)
 
 
 def _copies(parallel: Wrapped, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import inspect
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +133,13 @@ def collect(
         around_the_run: returns the context in which the step runs, after it was traced.
     """
     specs = [_with_any_rows(part) for part in slices]
-    function = tf.function(step, autograph=False, input_signature=[specs])
+    marked, mark = with_marked_argument(step)
+    function = tf.function(marked, autograph=False, input_signature=[specs])
     # On CPUs, remapping fuses operations to others than on GPUs.
     with graph_optimizer(remapping=False):
         concrete = function.get_concrete_function()
-        arguments = {argument.name for argument in concrete.function_def.signature.input_arg}
         with around_the_run():
-            parts = partition_graphs(function, slices, arguments)
+            parts = partition_graphs(function, slices, mark)
     return StepGraph(_merged(parts), concrete, tuple(specs))
 
 
@@ -188,20 +190,32 @@ def used_variables(parallel: Wrapped) -> Sequence[Any]:
     return () if partition is None else partition.variables
 
 
-def partition_graphs(function: Any, arguments: Any, known: Collection[str]) -> list[Any]:
+def with_marked_argument(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], str]:
+    """Returns a function whose argument has a name of its own, and the name. TensorFlow names nodes of its graph after it."""
+    mark = f"mark{uuid.uuid4().hex}"
+
+    def marked(argument: Any) -> Any:
+        return function(argument)
+
+    parameter = inspect.Parameter(mark, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    marked.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
+    return marked, mark
+
+
+def partition_graphs(function: Callable[[Any], Any], argument: Any, mark: str) -> list[Any]:
     """Runs a `tf.function` once, and returns the graphs that TensorFlow ran in its place, one for each device.
 
     Args:
-        function: the function.
-        arguments: its only argument.
-        known: names of nodes that tell its graphs from those of other functions, which may have run meanwhile.
+        function: the function, made of one `with_marked_argument`.
+        argument: its argument.
+        mark: the argument's name. It tells the function's graphs from others, which may run meanwhile in other threads.
     """
     with tempfile.TemporaryDirectory() as directory:
         writer = tf.summary.create_file_writer(directory)
         with writer.as_default():
             tf.summary.trace_on(graph=True, profiler=False)
             try:
-                function(arguments)
+                function(argument)
             finally:
                 tf.summary.trace_export("step", step=0)
         writer.close()
@@ -210,11 +224,11 @@ def partition_graphs(function: Any, arguments: Any, known: Collection[str]) -> l
     values = [value for event in events for value in event.summary.value]
     (collected,) = [tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0]) for value in values]
 
-    def known_nodes(graphs: Any) -> tuple[int, int]:
-        names = [node.name for graph in graphs.partition_graphs for node in graph.node]
-        return sum(name in known for name in names), len(names)
+    def is_marked(graphs: Any) -> bool:
+        return any(mark in node.name for graph in graphs.partition_graphs for node in graph.node)
 
-    return list(max(collected.function_graphs, key=known_nodes).partition_graphs)
+    (own,) = filter(is_marked, collected.function_graphs)
+    return list(own.partition_graphs)
 
 
 def _with_any_rows(part: Slice) -> Slice:
