@@ -304,7 +304,17 @@ def _rows(leaf: Any) -> Tensor:
 
 
 def as_tensor(leaf: Any) -> Any:
-    """Converts a leaf of a batch to a tensor, except None and `tf.experimental.Optional`."""
+    """Converts a leaf of a batch to a tensor, except None and `tf.experimental.Optional`.
+
+    Raises:
+        ValueError: if it is a dataset, which has no rows to cut.
+    """
+    if isinstance(leaf, tf.data.Dataset):
+        raise ValueError(
+            "A dataset inside a batch, as dataset.window() makes them, has no rows that towers could divide. Make tensors of "
+            "it before: dataset.window(5).flat_map(lambda window: window.batch(5)), or dataset.batch(5). "
+            f"Received: {leaf}"
+        )
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
         return leaf
     return tf.convert_to_tensor(leaf)

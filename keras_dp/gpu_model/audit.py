@@ -91,7 +91,7 @@ def audit_step(parallel: DataParallelModel, batch: Any) -> GpuAudit:
 
 def audit(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> GpuAudit:
     """Audits a step that was collected and placed before."""
-    kinds = _kinds(parallel, step, placed)
+    kinds = kinds_of_copies(parallel, step, placed)
     audited = GpuAudit(Counter(), 0, Counter(), Counter(), Counter(), Counter(), tuple(_misplaced(placed)))
     host_copies = 0
     for copy in placed.copies:
@@ -100,11 +100,20 @@ def audit(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> G
         elif copy.source == copy.destination:
             (audited.from_host if copy.from_host else audited.to_host)[_types(copy, placed)] += 1
         else:
-            kind = kinds.kind(source_of(copy.tensor), copy.takers)
-            audited.copies[kind, copy.source, copy.destination] += 1
+            audited.copies[kinds[copy], copy.source, copy.destination] += 1
     audited.controls.update((control.source, control.destination) for control in placed.controls)
     audited.without_kernel.update(operation.type for operation in placed.operations.values() if not operation.has_kernel)
     return dataclasses.replace(audited, host_copies=host_copies)
+
+
+def kinds_of_copies(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> dict[Copy, str]:
+    """Returns the kind of each copy from one device to another, one of `KINDS`."""
+    kinds = _kinds(parallel, step, placed)
+    return {
+        copy: kinds.kind(source_of(copy.tensor), copy.takers)
+        for copy in placed.copies
+        if copy.source != copy.destination and not (copy.from_host and copy.to_host)
+    }
 
 
 def _kinds(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> KindsOfCopies:

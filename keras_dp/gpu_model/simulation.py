@@ -121,12 +121,17 @@ def _run(operation: Operation, machine: Machine, work: Work) -> tuple[float, tup
         return 0.0, ()
     if machine.is_shared:
         resource = _SHARED
-    elif operation.kernel.is_on_host or operation.device == HOST or operation.type in SHAPES_AND_RANK:
+    elif runs_on_host(operation):
         return machine.host_seconds, (f"host of {operation.device}",)
     else:
         resource = operation.device
     is_half = operation.node.attr["T"].type in _HALF_TYPES
     return machine.processor.seconds(work.flops, work.bytes, operation.type in _MATRIX_PRODUCTS, is_half), (resource,)
+
+
+def runs_on_host(operation: Operation) -> bool:
+    """Returns whether the host computes an operation, of its own or for a GPU."""
+    return operation.kernel.is_on_host or operation.device == HOST or operation.type in SHAPES_AND_RANK
 
 
 def _send(copy: Copy, machine: Machine, copied_bytes: int) -> tuple[float, tuple[str, ...]]:

@@ -13,7 +13,6 @@ from keras_dp.keras_internals.replacing import replaced
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import source_of
-from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
 from keras_dp.reports.step_graph import (
     make_variables,
@@ -25,6 +24,7 @@ from keras_dp.reports.step_graph import (
     with_marked_argument,
 )
 from keras_dp.reports.wrapped import Wrapped
+from keras_dp.steps.graph_optimizer import graph_optimizer
 
 Tensor = Any
 Graph = Any

@@ -21,8 +21,8 @@ from keras_dp.keras_internals.replacing import replaced
 from keras_dp.keras_internals.tensorflow_runtime import definition_of
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder
 from keras_dp.partition.tracing.names import source_of
-from keras_dp.reports.graph_optimizer import graph_optimizer
 from keras_dp.reports.wrapped import Wrapped, is_wrapped
+from keras_dp.steps.graph_optimizer import graph_optimizer
 from keras_dp.steps.random_states import same_random_states
 
 Tensor = Any
@@ -192,7 +192,7 @@ def used_variables(parallel: Wrapped) -> Sequence[Any]:
 
 def with_marked_argument(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], str]:
     """Returns a function whose argument has a name of its own, and the name. TensorFlow names nodes of its graph after it."""
-    mark = f"mark{uuid.uuid4().hex}"
+    mark = f"slices{uuid.uuid4().hex}"
 
     def marked(argument: Any) -> Any:
         return function(argument)

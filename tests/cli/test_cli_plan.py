@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,7 @@ def test_arguments_describe_the_run():
         ("--gigabytes-per-second fast", "must be a positive number. Received: 'fast'"),
         ("--memory 24", "must be a size such as 24GB. Received: '24'"),
         ("--memory 0GB", "must be a size such as 24GB. Received: '0GB'"),
+        ("--timeline missing/step.json", "must be a file that can be written. Received: 'missing/step.json'"),
         ("--constants missing.json", "must be a file that keras-dp check --json has written on GPUs. Received: 'missing.json'"),
         ("--gpu RTX4080", "or a JSON file with its numbers, such as my_gpu.json. Did you mean 'rtx4090'? Received: 'RTX4080'"),
         ("--gpu missing.json", "The numbers of a GPU must be in a JSON file. Received: 'missing.json'"),
@@ -312,7 +314,10 @@ def test_plans_a_model_of_the_user_under_mirrored_strategy(user_directory):
 
 
 def test_plans_a_model_of_the_user(user_directory, capsys):
-    assert main(["plan", "--model", "planned_models:small", "--towers", "1,2", "--parameter-device", "sharded"]) == 0
+    options = ["--towers", "1,2", "--parameter-device", "sharded", "--timeline", "step.json"]
+    assert main(["plan", "--model", "planned_models:small", *options]) == 0
+    events = json.loads(Path("step.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"GPU:0", "GPU:1", "the host"}
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines() if line[:8].strip() in ("1", "2")]
     assert [row[0] for row in rows] == ["1", "2"]

@@ -41,6 +41,32 @@ def test_towers_compiled_by_xla_match_one_device():
     )
 
 
+@pytest.mark.parametrize("was_set", [None, True, False])
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_no_transposes_come_between_what_xla_compiles(jit_compile, was_set):
+    """On GPUs, TensorFlow's layout optimizer cut a tower's step of ResNet-20 into 115 pieces."""
+    seen = []
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            seen.append(layout_is_optimized())
+            return super().train_step(data)
+
+    def layout_is_optimized():
+        return tf.config.optimizer.get_experimental_options().get("layout_optimizer", True)
+
+    parallel = keras_dp.DataParallelModel(Model(build().layers), devices=2)
+    parallel.compile("sgd", "mse", jit_compile=jit_compile)
+    if was_set is not None:
+        tf.config.optimizer.set_experimental_options({"layout_optimizer": was_set})
+    try:
+        parallel.fit(X, Y, batch_size=11, verbose=0)
+        assert set(seen) == {was_set is not False and not jit_compile}
+        assert layout_is_optimized() == (was_set is not False)
+    finally:
+        tf.config.optimizer.set_experimental_options({"layout_optimizer": True})
+
+
 @pytest.mark.parametrize("jit_compile", [True, False, "auto"])
 def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
     """XLA compiles neither the sums between towers nor the whole step, which it would put on one device."""

@@ -13,7 +13,7 @@ import keras_dp
 from keras_dp.partition import step
 from keras_dp.partition.running import packing
 from keras_dp.partition.tracing.names import data_inputs, source_of
-from keras_dp.reports.graph_optimizer import graph_optimizer
+from keras_dp.steps.graph_optimizer import graph_optimizer
 
 RNG = np.random.default_rng(5)
 IMAGES, CLASSES = RNG.normal(size=(11, 8, 8, 3)), RNG.integers(0, 4, 11)

@@ -1,6 +1,9 @@
 """Schedules, costs and simulated steps are those that are computed by hand."""
 
+import collections
 import dataclasses
+import itertools
+import math
 
 import keras
 import numpy as np
@@ -10,11 +13,13 @@ from keras import layers
 
 import keras_dp
 from keras_dp.arithmetic.work import work_of_operations
+from keras_dp.gpu_model.audit import kinds_of_copies
 from keras_dp.gpu_model.hardware import GPUS, Link, Machine, Processor, machine_of
 from keras_dp.gpu_model.loops import rounds_of_operations
 from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
 from keras_dp.gpu_model.schedule import Span, Task, schedule
 from keras_dp.gpu_model.simulation import simulate
+from keras_dp.gpu_model.timeline import timeline
 from keras_dp.reports.step_graph import graph_of_step
 
 
@@ -133,6 +138,26 @@ def test_no_work_and_slow_links_do_not_scale():
     one, two = (simulated(towers, 6, machine) for towers in (1, 2))
     assert one.seconds < 0.1
     assert 2.0 <= two.seconds < 6.0
+
+
+def test_timelines_show_what_devices_compute_and_receive():
+    parallel, step = collected(mlp, 2)
+    placed = place_step(step, 600, parallel.devices)
+    simulation = simulate(placed, machine_of("A100"))
+    kinds = kinds_of_copies(parallel, step, placed)
+    events = timeline(placed, simulation, kinds)["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    lasting = sorted((event for event in events if event["ph"] == "X"), key=lambda event: (event["tid"], event["ts"]))
+    for one, following in itertools.pairwise(lasting):
+        assert one["tid"] != following["tid"] or one["ts"] + one["dur"] <= following["ts"] + 1e-9
+    assert max(event["ts"] + event["dur"] for event in lasting) == pytest.approx(1e6 * simulation.seconds)
+    between = [event for event in lasting if rows[event["tid"]].startswith("receives from GPU")]
+    assert collections.Counter(event["name"] for event in between) == collections.Counter(
+        kind for copy, kind in kinds.items() if copy.source in placed.towers
+    )
+    weight_bytes = sum(4 * math.prod(weight.shape) for weight in parallel.trainable_weights)
+    # The message holds the number of rows, too.
+    assert 0 <= sum(event["args"]["bytes"] for event in between if event["name"] == "gradients") - weight_bytes < 16
 
 
 def test_launches_are_counted():

@@ -88,6 +88,8 @@ def test_refuses_what_has_no_rows():
         cut((None, None), 2)
     with pytest.raises(tf.errors.InvalidArgumentError, match="at least one row"):
         cut(np.zeros((0, 2)), 2)
+    with pytest.raises(ValueError, match=r"A dataset inside a batch.*flat_map.*Received: <_VariantDataset"):
+        cut(next(iter(tf.data.Dataset.range(4).window(2))), 2)
 
 
 @pytest.mark.parametrize(("rows", "own"), [(None, None), (6, 3)])

@@ -72,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--alternatives", action="store_true", help="compare placements and packings for the most towers, and name the fastest"
     )
     parser.add_argument("--mirrored", action="store_true", help="predict the steps under MirroredStrategy, too")
+    parser.add_argument(
+        "--timeline",
+        type=argument(_writable),
+        metavar="step.json",
+        help="write to a file when each GPU of the most towers computes and receives; https://ui.perfetto.dev shows it",
+    )
     parser.add_argument("--json", action="store_true", help="print the predictions as JSON")
 
 
@@ -88,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
         argparse.ArgumentError: if the GPU has no such link.
     """
     planned = [_planned(options, towers) for towers in options.towers]
+    alternatives = _alternatives(planned[-1]) if options.alternatives else []
+    planned[-1] = dataclasses.replace(planned[-1], timeline=options.timeline)
     try:
         machine = planned[0].machine()
     except ValueError as error:
@@ -99,7 +107,6 @@ def run(options: argparse.Namespace) -> int:
     plans: list[Plan] = []
     mirrored: list[MirroredPlan | None] = []
     others: list[Plan] = []
-    alternatives = _alternatives(planned[-1]) if options.alternatives else []
     columns = (*COLUMNS[:3], MIRRORED, *COLUMNS[3:]) if options.mirrored else COLUMNS
     failure = refusal = ""
     try:
@@ -226,6 +233,15 @@ def _constants(path: str) -> dict[str, float]:
         raise ValueError(
             f"must be a file that keras-dp check --json has written on GPUs. Received: {path!r} ({error})"
         ) from error
+
+
+def _writable(path: str) -> str:
+    """Returns the path of a file that can be written, and makes it."""
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise ValueError(f"must be a file that can be written. Received: {path!r} ({error})") from error
+    return str(Path(path).resolve())
 
 
 def _gpu(value: str) -> str:

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import keras
 
@@ -12,10 +13,11 @@ import keras_dp
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
 from keras_dp.devices.variable_homes import home
-from keras_dp.gpu_model.audit import GpuAudit, audit
+from keras_dp.gpu_model.audit import GpuAudit, audit, kinds_of_copies
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
 from keras_dp.gpu_model.simulation import simulate
+from keras_dp.gpu_model.timeline import timeline
 from keras_dp.gpu_model.virtual_gpus import on_virtual_gpus
 from keras_dp.keras_internals import keras_models
 from keras_dp.partition.tensorflow_internals import HOST
@@ -41,6 +43,9 @@ def plan(planned: PlannedRun) -> Plan:
     batch_size = batch_rows(planned)
     placed = place_step(step, batch_size, parallel.devices)
     machine = planned.machine()
+    if planned.timeline is not None:
+        traced = timeline(placed, simulate(placed, machine), kinds_of_copies(parallel, step, placed))
+        Path(planned.timeline).write_text(json.dumps(traced))
     made = predicted(machine, batch_size, placed, audit(parallel, step, placed))
 
     def peak_of_rows(rows_of_tower: int) -> float:

@@ -22,6 +22,7 @@ class PlannedRun:
         latency_microseconds: in place of the link's own, if it is not None.
         gigabytes_per_second: in place of the link's own bandwidth, if it is not None.
         memory_bytes: in place of the GPU's own memory, if it is not None.
+        timeline: the file that shows when the step computes and sends; None for none.
     """
 
     model: str
@@ -36,6 +37,7 @@ class PlannedRun:
     latency_microseconds: float | None = None
     gigabytes_per_second: float | None = None
     memory_bytes: float | None = None
+    timeline: str | None = None
 
     def machine(self) -> hardware.Machine:
         """Returns the machine.
