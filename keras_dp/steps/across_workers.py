@@ -30,6 +30,7 @@ class AcrossWorkers:
 
     def __init__(self, collectives: OneWorker, keeps_rows: bool = False):
         self.keeps_rows = keeps_rows
+        self.one_by_one = collectives.one_by_one
         self._collectives = collectives
         self._graph = tf.compat.v1.get_default_graph()
 

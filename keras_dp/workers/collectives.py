@@ -38,10 +38,13 @@ class OneWorker:
     Attributes:
         index: the number of this worker.
         count: W, the number of workers.
+        one_by_one: whether operations must run one after another, in the same order on all workers. NCCL deadlocks otherwise
+            (its user guide, "Using multiple NCCL communicators concurrently" and "Group calls"); TensorFlow's ring does not.
     """
 
     index = 0
     count = 1
+    one_by_one = False
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns `x`; see `Collectives` for this method and the following ones."""
@@ -94,6 +97,7 @@ class Collectives(OneWorker):
         self.index = index
         self.count = count
         self._hint = communication
+        self.one_by_one = communication == "nccl"
         self._uses: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._order = list(range(count))
         # TensorFlow gathers in its own order of workers.
@@ -121,7 +125,7 @@ class Collectives(OneWorker):
                 if self._hint == "ring":
                     total = tf.raw_ops.CollectiveReduce(input=sent, subdiv_offsets=[0], **arguments, **_ADD)
                 else:
-                    # TensorFlow runs operations of the second version one after another, which NCCL needs and gRPC does not.
+                    # TensorFlow runs a function's operations of the second version one after another.
                     total = tf.raw_ops.CollectiveReduceV2(input=sent, ordering_token=[], **arguments, **_ADD)
             return as_received(total, x)
 

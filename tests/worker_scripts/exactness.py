@@ -176,6 +176,27 @@ def single_batches(towers):
 
 
 @case
+def fewer_rows_than_workers(towers):
+    """Trains on two rows, whose number is known, with sums that follow sums: workers without rows exchange as others do.
+
+    Once they sent other messages than the others, and all waited for each other.
+    """
+
+    def build():
+        x = keras.Input((5,))
+        hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(x))
+        hidden = keras.layers.Lambda(lambda h: h * keras.ops.sum(h, axis=0))(keras.layers.Dense(4)(hidden))
+        hidden = keras.layers.Lambda(lambda h: h + keras.ops.sum(keras.ops.square(h)))(hidden)
+        return keras.Model(x, keras.layers.Dense(3, "softmax")(keras.layers.BatchNormalization()(hidden)))
+
+    def script(model):
+        model.compile(**classifier(lambda: keras.optimizers.SGD(0.01))())
+        return [model.train_on_batch(numbers(2, 5, seed=i), labels(2, 3, seed=i)) for i in range(3)]
+
+    assert_same_script(build, script, towers)
+
+
+@case
 def callbacks_act_alike(towers):
     """Trains with class weights, and with callbacks that stop early and lower the rate by the validation loss."""
     x, y = numbers(20, 5), labels(20, 3)

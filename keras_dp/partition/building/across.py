@@ -13,9 +13,11 @@ class Across(Protocol):
 
     Attributes:
         keeps_rows: whether the step's results have this worker's rows alone, where they have rows.
+        one_by_one: whether an exchange begins when the one before it is done, in the same order on all workers.
     """
 
     keeps_rows: bool
+    one_by_one: bool
 
     def reduced(self, own: Tensor, reduction: str) -> Tensor:
         """Returns the sum, or another reduction, over the workers.

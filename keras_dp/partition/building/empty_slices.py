@@ -32,7 +32,8 @@ class EmptySlices:
 
         def neutral(dead: str, tower: int) -> str:
             if reduction == "sum" and shape is not None and all(isinstance(size, int) for size in shape):
-                return str(self._graph.once(("nothing", dtype, *shape, tower), lambda: self._zeros(shape, tower, dtype)))
+                what = ("nothing", dtype, *shape, tower, self._graph.rounds(dead))
+                return str(self._graph.once(what, lambda: self._zeros(shape, tower, dtype)))
             if reduction == "prod":
                 # TensorFlow's graph optimizer takes OnesLike of unsigned integers for zeros.
                 return self._filled(dead, 1, tower, dtype)
@@ -91,7 +92,10 @@ class EmptySlices:
         for tower in range(len(self._construction.devices)):
             part = self._construction.instances.part(output, tower)
             if self._construction.surely_has_none(tower):
-                part = otherwise(other or part, tower)
+                nothing = otherwise(other or part, tower)
+                # A worker without rows makes the same exchanges as others, with the same tensors in one message.
+                self._graph.count_after(nothing, part)
+                part = nothing
             elif not self._construction.surely_has_rows(tower):
                 dead = otherwise(self._switch(other or part, tower, dtype), tower)
                 inputs = [dead, name_of(self._switch(part, tower, dtype), 1)]

@@ -1,7 +1,9 @@
 """Exchange sums and rows between workers, after the towers of each worker have combined theirs."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import tensorflow as tf
@@ -30,6 +32,7 @@ class WorkerExchanges:
         self._across = across
         self._together: list[tuple[int, dict[str, Given]]] = []
         self._late: dict[str, Given] = {}
+        self._collectives: list[tuple[int, list[Any]]] = []
         self.made: list[str] = []
 
     def sum(self, own: Given, name: str, is_awaited: bool) -> str:
@@ -94,6 +97,18 @@ class WorkerExchanges:
         for sums in self._put_off():
             if sums:
                 self._inline(lambda *parts: self._across.sums(parts), list(sums.values()), list(sums))
+        if self._across.one_by_one:
+            self._chain()
+
+    def _chain(self) -> None:
+        """Lets each exchange wait for the one before it, by the number of rounds that it follows and then as they are written.
+
+        An exchange depends on exchanges of earlier rounds alone, so that none waits for itself. Rounds are those of the traced
+        step, so that all workers have the same order.
+        """
+        in_order = [node for _, nodes in sorted(self._collectives, key=itemgetter(0)) for node in nodes]
+        for before, node in itertools.pairwise(in_order):
+            node.input.append(f"^{before.name}")
 
     def _put_off(self) -> list[dict[str, Given]]:
         """Returns the sums that are not written yet, one dictionary for each message."""
@@ -128,7 +143,11 @@ class WorkerExchanges:
         return result
 
     def _inline(self, exchange: Callable[..., Sequence[Any]], given: Sequence[Given], results: Sequence[str]) -> None:
+        nodes = self._graph.function.node_def
+        begin = len(nodes)
         self._graph.inline(exchange, given, results)
+        collectives = [node for node in nodes[begin:] if node.op.startswith("Collective")]
+        self._collectives.append((max(map(self._graph.rounds, results)), collectives))
         self.made += results
 
 

@@ -308,6 +308,11 @@ class GraphWriter:
         """Returns the length of the longest chain of reserved tensors that a tensor depends on."""
         return self._rounds.get(output_of(name.removeprefix("^"))[0], 0)
 
+    def count_after(self, name: str, source: str) -> None:
+        """Counts the rounds of a tensor as if it depended on another one."""
+        if self._rounds:
+            self._rounds[output_of(name)[0]] = max(self.rounds(name), self.rounds(source))
+
     def _count_rounds(self, name: str, inputs: Iterable[str]) -> None:
         if self._rounds:
             self._rounds.setdefault(name, max(map(self.rounds, inputs), default=0))
