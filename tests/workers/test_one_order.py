@@ -102,7 +102,7 @@ def launch_orders(graph):
 @pytest.mark.parametrize("rows", [2, 3, 9])
 @pytest.mark.parametrize("build", [SumsThatFollowSums, normalized, branches, contrastive])
 def test_workers_without_rows_make_the_exchanges_of_others(build, rows, towers):
-    """Once they did not: their zeros follow no exchange, and more of their sums went in one message. All waited for each other."""
+    """Once they did not: their zeros follow no exchange, and more of their sums went in one message. All waited."""
     first, *others = [
         [described(operation) for operation in collectives(graph_of(build, rows, index, towers, "ring"))]
         for index in range(WORKERS)
