@@ -59,6 +59,7 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
         if parameter_device == SHARDED and home(variable) == device:
             native(variable)._keras_dp_spread_over = tuple(devices)
     for layer in keras_models.flatten_layers(model) if moved else []:
+        keras_models.forget_functions(layer)
         if isinstance(layer, keras.Model):
             keras_models.forget_traces(layer)
 

@@ -1,5 +1,6 @@
 """Read, build and move Keras's models through their private names."""
 
+import inspect
 from typing import Any
 
 import keras
@@ -30,6 +31,16 @@ def is_built(model: keras.Model) -> bool:
 def forget_traces(model: keras.Model) -> None:
     """Makes Keras's trainer retrace a model's steps when they are next called."""
     model.train_function = model.test_function = model.predict_function = None
+
+
+def forget_functions(layer: keras.Layer) -> None:
+    """Makes the `tf.function`s among a layer's methods and attributes retrace when they are next called."""
+    for name in {*vars(layer), *(name for kind in type(layer).__mro__ for name in vars(kind))}:
+        if isinstance(inspect.getattr_static(layer, name), tf.types.experimental.PolymorphicFunction):
+            function = getattr(layer, name)
+            for options in (function._variable_creation_config, function._no_variable_creation_config):
+                if options is not None and options.function_cache is not None:
+                    options.function_cache.clear()
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:

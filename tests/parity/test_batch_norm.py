@@ -123,6 +123,19 @@ def rounds(operations):
     return max(depth(operation) for operation in operations if operation.name.startswith("partitioned/tower_"))
 
 
+def test_a_tower_without_rows_is_no_infinity_away():
+    """The square of this distance overflows."""
+
+    class Variance(keras.Model):
+        def train_step(self, x):
+            return {"variance": tf.reduce_sum(tf.nn.moments(x, [0])[1])}
+
+    parallel = keras_dp.DataParallelModel(Variance(), devices=2)
+    parallel.compile()
+    history = parallel.fit(np.full((1, 2), 1e200), verbose=0)
+    assert history.history["variance"] == [0]
+
+
 @pytest.mark.parametrize(("mask", "exchanged"), [(None, (2, 4)), (rng.random((9, 5)) < 0.6, (3, 5))], ids=["plain", "masked"])
 def test_what_the_towers_exchange(mask, exchanged):
     """Towers combine 2C numbers forward in one round, and 2C backward in another one.

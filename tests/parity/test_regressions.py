@@ -315,3 +315,37 @@ def test_arrays_of_a_generator_are_not_written_over(what):
 
     assert_same_script(build, script, 2)
     np.testing.assert_array_equal(x, before)
+
+
+@pytest.mark.parametrize("traced", ["before wrapping", "while training"])
+def test_functions_of_a_model_whose_variables_move(traced):
+    """They have captured the variables where they were."""
+
+    class Functions(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.outputs = layers.Dense(4), layers.Dense(2)
+            self.hidden.build((None, 3))
+            self.outputs.build((None, 4))
+            self.attribute = tf.function(self.outputs)
+
+        @tf.function
+        def method(self, x):
+            return ops.tanh(self.hidden(x))
+
+        def call(self, x):
+            return self.attribute(self.method(x))
+
+    x, y = rng.normal(size=(20, 3)), rng.normal(size=(20, 2))
+    results = []
+    for is_parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = Functions()
+        seen = [model.predict(x, batch_size=7, verbose=0)] if traced == "before wrapping" else []
+        trained = keras_dp.DataParallelModel(model, devices=2, parameter_device="sharded") if is_parallel else model
+        trained.compile("sgd", "mse")
+        seen.append(trained.fit(x, y, batch_size=7, epochs=2, verbose=0).history)
+        seen += [each.predict(x, batch_size=7, verbose=0) for each in (model, trained)]
+        results.append([*seen, model.get_weights()])
+    assert len({weight.value.device for weight in model.weights}) == 2
+    assert_same(*results, 1e-12)

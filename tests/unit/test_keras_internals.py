@@ -164,6 +164,30 @@ def test_variables_move_and_optimizers_find_them_again():
     assert keras_optimizers.decays(moved.optimizer, moved.trainable_variables[1])
 
 
+def test_functions_of_a_layer_are_traced_again():
+    class Layer(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.attribute = tf.function(lambda x: x + self.read())
+            self.traces = 0
+
+        def read(self):
+            self.traces += 1
+            return 1.0
+
+        @tf.function
+        def method(self, x):
+            return x + self.read()
+
+    layer, other, x = Layer(), Layer(), tf.constant(1.0)
+    for traces in (2, 2):
+        layer.attribute(x), layer.method(x), other.method(x)
+        assert layer.traces == traces
+    keras_models.forget_functions(layer)
+    assert layer.attribute(x) + layer.method(x) + other.method(x) == 6
+    assert (layer.traces, other.traces) == (4, 1)
+
+
 def test_velocities_are_those_that_hold_the_learning_rate():
     variables = [keras.Variable([1.0, 2.0])]
     for optimizer in (keras.optimizers.SGD(0.5, momentum=0.5), keras.optimizers.RMSprop(0.5, momentum=0.5)):

@@ -86,4 +86,5 @@ def variance_of_parts(
         shares: the shares of the rows of the batch, n tensors with one entry. A share may be 0; then its parts are zeros.
     """
     distances = tf.math.squared_difference(tf.math.divide_no_nan(tf.stack(means), shares), mean)
-    return tf.reduce_sum(tf.stack(variances) + shares * distances, 0)
+    # A tower without rows may be at an infinite distance.
+    return tf.reduce_sum(tf.stack(variances) + tf.math.multiply_no_nan(distances, shares), 0)
