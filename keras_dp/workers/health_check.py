@@ -176,7 +176,7 @@ class HealthCheck:
     def _reason(self, i: int) -> str | None:
         """Returns the reason why a worker is lost; None if it is not."""
         if self._refused[i] >= REFUSALS:
-            return f"{self._names([i])} is lost: its process has ended, or was restarted."
+            return f"{self._names([i])} is lost: its process has ended or was restarted, or its network refuses connections."
         silence = time.monotonic() - self._answered[i]
         if silence > self._timeout:
             return f"{self._names([i])} is lost: it has not answered for {silence:.0f} s."

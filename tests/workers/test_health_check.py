@@ -15,6 +15,7 @@ from worker_processes import free_ports
 from keras_dp.workers import health_check as module
 from keras_dp.workers.health_check import HealthCheck
 
+GONE = "its process has ended or was restarted, or its network refuses connections."
 PATIENCE = 20.0  # seconds to wait for events that should happen at once
 
 
@@ -175,7 +176,7 @@ def test_a_worker_whose_server_is_gone_is_lost(group_of):
     group.wait_for_answers(3)
     assert group.health_check.lost is None
     group.servers[2].stop()
-    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: its process has ended, or was restarted."
+    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: {GONE}"
 
 
 def test_workers_that_are_lost_together_are_named_together(group_of):
@@ -185,8 +186,7 @@ def test_workers_that_are_lost_together_are_named_together(group_of):
     for i in (1, 3):
         group.servers[i].stop()
     group.health_check.start(group.losses.append)
-    expected = [f"Worker {i} ({group.addresses[i]}) is lost: its process has ended, or was restarted." for i in (1, 3)]
-    assert group.loss() == " ".join(expected)
+    assert group.loss() == " ".join(f"Worker {i} ({group.addresses[i]}) is lost: {GONE}" for i in (1, 3))
 
 
 def test_a_worker_that_was_started_anew_is_lost(group_of):
