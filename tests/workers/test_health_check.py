@@ -259,6 +259,28 @@ def test_a_worker_without_progress_gives_up(group_of):
     assert loss.startswith("Worker 0 has waited for 0.8 s without progress: all workers answer, but not all have reached")
 
 
+def test_a_worker_that_does_not_answer_is_named_also_where_progress_ended_before(group_of):
+    """It still answered when this worker began to wait: not all answer, and so it is not this worker that gives up."""
+    group = group_of(3, timeout=1.0)
+    group.begin()
+    with group.health_check.expecting_progress():
+        time.sleep(0.8)
+        group.servers[1].may_answer.clear()
+        loss = group.loss()
+    assert loss.startswith(f"Worker 1 ({group.addresses[1]}) is lost: it has not answered for ")
+
+
+def test_others_have_time_to_notice_a_loss_before_this_worker_gives_up(group_of, monkeypatch):
+    """They ask, wait for an answer, and ask again, all after the same timeout as this worker's."""
+    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
+    group = group_of(3, timeout=2.0)
+    group.begin()
+    with group.health_check.expecting_progress():
+        begin = time.monotonic()
+        assert "without progress" in group.loss()
+    assert time.monotonic() - begin > 2.0 + 1.0 + 2 * module.INTERVAL_SECONDS
+
+
 def test_progress_is_expected_only_where_it_must_be_made(group_of):
     group = group_of(2, timeout=0.8)
     group.begin()

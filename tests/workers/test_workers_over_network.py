@@ -13,7 +13,7 @@ from relayed_network import VARIABLE, Line, RelayedNetwork
 from worker_processes import SCRIPTS, TESTS, Workers
 
 SLOW = Line(delay=1e-3, rate=100e6 / 8)
-TIMEOUT = 6
+TIMEOUT = 20  # seconds, longer than a first step on processors that others use
 TO_NOTICE = TIMEOUT + 10  # seconds until an error names what is lost
 TO_END = 20  # seconds more until the process has ended, which collects garbage at last, on processors that others use
 EPOCHS = 4
