@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import random
+import re
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -21,6 +22,7 @@ from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.devices.available import use_logical_cpus
 from keras_dp.keras_internals import tensorflow_runtime
+from keras_dp.workers.broken_connections import broken_connection
 from keras_dp.workers.cluster import Cluster, find_cluster, other_launcher
 from keras_dp.workers.collectives import Collectives, OneWorker
 from keras_dp.workers.health_check import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, HealthCheck
@@ -35,6 +37,7 @@ TOWERS_VARIABLE = "KERAS_DP_TOWERS"
 LAUNCHED_VARIABLE = "KERAS_DP_RESTART"
 
 _MARK = "keras_dp: "
+_PASSED_ON = re.compile(_MARK + r"([^\n\\]+)")  # Where a message is quoted in another one, a line ends with a backslash.
 _NO_PROXY_VARIABLE = "no_grpc_proxy"
 _SECONDS_TO_NOTICE = (REFUSALS + 1) * INTERVAL_SECONDS + PROBE_SECONDS
 _NO_SEED = tf.compat.v1.get_seed(0)[0]
@@ -43,7 +46,7 @@ logger = logging.getLogger("keras_dp")
 
 
 class WorkerLostError(RuntimeError):
-    """Says why workers cannot continue: another worker is lost, or does not reach the same step or operation.
+    """Says why workers cannot continue: another worker or a connection is lost, or some do not reach the same operation.
 
     All workers must start again, as `keras-dp launch --max-restarts` does it.
 
@@ -72,12 +75,18 @@ class WorkerGroup:
         collectives: sums and gathers over the workers.
     """
 
-    def __init__(self, collectives: OneWorker | None = None, health_check: HealthCheck | None = None):
+    def __init__(
+        self,
+        collectives: OneWorker | None = None,
+        health_check: HealthCheck | None = None,
+        cluster: Cluster | None = None,
+    ):
         self.collectives = collectives or OneWorker()
         self.index = self.collectives.index
         self.count = self.collectives.count
         self.is_chief = self.index == 0
         self._health_check = health_check
+        self._cluster = cluster
 
     def __repr__(self) -> str:
         return f"WorkerGroup(index={self.index}, count={self.count})"
@@ -147,11 +156,15 @@ class WorkerGroup:
         if not isinstance(error, _ERRORS_OF_LOSSES):
             return None
         # TensorFlow passes the reason on, also from the worker that has noticed the loss first.
-        if _MARK in error.message:
-            return error.message.split(_MARK)[-1].splitlines()[0]
+        passed_on = _PASSED_ON.search(error.message)
+        if passed_on is not None:
+            return passed_on[1]
         deadline = time.monotonic() + _SECONDS_TO_NOTICE
         while self._health_check.lost is None and time.monotonic() < deadline:
+            self.note_progress()  # A short timeout must not hide the reason.
             time.sleep(INTERVAL_SECONDS / 10)
+        if self._health_check.lost is None and self._cluster is not None and isinstance(error, tf.errors.UnavailableError):
+            return broken_connection(error.message, self._cluster)
         return self._health_check.lost
 
 
@@ -304,9 +317,9 @@ def _connect(cluster: Cluster, timeout: float, start_timeout: float, communicati
     atexit.register(health_check.stop)
     health_check.wait_for_all(start_timeout)
     health_check.start(lambda reason: tensorflow_runtime.abort_collectives(_MARK + reason))
-    with WorkerGroup(health_check=health_check).reporting_lost_workers():
+    with WorkerGroup(health_check=health_check, cluster=cluster).reporting_lost_workers():
         collectives = Collectives(cluster.index, len(cluster.addresses), communication)
-    group = WorkerGroup(collectives, health_check)
+    group = WorkerGroup(collectives, health_check, cluster)
     group.agree({"versions": _versions(), "cluster": cluster.jobs})
     if tf.compat.v1.get_seed(0)[0] == _NO_SEED:
         tf.random.set_seed(random.SystemRandom().randrange(2**31))

@@ -32,7 +32,7 @@ class HealthCheck:
     """Checks every second that the servers of the other workers answer.
 
     A worker is lost if its server is gone, was restarted, or has not answered within the timeout. If all workers answer but
-    this worker makes no progress, some workers have not reached the operation at which it waits.
+    this worker makes no progress, nor do others say why, some workers have not reached the operation at which it waits.
 
     Args:
         addresses: the W addresses, "host:port".
@@ -94,9 +94,11 @@ class HealthCheck:
 
         def check() -> None:
             while not self._stopped.wait(INTERVAL_SECONDS):
+                asked = time.monotonic()
                 self._ask(list(self._channels))
                 losses = [reason for i in self._channels if (reason := self._reason(i)) is not None]
-                losses += [self._stuck()] if not losses and self._is_stuck() else []
+                if not losses and self._is_stuck() and min(self._answered.values()) >= asked:
+                    losses = [self._stuck()]
                 if losses and not self._stopped.is_set():
                     self.lost = " ".join(losses)
                     on_loss(self.lost)
@@ -121,7 +123,9 @@ class HealthCheck:
 
     def _is_stuck(self) -> bool:
         progress = self._progress
-        return progress is not None and time.monotonic() - progress > self._timeout
+        # Two others may have lost each other. They notice it in this time, and say so.
+        later = self._timeout + self._seconds_to_answer + 2 * INTERVAL_SECONDS
+        return progress is not None and time.monotonic() - progress > later
 
     def _stuck(self) -> str:
         return (
@@ -159,7 +163,7 @@ class HealthCheck:
 
     def _ask(self, workers: Sequence[int]) -> None:
         """Sends a request to all given workers at once, and notes their answers and refusals."""
-        seconds = min(PROBE_SECONDS, self._timeout / 2)  # A longer wait for one worker would let others seem silent.
+        seconds = self._seconds_to_answer
         calls = {i: self._channels[i].unary_unary(_STATUS).future(b"", timeout=seconds) for i in workers}
         for i, call in calls.items():
             try:
@@ -167,6 +171,10 @@ class HealthCheck:
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 gone = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAVAILABLE
                 self._refused[i] = self._refused[i] + 1 if gone else 0
+
+    @property
+    def _seconds_to_answer(self) -> float:
+        return min(PROBE_SECONDS, self._timeout / 2)  # A longer wait for one worker would let others seem silent.
 
     def _note_answer(self, i: int, devices: bytes) -> None:
         self._answered[i] = time.monotonic()
@@ -176,7 +184,7 @@ class HealthCheck:
     def _reason(self, i: int) -> str | None:
         """Returns the reason why a worker is lost; None if it is not."""
         if self._refused[i] >= REFUSALS:
-            return f"{self._names([i])} is lost: its process has ended, or was restarted."
+            return f"{self._names([i])} is lost: its process has ended or was restarted, or its network refuses connections."
         silence = time.monotonic() - self._answered[i]
         if silence > self._timeout:
             return f"{self._names([i])} is lost: it has not answered for {silence:.0f} s."

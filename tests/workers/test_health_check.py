@@ -15,6 +15,7 @@ from worker_processes import free_ports
 from keras_dp.workers import health_check as module
 from keras_dp.workers.health_check import HealthCheck
 
+GONE = "its process has ended or was restarted, or its network refuses connections."
 PATIENCE = 20.0  # seconds to wait for events that should happen at once
 
 
@@ -175,7 +176,7 @@ def test_a_worker_whose_server_is_gone_is_lost(group_of):
     group.wait_for_answers(3)
     assert group.health_check.lost is None
     group.servers[2].stop()
-    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: its process has ended, or was restarted."
+    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: {GONE}"
 
 
 def test_workers_that_are_lost_together_are_named_together(group_of):
@@ -185,8 +186,7 @@ def test_workers_that_are_lost_together_are_named_together(group_of):
     for i in (1, 3):
         group.servers[i].stop()
     group.health_check.start(group.losses.append)
-    expected = [f"Worker {i} ({group.addresses[i]}) is lost: its process has ended, or was restarted." for i in (1, 3)]
-    assert group.loss() == " ".join(expected)
+    assert group.loss() == " ".join(f"Worker {i} ({group.addresses[i]}) is lost: {GONE}" for i in (1, 3))
 
 
 def test_a_worker_that_was_started_anew_is_lost(group_of):
@@ -257,6 +257,28 @@ def test_a_worker_without_progress_gives_up(group_of):
         loss = group.loss()
     assert 0.7 < time.monotonic() - begin < 10.0
     assert loss.startswith("Worker 0 has waited for 0.8 s without progress: all workers answer, but not all have reached")
+
+
+def test_a_worker_that_does_not_answer_is_named_also_where_progress_ended_before(group_of):
+    """It still answered when this worker began to wait: not all answer, and so it is not this worker that gives up."""
+    group = group_of(3, timeout=1.0)
+    group.begin()
+    with group.health_check.expecting_progress():
+        time.sleep(0.8)
+        group.servers[1].may_answer.clear()
+        loss = group.loss()
+    assert loss.startswith(f"Worker 1 ({group.addresses[1]}) is lost: it has not answered for ")
+
+
+def test_others_have_time_to_notice_a_loss_before_this_worker_gives_up(group_of, monkeypatch):
+    """They ask, wait for an answer, and ask again, all after the same timeout as this worker's."""
+    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
+    group = group_of(3, timeout=2.0)
+    group.begin()
+    with group.health_check.expecting_progress():
+        begin = time.monotonic()
+        assert "without progress" in group.loss()
+    assert time.monotonic() - begin > 2.0 + 1.0 + 2 * module.INTERVAL_SECONDS
 
 
 def test_progress_is_expected_only_where_it_must_be_made(group_of):

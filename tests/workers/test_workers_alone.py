@@ -284,6 +284,10 @@ class Watched:
 
     def __init__(self, lost=None):
         self.lost = lost
+        self.progress = 0
+
+    def note_progress(self):
+        self.progress += 1
 
 
 @pytest.fixture
@@ -292,9 +296,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.1)
 
 
-def named(error, check):
+def named(error, check, cluster=None):
     """Returns the error that results when an error is raised where workers wait for each other."""
-    with pytest.raises((RuntimeError, tf.errors.OpError)) as caught, WorkerGroup(health_check=check).reporting_lost_workers():
+    group = WorkerGroup(health_check=check, cluster=cluster)
+    with pytest.raises((RuntimeError, tf.errors.OpError)) as caught, group.reporting_lost_workers():
         raise error
     if caught.value is not error:
         assert isinstance(caught.value, keras_dp.WorkerLostError)
@@ -315,6 +320,10 @@ def test_errors_that_losses_cause_name_the_lost_worker(kind):
     # The error carries the reason for aborting the collectives, from the worker that noticed first.
     aborted = "Collective ops is aborted by: keras_dp: Worker 2 (b:1) is lost: gone.\nIt could be from a previous operation."
     assert str(named(kind(None, None, aborted), Watched())) == "Worker 2 (b:1) is lost: gone."
+    # A worker that passes the error on quotes it.
+    quoted = 'grpc_message:"Collective ops is aborted by: keras_dp: Worker 2 (b:1) is lost: gone.\\nIt could be."'
+    for message in (quoted, f"{aborted}\n{quoted}"):
+        assert str(named(kind(None, None, message), Watched())) == "Worker 2 (b:1) is lost: gone."
 
 
 def test_a_loss_is_waited_for_that_is_noticed_after_the_error():
@@ -322,13 +331,46 @@ def test_a_loss_is_waited_for_that_is_noticed_after_the_error():
         begin = time.monotonic()
 
         def __init__(self):
-            pass
+            self.progress = 0
 
         @property
         def lost(self):
             return "Worker 1 is lost" if time.monotonic() > self.begin + 0.3 else None
 
-    assert str(named(tf.errors.UnavailableError(None, None, "reset"), NoticedLater())) == "Worker 1 is lost"
+    check = NoticedLater()
+    assert str(named(tf.errors.UnavailableError(None, None, "reset"), check)) == "Worker 1 is lost"
+    # To wait for the reason is no lack of progress, for which the health check would give up.
+    assert check.progress > 0
+
+
+BROKEN = "Collective ops is aborted by: recvmsg:Connection reset by peer"
+RECEIVED = "\nAdditional GRPC error information from remote target /job:{} while calling /tensorflow.WorkerService/RecvBuf:"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("senders", "own", "ends"),
+    [
+        (["worker/replica:0/task:1"], 0, "0 (a:1) and 2 (c:1)"),
+        (["chief/replica:0/task:0"], 2, "0 (a:1) and 2 (c:1)"),
+        # The worker between has passed on what the first that failed has told it.
+        (["worker/replica:0/task:1", "worker/replica:0/task:0"], 0, "1 (b:1) and 2 (c:1)"),
+        (["worker/replica:0/task:1", "chief/replica:0/task:0", "worker/replica:0/task:1"], 1, "0 (a:1) and 2 (c:1)"),
+    ],
+)
+def test_a_connection_that_breaks_is_named_where_all_workers_answer(senders, own, ends):
+    jobs = {"worker": ["b:1", "c:1"], "chief": ["a:1"]}
+    cluster = Cluster(jobs, "worker", own - 1) if own else Cluster(jobs, "chief", 0)
+    message = BROKEN + "".join(RECEIVED.format(sender) for sender in senders)
+    broken = named(tf.errors.UnavailableError(None, None, message), Watched(), cluster)
+    assert str(broken).startswith(f"The connection between workers {ends} broke in the middle of a step")
+    lost = Watched("Worker 1 is lost")
+    assert str(named(tf.errors.UnavailableError(None, None, message), lost, cluster)) == lost.lost
+    # What has failed on another worker is no broken connection, and neither is an error that names no worker of these.
+    for error in (tf.errors.InternalError(None, None, message), tf.errors.UnavailableError(None, None, BROKEN)):
+        assert named(error, Watched(), cluster) is error
+    other = tf.errors.UnavailableError(None, None, BROKEN + RECEIVED.format("ps/replica:0/task:0"))
+    assert named(other, Watched(), cluster) is other
 
 
 @pytest.mark.usefixtures("impatient")

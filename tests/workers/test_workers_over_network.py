@@ -1,0 +1,175 @@
+"""Workers train exactly over a slow network, and name what is lost when links stand still or connections break."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from relayed_network import VARIABLE, Line, RelayedNetwork
+from worker_processes import SCRIPTS, TESTS, Workers
+
+SLOW = Line(delay=1e-3, rate=100e6 / 8)
+TIMEOUT = 20  # seconds, longer than a first step on processors that others use
+TO_NOTICE = TIMEOUT + 10  # seconds until an error names what is lost
+TO_END = 20  # seconds more until the process has ended, which collects garbage at last, on processors that others use
+EPOCHS = 4
+
+
+def trained(network, count, directory, *arguments, epochs=EPOCHS, seconds_per_epoch=0.4):
+    """Returns workers that train over a network, which are not started yet."""
+    script = [SCRIPTS / "training.py", seconds_per_epoch, directory / "backup", "--epochs", epochs]
+    return Workers("relayed.py", count, directory, *script, *arguments, **network.environment)
+
+
+def weights_in(output):
+    return [np.array(weight) for weight in json.loads(re.search(r"weights (.*)", output)[1])]
+
+
+def assert_unbroken(received, expected):
+    for one, other in zip(expected, received, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Returns the final weights of plain training in one process."""
+    backup = tmp_path_factory.mktemp("alone") / "backup"
+    command = [sys.executable, SCRIPTS / "training.py", "0", backup, "--epochs", str(EPOCHS)]
+    alone = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TESTS.parent, check=True)
+    return weights_in(alone.stdout)
+
+
+def test_over_a_slow_network_that_stands_still_for_a_while_nothing_is_lost(unbroken, tmp_path):
+    with RelayedNetwork(SLOW) as network, trained(network, 2, tmp_path) as workers:
+        workers.start().wait_for_output("epoch 1")
+        network.hold_around(0, (1,))
+        time.sleep(1)
+        before = workers.output(0)
+        time.sleep(2)
+        assert workers.output(0) == before, "the workers do not need what is held"
+        network.release_around(0, (1,))
+        assert workers.wait() == [0, 0]
+        assert_unbroken(weights_in(workers.output(0)), unbroken)
+        assert min(network.passed(0, 1), network.passed(1, 0)) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_numbers_over_a_slow_network_are_those_of_one_device(count, tmp_path):
+    cases = ["even_and_uneven_batches", "synchronized_batch_norm", "sparse_gradients"]
+    script = [SCRIPTS / "exactness.py", count, *cases]
+    with (
+        RelayedNetwork(SLOW) as network,
+        Workers("relayed.py", count, tmp_path, *script, **network.environment) as workers,
+    ):
+        codes = workers.start().wait(seconds=500)
+        assert codes == [0] * count, workers.output(0)[-3000:]
+        assert all(len(re.findall("^passed ", workers.output(i), re.MULTILINE)) == 2 * len(cases) for i in range(count))
+
+
+def hold(network):
+    network.hold_around(1, (0, 2))
+
+
+def hold_to(network):
+    for other in (0, 2):
+        network.hold(other, 1)
+
+
+def hold_from(network):
+    for other in (0, 2):
+        network.hold(1, other)
+
+
+def refuse(network):
+    for other in (0, 2):
+        network.refuse(1, other)
+        network.cut(1, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut_off", [hold, hold_to, hold_from, refuse])
+def test_a_worker_that_is_cut_off_is_named_by_all_others(cut_off, tmp_path):
+    """The one that is cut off names the others, whom it has lost."""
+    with RelayedNetwork() as network, trained(network, 3, tmp_path, "--timeout", TIMEOUT, epochs=1000) as workers:
+        workers.start().wait_for_output("epoch 2")
+        cut_off(network)
+        workers.wait_for_output("WorkerLostError: ", seconds=TO_NOTICE)
+        assert workers.wait(seconds=TO_END) == [1, 1, 1]
+        for i in (0, 2):
+            assert re.search(r"WorkerLostError: Worker 1 \(127.0.0.1:\d+\) is lost: ", workers.output(i))
+        assert re.search(r"WorkerLostError: Worker (0|2) \(127.0.0.1:\d+\) is lost: ", workers.output(1))
+
+
+@pytest.mark.slow
+def test_one_direction_of_one_link_that_is_held_ends_all(tmp_path):
+    """Both ends of the link lose each other; the third worker, who reaches both, learns of it from one of them."""
+    with RelayedNetwork() as network, trained(network, 3, tmp_path, "--timeout", TIMEOUT, epochs=1000) as workers:
+        workers.start().wait_for_output("epoch 2")
+        network.hold(0, 1)
+        workers.wait_for_output("WorkerLostError: ", seconds=TO_NOTICE)
+        assert workers.wait(seconds=TO_END) == [1, 1, 1]
+        for i, others in enumerate(("1", "0", "01")):
+            assert re.search(rf"WorkerLostError: Worker [{others}] \(127.0.0.1:\d+\) is lost: ", workers.output(i))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_connections_that_break_in_the_middle_of_a_step_are_named(count, tmp_path):
+    """TensorFlow connects again, but does not send again what a collective has lost."""
+    with RelayedNetwork() as network, trained(network, count, tmp_path, epochs=1000, seconds_per_epoch=0) as workers:
+        workers.start().wait_for_output("epoch 2")
+        network.hold(0, 1)
+        time.sleep(3)  # until a step waits for what is held
+        assert network.cut(0, 1)
+        network.release(0, 1)
+        workers.wait_for_output("WorkerLostError: ", seconds=20)
+        assert workers.wait(seconds=TO_END) == [1] * count
+        named = r"WorkerLostError: The connection between workers 0 \(.*\) and 1 \(.*\) broke in the middle of a step"
+        assert all(re.search(named, workers.output(i)) for i in range(count))
+
+
+@pytest.mark.slow
+def test_connections_that_break_between_two_steps_lose_nothing(unbroken, tmp_path):
+    with RelayedNetwork() as network, trained(network, 2, tmp_path, seconds_per_epoch=12) as workers:
+        workers.start().wait_for_output("epoch 1")
+        time.sleep(1.5)  # Each worker sleeps for three seconds after each step.
+        assert network.cut(0, 1)
+        assert workers.wait() == [0, 0]
+        assert_unbroken(weights_in(workers.output(0)), unbroken)
+
+
+@pytest.mark.slow
+def test_launched_workers_start_again_when_the_network_is_back(unbroken, tmp_path, monkeypatch):
+    """They resume after the last epoch, and end with the weights of an unbroken run."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS, TESTS.parent))))
+    main = "import sys; from keras_dp.cli import main; sys.exit(main(sys.argv[1:]))"
+    launch = [sys.executable, "-c", main, "launch", "--workers", "2", "--max-restarts", "1"]
+    script = [SCRIPTS / "relayed.py", SCRIPTS / "training.py", "2", tmp_path / "backup", "--epochs", str(EPOCHS)]
+    log = tmp_path / "log"
+    with RelayedNetwork() as network, log.open("wb") as output:
+        monkeypatch.setenv(VARIABLE, network.address)
+        launched = subprocess.Popen([*launch, *script], stdout=output, stderr=subprocess.STDOUT, cwd=TESTS.parent)
+        try:
+            wait_for(lambda: "[0] epoch 2" in log.read_text())
+            network.refuse(0, 1)
+            network.cut(0, 1)
+            wait_for(lambda: "all workers start again, restart 1 of 1" in log.read_text())
+            network.accept(0, 1)
+            assert launched.wait(120) == 0, log.read_text()[-3000:]
+        finally:
+            launched.terminate()
+            launched.wait()
+    assert re.findall(r"\[0\] epoch (\d)", log.read_text()) == list("01223")
+    assert_unbroken(weights_in(log.read_text()), unbroken)
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
