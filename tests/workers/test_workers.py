@@ -27,6 +27,7 @@ OWN = [
         "metrics_and_masks_with_dropout",
         "gradients_in_half_the_bytes",
         "words_beside_sentences",
+        "fewer_rows_than_workers",
     ),
 ]
 ALL_CASES = (SCRIPTS / "exactness.py").read_text(encoding="utf-8").count("\n@case\n")
