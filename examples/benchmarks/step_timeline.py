@@ -19,17 +19,19 @@ TOWERS = 2
 
 
 def events_of(model, rows, packs):
-    """Returns the lasting events of a step on A100s, by device and row, and the names of the rows."""
+    """Returns what GPUs compute and receive in a step on A100s: a list of events for each GPU and sender."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "step.json"
         plan_in_new_process(PlannedRun(model, TOWERS, batch_size=rows, pack_copies=packs, timeline=str(path)))
         events = json.loads(path.read_text())["traceEvents"]
     devices = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     by_row = defaultdict(list)
     for event in events:
-        if event["ph"] == "X" and "host" not in rows[event["tid"]] and "host" not in devices[event["pid"]]:
-            by_row[f"{devices[event['pid']]} {rows[event['tid']].replace('receives ', '')}"].append(event)
+        if event["ph"] == "X":
+            row = f"{devices[event['pid']]} {threads[event['tid']].removeprefix('receives ')}"
+            if "host" not in row:
+                by_row[row].append(event)
     return dict(sorted(by_row.items()))
 
 
