@@ -10,6 +10,7 @@ import pytest
 
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 UNNAMED = "page.py"
+COLOUR = re.compile(r"\x1b\[\d+m|\x08")
 FIGURE = r"\d+\.\d+(?:e[+-]\d+)?"
 
 
@@ -20,9 +21,10 @@ def programs(page):
     before them. A block of differences counts with its new lines. A block of text directly after a block of Python is its
     output, and so is what follows "$ python train.py" in a console.
     """
-    code, shown, end, last = {}, {}, 0, UNNAMED
+    code, shown, end, last, kind = {}, {}, 0, UNNAMED, ""
     for fence in FENCE.finditer(page):
         before, end = page[end : fence.start()], fence.end()
+        previous, kind = kind, fence[2]
         block = textwrap.dedent(fence[3])
         if fence[2] == "diff":
             block = "".join(line[1:] for line in block.splitlines(keepends=True) if line[0] != "-")
@@ -31,7 +33,7 @@ def programs(page):
             last = named[-1] if named else last
             code[last] = code.get(last, "") + block
             shown.setdefault(last, [])
-        elif fence[2] == "text" and code and not before.strip():
+        elif fence[2] == "text" and previous == "python" and not before.strip():
             shown[last] += block.splitlines()
         elif fence[2] == "console":
             for command, output in commands(block):
@@ -49,9 +51,9 @@ def commands(console):
 def missing(shown, output):
     """Returns the first shown line that the output lacks, in this order; None if it has all. "..." stands for any text.
 
-    The figures of losses and accuracies are compared to 2 %, and the times of progress bars are not.
+    The figures of losses and accuracies are compared to 2 %, and the times of progress bars are not. Colours do not count.
     """
-    lines = iter(line.rstrip() for line in output.splitlines())
+    lines = iter(line.rstrip() for line in COLOUR.sub("", output).splitlines())
     for line in shown:
         if line.strip() not in ("", "...") and not any(is_alike(line.rstrip(), other) for other in lines):
             return line
@@ -60,7 +62,7 @@ def missing(shown, output):
 
 def is_alike(shown, printed):
     """Returns whether a shown line is a printed one."""
-    if not re.search(r"/step|\bloss(es)? \d|accuracy \d", shown):
+    if not re.search(r"/step|\bloss(es)? \d|accuracy \d|^[\d. ]+$", shown):
         return re.fullmatch(re.escape(shown).replace(re.escape("..."), ".*"), printed) is not None
     (words, figures), (printed_words, printed_figures) = map(logs_of, (shown, printed))
     return words == printed_words and figures == pytest.approx(printed_figures, rel=0.02)
