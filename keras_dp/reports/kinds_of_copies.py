@@ -47,7 +47,7 @@ class KindsOfCopies:
             return "other"
         taken = self._known(receivers)
         if taken and all(self._is_of_weights(operation) for operation in taken):
-            # The indices of a lookup that runs where its table is.
+            # The indices of a lookup that runs where its table is, or weights of what it finds.
             return "other"
         after = self._at_home_after(taken)
         if any(map(_is_on_tower, after)):
@@ -74,10 +74,25 @@ class KindsOfCopies:
         return [self._operations[name] for name in names if name in self._operations]
 
     def _is_of_weights(self, operation: tf.Operation) -> bool:
-        """Returns whether an operation gives the value of a trainable weight, or entries that it looks up there."""
+        """Returns whether an operation gives the value of a trainable weight, or entries that are looked up there, or bags."""
+        return self._reads_weights(operation) or (not _is_on_tower(operation) and self._is_of_bags(operation))
+
+    def _reads_weights(self, operation: tf.Operation) -> bool:
         while operation.type in (*_PASSED_ON, "GatherV2"):
             operation = operation.inputs[0].op
         return operation.type in ("ReadVariableOp", "ResourceGather") and operation.inputs[0].name in self._weights
+
+    def _is_of_bags(self, operation: tf.Operation) -> bool:
+        """Returns whether an operation at home combines entries of a trainable weight that are looked up for a tower."""
+        found, waiting = {operation.name}, [operation]
+        while waiting:
+            operation = waiting.pop()
+            if operation.type in ("GatherV2", "ResourceGather") and self._reads_weights(operation):
+                return True
+            sources = [tensor.op for tensor in operation.inputs if not _is_on_tower(tensor.op) and tensor.op.name not in found]
+            found.update(source.name for source in sources)
+            waiting += sources
+        return False
 
     def _comes_from_towers(self, operation: tf.Operation) -> bool:
         found = {operation.name}

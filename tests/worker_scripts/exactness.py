@@ -104,7 +104,8 @@ def sparse_gradients(towers):
     def build():
         tokens = keras.Input((4,), dtype="int32")
         hidden = keras.layers.Embedding(50, 3)(tokens)
-        return keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
+        bags = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(500, 3, mask_zero=True)(tokens))
+        return keras.Model(tokens, keras.layers.Dense(1)(keras.ops.concatenate([keras.layers.Flatten()(hidden), bags], -1)))
 
     data = (np.random.default_rng(5).integers(0, 12, (9, 4)), numbers(9, 1))
     for optimizer in (lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1)):
@@ -437,6 +438,7 @@ def predictions_of_own_rows(towers):
             words = tf.strings.join([tf.strings.as_string(tf.argmax(dense, axis=1)), "é"])
             return {
                 "dense": dense,
+                "repeated": tf.broadcast_to(dense[:, :1], [tf.shape(dense)[0], 4]),
                 "input": data,
                 "words": words,
                 "at home": at_home,
@@ -468,7 +470,7 @@ def predictions_of_own_rows(towers):
             assert own.pop("words").tolist() == words[0][mine].tolist()
             assert len(own["kernel"]) == len(begins) * 5
             assert_same(expected["pairs"], own["pairs"], 1e-9)
-            for name in ("dense", "input", "at home"):
+            for name in ("dense", "repeated", "input", "at home"):
                 assert_same(expected[name][mine], own[name], 1e-9)
 
 

@@ -20,7 +20,7 @@ from keras_dp.partition.building.lookups import Lookups
 from keras_dp.partition.building.needed import Kind, NeededInstances, local_need
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS
-from keras_dp.partition.facts.placements import Replicate, Shard
+from keras_dp.partition.facts.placements import REPLICATE, Replicate, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import HOST
@@ -122,7 +122,7 @@ class Builder:
             effects: the names of nodes.
         """
         wanted, effects = [output_of(name) for name in outputs], list(effects)
-        needed = self._needed.of(wanted, effects)
+        needed = self._needed.of([(output, Shard(0) if self._keeps(output) else REPLICATE) for output in wanted], effects)
         self._lookups = Lookups(self.propagation, needed)
         self.exchanges.early = self._needed.early(needed)
         makers: dict[Kind, Callable[[Any], Any]] = {
@@ -134,7 +134,7 @@ class Builder:
             for kind, make in makers.items():
                 if (kind, definition.name) in needed:
                     make(definition)
-        own = {output: self.exchanges.own_rows(output) for output in wanted if self._keeps_rows and self._has_rows(output)}
+        own = {output: self.exchanges.own_rows(output) for output in wanted if self._keeps(output)}
         results = [own.get(output) or self.forms.whole(output) for output in wanted]
         self.exchanges.finish()
         traced = self.propagation.traced
@@ -161,10 +161,10 @@ class Builder:
         """For each tower, the number of rows that it computes with, int32; at least 1."""
         return self.feeds.rows
 
-    def _has_rows(self, output: Output) -> bool:
-        """Returns whether towers hold a tensor as rows of the batch: one entry of the first axis for each row."""
-        on_towers = output[0] in self.feeds.slices or output[0] in self._instances.towers
-        return on_towers and self.propagation.facts[output].placement == Shard(0)
+    def _keeps(self, output: Output) -> bool:
+        """Returns whether a worker keeps its own rows of a tensor: one entry of the first axis for each row."""
+        is_there = output[0] in self.feeds.slices or not self.propagation.plans[output[0]].is_at_home
+        return self._keeps_rows and is_there and self.propagation.facts[output].placement == Shard(0)
 
     # Make instances.
 
@@ -189,20 +189,23 @@ class Builder:
     def _make_on_towers(self, definition: Any) -> None:
         plan, outputs = self.propagation.plans[definition.name], self.propagation.sources[definition.name]
         made = []
-        for tower, device in enumerate(self.devices):
+        for tower in range(len(self.devices)):
+            device = self._device(definition.name, tower)
             needs = enumerate(zip(outputs, plan.needs or (), strict=True))
-            inputs = [self.forms.form(output, need, tower, plan.readings.get(i)) for i, (output, need) in needs]
+            inputs = [self.forms.form(output, need, tower, device, plan.readings.get(i)) for i, (output, need) in needs]
             if definition.op in LOOPS:
                 inputs = self._beside_loop(definition, inputs, device, tower)
-            if self._lookups.is_at_table(definition):
-                device = self._homes.of_node(self.propagation.nodes[outputs[0][0]])
-                made.append(self.graph.copy(definition, device, inputs, self._awaited(definition.name)))
-            elif plan.instance:
+            if plan.instance and not self._lookups.is_at_table(definition.name):
                 made.append(plan.instance(self, definition, tower, inputs))
             else:
                 own = self._bodies.on_tower(definition, plan, tower) if self._bodies and plan.functions else definition
                 made.append(self.copy(own, tower, inputs))
         self._instances.towers[definition.name] = made
+
+    def _device(self, name: str, tower: int) -> str:
+        """Returns the device of a traced node's instance for a tower: the tower's, or that of the table which it looks up."""
+        table = self._lookups.table_of(name)
+        return self.devices[tower] if table is None else self._homes.of_node(self.propagation.nodes[table])
 
     def _beside_loop(self, definition: Any, inputs: Sequence[str], device: str, tower: int | None = None) -> list[str]:
         """Copies the inputs of a loop to its device before it begins.
@@ -219,12 +222,12 @@ class Builder:
         return placed
 
     def _make_local_shapes(self, definition: Any) -> None:
+        outputs = self.propagation.sources[definition.name]
+        needs = [local_need(self.propagation.facts[output].placement) for output in outputs]
         made = []
         for tower in range(len(self.devices)):
-            outputs = self.propagation.sources[definition.name]
-            inputs = [
-                self.forms.form(output, local_need(self.propagation.facts[output].placement), tower) for output in outputs
-            ]
+            device = self._device(definition.name, tower)
+            inputs = [self.forms.form(output, need, tower, device) for output, need in zip(outputs, needs, strict=True)]
             made.append(self.copy(definition, tower, inputs))
         self._instances.shapes[definition.name] = made
 
@@ -249,7 +252,7 @@ class Builder:
         if isinstance(placement, Replicate) or is_there:
             return self.graph.add("Shape", [self.forms.whole(output)], self.graph.home, "shape", T=static.dtype, out_type=dtype)
         last = len(self.devices) - 1
-        part, device = self._instances.part(output, last), self.devices[last]
+        part, device = self._instances.part(output, last), self._device(output[0], last)
         shape = self.graph.add("Shape", [part], device, "shape", T=static.dtype, out_type=dtype)
         if not isinstance(placement, Shard):
             return shape
@@ -282,7 +285,8 @@ class Builder:
             if blocks is not None and all(isinstance(block, int) for block in blocks):
                 factors = [rows, self.graph.constant(sum(blocks), device=HOST)]
             else:
-                entries = self.graph.size(self.forms.form(output, placement, last), axis, dtype, self.devices[last])
+                device = self._device(output[0], last)
+                entries = self.graph.size(self.forms.form(output, placement, last, device), axis, dtype, device)
                 factors = [entries]
                 if blocks is not None:
                     factors = [self.graph.binary("FloorDiv", entries, self.feeds.rows[last], device=HOST), rows]
@@ -304,9 +308,10 @@ class Builder:
         return str(self.graph.once(("read", resource, *sorted(set(controls))), read))
 
     def copy(self, definition: Any, tower: int, inputs: Sequence[str], operation: str | None = None) -> str:
-        """Copies a traced node to a tower, with other inputs, after the nodes that it waits for."""
-        device, controls = self.devices[tower], self._awaited(definition.name)
-        return self.graph.copy(definition, device, inputs, controls, operation, tower)
+        """Copies a traced node to a tower, or for it to a table, with other inputs, after the nodes that it waits for."""
+        device, controls = self._device(definition.name, tower), self._awaited(definition.name)
+        own = None if self._lookups.is_at_table(definition.name) else tower
+        return self.graph.copy(definition, device, inputs, controls, operation, own)
 
     def own_mean(self, part: str, tower: int, dtype: tf.DType) -> str:
         """Returns the mean of a tower's rows, from its part of the mean of all rows."""

@@ -25,20 +25,21 @@ class Forms:
         self._graph, self._propagation, self._feeds = construction.graph, construction.propagation, construction.feeds
         self._devices, self._instances = construction.devices, construction.instances
 
-    def form(self, output: Output, need: Need, tower: int, reading: np.ndarray | None = None) -> str:
+    def form(self, output: Output, need: Need, tower: int, device: str, reading: np.ndarray | None = None) -> str:
         """Returns a tensor in the form that a tower needs.
 
         Args:
             output: the tensor.
             need: the form.
             tower: the number of the tower.
+            device: the device that needs the tensor: the tower's, or that of a table.
             reading: for a shape, its entries with row counts in the place of some integers; see `readings`.
         """
         if reading is not None and need == LOCAL_SHAPE:
-            return self._as_read(output, reading, tower)
+            return self._as_read(output, reading, tower, device)
         if need in (REPLICATE, LOCAL_SHAPE, ANY_SHAPE) and self._constants.is_known(output):
             rows = self._feeds.batch_rows if need == REPLICATE else self._feeds.rows[tower]
-            return self._constants.write(output, rows, self._devices[tower], tower)
+            return self._constants.write(output, rows, device, tower)
         if need == LOCAL_SHAPE:
             return self._local(output, tower)
         if isinstance(need, Shard):
@@ -55,9 +56,9 @@ class Forms:
         is_made = output[0] in self._instances.towers and output[0] not in self._instances.home
         return is_made and facts.placement == REPLICATE and not facts.counts_rows()
 
-    def _as_read(self, output: Output, reading: np.ndarray, tower: int) -> str:
+    def _as_read(self, output: Output, reading: np.ndarray, tower: int, device: str) -> str:
         """Returns a shape in which some integers are read as the tower's own row counts."""
-        rows, device, dtype = self._feeds.rows[tower], self._devices[tower], self._propagation.static(output).dtype
+        rows, dtype = self._feeds.rows[tower], self._propagation.static(output).dtype
         if are_known(reading):
             return self._constants.write_integers(reading, dtype, rows, device)
         entries = self._propagation.facts[output].entries

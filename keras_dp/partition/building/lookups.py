@@ -1,57 +1,62 @@
 """Find the lookups that run where their table is: towers send indices and get entries, in place of the whole table."""
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection
 
 import tensorflow as tf
 
 from keras_dp.partition.building.needed import Instance, Kind
-from keras_dp.partition.facts.node import Node
 from keras_dp.partition.facts.placements import REPLICATE, Shard
 from keras_dp.partition.placing.propagation import Propagation
+from keras_dp.partition.placing.slice_bytes import bytes_of, bytes_of_slice
 from keras_dp.partition.tracing.names import Output
 
-_UNKNOWN_SIZE = 128  # a guess, for a size that is not known before there is a batch, such as the length of a text
+# Their arithmetic is little beside sending their inputs.
+_OF_ENTRIES = {"Add", "AddV2", "Cast", "DivNoNan", "ExpandDims", "Identity", "Mul", "Neg", "RealDiv", "Reshape", "SelectV2"}
+_OF_BAGS = {*_OF_ENTRIES, "Max", "Mean", "Min", "Prod", "Square", "Squeeze", "Sub", "Sum", "Transpose"}
 
 
 class Lookups:
     """Chooses, for each table, whether it is sent to the towers, or looked up at its home for each tower.
 
     The result is the same. Fewer bytes are sent: those of the table, or those of the indices and of the entries that are found.
-    A table that towers take whole for another purpose, such as a product of matrices, is sent once for both.
+    A table that towers take whole for another purpose, such as a product of matrices, is sent once for both. Where the entries
+    of a bag are combined next, as by a mean, they are combined at the table, too, and the tower gets one entry for each bag.
 
     Args:
         propagation: the plan of each node.
         needed: the instances that the partitioned graph has.
     """
 
-    def __init__(self, propagation: Propagation, needed: Iterable[Instance]):
+    def __init__(self, propagation: Propagation, needed: Collection[Instance]):
         self._propagation = propagation
-        lookups: dict[Output, list[Node]] = defaultdict(list)
+        self._takers: dict[Output, set[str]] = defaultdict(set)
+        lookups: dict[Output, list[str]] = defaultdict(list)
         sent: set[Output] = set()
-        for kind, name in needed:
-            if kind is not Kind.TOWERS:
-                continue
-            plan = propagation.plans[name]
-            sources = propagation.sources[name]
-            table = self._table(name)
-            if table is not None:
-                lookups[table].append(propagation.view(propagation.nodes[name]))
-            first = 0 if table is None else 1
-            taken = zip(sources[first:], (plan.needs or ())[first:], strict=True)
-            sent.update(self._origin(output) for output, need in taken if need == REPLICATE)
-        self._at_table = {
-            node.name
-            for table, nodes in lookups.items()
-            if table not in sent and sum(map(self._bytes_of_entries, nodes)) < self._bytes_of_table(nodes[0])
-            for node in nodes
-        }
+        for name in propagation.nodes:
+            if (Kind.TOWERS, name) in needed or (Kind.SHAPES, name) in needed:
+                for output in propagation.sources[name]:
+                    self._takers[output].add(name)
+            if (Kind.TOWERS, name) in needed:
+                table = self._table(name)
+                if table is not None:
+                    lookups[table].append(name)
+                first = 0 if table is None else 1
+                taken = zip(propagation.sources[name][first:], (propagation.plans[name].needs or ())[first:], strict=True)
+                sent.update(self._origin(output) for output, need in taken if need == REPLICATE)
+        self._tables: dict[str, str] = {}
+        for table, names in lookups.items():
+            if table not in sent and sum(map(self._bytes_of_entries, names)) < self._bytes_of_table(names[0]):
+                for name in names:
+                    self._tables |= dict.fromkeys([name, *self._of_bags(name)], propagation.sources[name][0][0])
 
-    def is_at_table(self, definition: Any) -> bool:
-        """Returns whether a node on towers is a lookup that runs where its table is."""
-        return definition.name in self._at_table
+    def is_at_table(self, name: str) -> bool:
+        """Returns whether a traced node, which is computed for each tower, is computed where a table is."""
+        return name in self._tables
+
+    def table_of(self, name: str) -> str | None:
+        """Returns the traced node of the table where a node is computed for each tower; None if the towers compute it."""
+        return self._tables.get(name)
 
     def _table(self, name: str) -> Output | None:
         """Returns the variable, or the tensor at home, in which a node looks up entries for the rows; None for other nodes."""
@@ -72,32 +77,45 @@ class Lookups:
             output = self._propagation.sources[output[0]][0]
         return output
 
-    def _bytes_of_entries(self, node: Node) -> float:
+    def _of_bags(self, lookup: str) -> list[str]:
+        """Returns the operations on the entries of a lookup, in order, after which a tower gets the fewest bytes."""
+        name, combined, best, others = lookup, list[str](), 0, 0.0
+        fewest = self._bytes((lookup, 0))
+        while True:
+            takers = self._takers[name, 0]
+            shapes = {taker for taker in takers if self._propagation.nodes[taker].op in ("Shape", "Size")}
+            if len(takers - shapes) != 1:
+                return combined[:best]
+            (taker,) = takers - shapes
+            if not self._is_of_bags(taker):
+                return combined[:best]
+            others += sum(self._bytes(output) for output in self._propagation.sources[taker] if output[0] != name)
+            combined += [*shapes, taker]
+            name = taker
+            if others + self._bytes((name, 0)) < fewest:
+                best, fewest = len(combined), others + self._bytes((name, 0))
+
+    def _is_of_bags(self, name: str) -> bool:
+        """Returns whether a node computes rows from rows, by the operation that was traced, and with little arithmetic."""
+        plan = self._propagation.plans[name]
+        is_plain = not (plan.instance or plan.gathers)
+        return self._propagation.nodes[name].op in _OF_BAGS and is_plain and isinstance(plan.outputs[0].placement, Shard)
+
+    def _bytes_of_entries(self, lookup: str) -> float:
         """Returns how many bytes of indices and of entries are sent for one tower."""
-        placement, indices = node.inputs[1].placement, node.shape(1)
-        assert isinstance(placement, Shard)
-        if indices is None:
-            return math.inf
-        found = self._number([size for axis, size in enumerate(indices) if axis != placement.axis])
-        found *= node.tower_rows * self._number(placement.blocks)
-        table, axis = _shape_of_table(node), node.inputs[2].integers if node.type == "GatherV2" else [0]
-        if table is None or axis is None:
-            return math.inf
-        entry = self._number([size for i, size in enumerate(table) if i != axis[0] % len(table)])
-        return float(found * (entry * node.result_dtype().size + node.dtype(1).size))
+        return self._bytes(self._propagation.sources[lookup][1]) + self._bytes((lookup, 0))
 
-    def _bytes_of_table(self, node: Node) -> float:
-        table = _shape_of_table(node)
-        return 0 if table is None else float(self._number(table) * node.result_dtype().size)
+    def _bytes(self, output: Output) -> float:
+        """Returns the bytes of a tensor that a tower has made, or was given; 0 for one that is made at home."""
+        propagation = self._propagation
+        has_rows = propagation.nodes[output[0]].op == "Placeholder" and isinstance(propagation.facts[output].placement, Shard)
+        return bytes_of_slice(output, propagation) if has_rows or not propagation.plans[output[0]].is_at_home else 0.0
 
-    @staticmethod
-    def _number(sizes: Iterable[Any]) -> int:
-        return math.prod(size if isinstance(size, int) else _UNKNOWN_SIZE for size in sizes)
-
-
-def _shape_of_table(node: Node) -> list[Any] | None:
-    if node.dtype(0) != tf.resource:
-        return node.shape(0)
-    handle = node.inputs[0].shape
-    parts = handle.shape_and_type if handle is not None and not isinstance(handle, tuple) else ()
-    return tf.TensorShape(parts[0].shape).as_list() if parts and not parts[0].shape.unknown_rank else None
+    def _bytes_of_table(self, lookup: str) -> float:
+        node = self._propagation.view(self._propagation.nodes[lookup])
+        table = node.shape(0)
+        if node.dtype(0) == tf.resource:
+            handle = node.inputs[0].shape
+            parts = handle.shape_and_type if handle is not None and not isinstance(handle, tuple) else ()
+            table = tf.TensorShape(parts[0].shape).as_list() if parts and not parts[0].shape.unknown_rank else None
+        return 0.0 if table is None else bytes_of(table, node.result_dtype())

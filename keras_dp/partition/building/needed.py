@@ -44,9 +44,9 @@ class NeededInstances:
     def __init__(self, propagation: Propagation, given: Container[str], constants: Constants):
         self._propagation, self._given, self._constants = propagation, given, constants
 
-    def of(self, outputs: Iterable[Output], effects: Iterable[str]) -> set[Instance]:
-        """Returns the instances that the whole of some tensors needs, and some nodes with effects."""
-        taken = [instance for output in outputs for instance in self._makers(output, REPLICATE)]
+    def of(self, outputs: Iterable[tuple[Output, Need]], effects: Iterable[str]) -> set[Instance]:
+        """Returns the instances that some tensors need, each in a form, and some nodes with effects."""
+        taken = [instance for output, need in outputs for instance in self._makers(output, need)]
         return self._needed(taken + self._kinds_after(effects))
 
     def _needed(self, wanted: list[Instance]) -> set[Instance]:
