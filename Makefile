@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz endurance mutants benchmarks gpu-audit gpu-test docs docs-serve lint audit recipe-figures recipe-smoke clean
+.PHONY: help mnist check test test-all test-ecosystem test-host test-versions test-slow fuzz endurance coverage mutants benchmarks gpu-audit gpu-test docs docs-serve lint audit recipe-figures recipe-smoke clean
 
 help:  ## Show what there is to make.
 	@echo "keras_dp. All that is needed is installed in $(VENV). make ..."
@@ -42,6 +42,13 @@ fuzz: $(VENV)/dev.installed  ## Draw random programs, and compare them on towers
 
 endurance: $(VENV)/dev.installed  ## Work for hours, and look for growth of memory, functions, threads and files; OPTIONS="--share 0.1" for less.
 	PYTHONPATH=tests $(BIN)/python -m endurance $(OPTIONS)
+
+coverage: $(VENV)/coverage.installed  ## Count the lines and branches that tests run, in all processes; OPTIONS="-m 'not slow and not thorough'" for fewer tests.
+	$(BIN)/python -m coverage erase
+	-$(BIN)/python -m coverage run -m pytest -n 2 $(OPTIONS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report
 
 mutants: $(VENV)/mutation.installed  ## Put small faults into the partitioner, and print those that no test notices; OPTIONS="--count 200 --seed 5".
 	PYTHONPATH=tests $(BIN)/python -m mutation $(OPTIONS)

@@ -1,6 +1,6 @@
 """Train the same model on the same data on each worker, and print lines that the tests of failures wait for.
 
-training.py SECONDS_PER_EPOCH BACKUP_DIRECTORY [--die-in-epoch K [--broken WORKERS]] [--timeout T]
+training.py SECONDS_PER_EPOCH BACKUP_DIRECTORY [OPTION ...]
 """
 
 import argparse
@@ -20,6 +20,9 @@ parser.add_argument("seconds_per_epoch", type=float)
 parser.add_argument("backup")
 parser.add_argument("--die-in-epoch", type=int, default=-1)
 parser.add_argument("--broken", type=int, help="among so many workers, the last one dies in each run, not only in the first")
+parser.add_argument("--slower", type=float, default=1.0, help="the last worker sleeps so many times as long as the others")
+parser.add_argument("--ahead", type=float, default=0.0, help="the last worker's clock is so many seconds ahead")
+parser.add_argument("--full", action="store_true", help="the log of the epochs is on a full disk")
 parser.add_argument("--timeout", type=float, default=60.0)
 parser.add_argument("--start-timeout", type=float, default=60.0)
 parser.add_argument("--epochs", type=int, default=4)
@@ -31,6 +34,13 @@ workers = keras_dp.connect_workers(timeout=args.timeout, start_timeout=args.star
 print(f"connected {workers.index} of {workers.count}, process {os.getpid()}", flush=True)
 
 
+is_last = workers.index == workers.count - 1
+seconds_per_batch = args.seconds_per_epoch / 4 * (args.slower if is_last else 1)
+if args.ahead and is_last:
+    now = time.time
+    time.time = lambda: now() + args.ahead
+
+
 class Report(keras.callbacks.Callback):
     """Prints each epoch, slows it down, and kills the last worker in the middle of one."""
 
@@ -39,9 +49,9 @@ class Report(keras.callbacks.Callback):
         print(f"epoch {epoch}", flush=True)
 
     def on_train_batch_end(self, batch, logs=None):
-        time.sleep(args.seconds_per_epoch / 4)
+        time.sleep(seconds_per_batch)
         dies = workers.count == args.broken or (not args.broken and os.environ.get("KERAS_DP_RESTART", "0") == "0")
-        if self.epoch == args.die_in_epoch and batch == 1 and workers.index == workers.count - 1 and dies:
+        if self.epoch == args.die_in_epoch and batch == 1 and is_last and dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -54,6 +64,8 @@ model = keras.Sequential(
 parallel = keras_dp.DataParallelModel(model)
 parallel.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
 callbacks = [Report(), keras.callbacks.BackupAndRestore(args.backup, double_checkpoint=True)]
+if args.full:
+    callbacks.append(keras.callbacks.CSVLogger("/dev/full"))
 parallel.fit(x, y, batch_size=4, epochs=args.epochs, shuffle=False, verbose=0, callbacks=callbacks)
 if workers.is_chief:
     print("weights", json.dumps([weight.tolist() for weight in parallel.get_weights()]), flush=True)

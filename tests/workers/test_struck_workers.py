@@ -1,6 +1,5 @@
 """Workers that are killed, ended and stopped at random moments end with the weights of an unbroken run."""
 
-import json
 import os
 import random
 import re
@@ -10,8 +9,8 @@ import sys
 import threading
 import time
 
-import numpy as np
 import pytest
+from unbroken_training import assert_unbroken
 from worker_processes import SCRIPTS, TESTS
 
 WORKERS, EPOCHS, SECONDS_PER_EPOCH, TIMEOUT = 2, 12, 0.5, 6
@@ -82,19 +81,11 @@ class Launched:
             time.sleep(0.05)
         return False
 
-    def weights(self):
-        """Returns the final weights, when all workers have ended."""
+    def output(self):
+        """Returns what was printed, when all workers have ended."""
         assert self.process.wait(timeout=300) == 0, "\n".join(self.lines[-60:])
         self._reader.join()
-        (line,) = [line for line in self.lines if "weights " in line]
-        return [np.array(weight) for weight in json.loads(line.partition("weights ")[2])]
-
-
-def unbroken(directory):
-    """Returns the final weights of plain training, without workers and without events."""
-    command = [sys.executable, str(SCRIPTS / "training.py"), "0", str(directory / "other"), "--epochs", str(EPOCHS)]
-    alone = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TESTS.parent, check=True)
-    return [np.array(weight) for weight in json.loads(re.search(r"weights (.*)", alone.stdout)[1])]
+        return "\n".join(self.lines)
 
 
 @pytest.mark.thorough
@@ -111,10 +102,9 @@ def test_struck_workers_end_as_if_unbroken(seed, events, tmp_path):
             done.append(draw.choice(list(EVENTS)))
             launched.strike(done[-1], draw.randrange(WORKERS))
             losses += done[-1] != "stopped for a moment"
-        received = launched.weights()
+        output = launched.output()
     print(f"seed {seed}: {', '.join(done)}")
-    for one, other in zip(unbroken(tmp_path), received, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-9)
+    assert_unbroken(output, EPOCHS)
     named = [line for line in launched.lines if re.search(r"keras-dp launch: worker \d failed first, with ", line)]
     assert len(named) == len(launched.restarts)
     # A worker may be struck when it has done its last step.

@@ -1,15 +1,14 @@
 """Workers train exactly over a slow network, and name what is lost when links stand still or connections break."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 from relayed_network import VARIABLE, Line, RelayedNetwork
+from unbroken_training import assert_unbroken
 from worker_processes import SCRIPTS, TESTS, Workers
 
 SLOW = Line(delay=1e-3, rate=100e6 / 8)
@@ -25,25 +24,7 @@ def trained(network, count, directory, *arguments, epochs=EPOCHS, seconds_per_ep
     return Workers("relayed.py", count, directory, *script, *arguments, **network.environment)
 
 
-def weights_in(output):
-    return [np.array(weight) for weight in json.loads(re.search(r"weights (.*)", output)[1])]
-
-
-def assert_unbroken(received, expected):
-    for one, other in zip(expected, received, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-9)
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """Returns the final weights of plain training in one process."""
-    backup = tmp_path_factory.mktemp("alone") / "backup"
-    command = [sys.executable, SCRIPTS / "training.py", "0", backup, "--epochs", str(EPOCHS)]
-    alone = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TESTS.parent, check=True)
-    return weights_in(alone.stdout)
-
-
-def test_over_a_slow_network_that_stands_still_for_a_while_nothing_is_lost(unbroken, tmp_path):
+def test_over_a_slow_network_that_stands_still_for_a_while_nothing_is_lost(tmp_path):
     with RelayedNetwork(SLOW) as network, trained(network, 2, tmp_path) as workers:
         workers.start().wait_for_output("epoch 1")
         network.hold_around(0, (1,))
@@ -53,7 +34,7 @@ def test_over_a_slow_network_that_stands_still_for_a_while_nothing_is_lost(unbro
         assert workers.output(0) == before, "the workers do not need what is held"
         network.release_around(0, (1,))
         assert workers.wait() == [0, 0]
-        assert_unbroken(weights_in(workers.output(0)), unbroken)
+        assert_unbroken(workers.output(0), EPOCHS)
         assert min(network.passed(0, 1), network.passed(1, 0)) > 10_000
 
 
@@ -134,17 +115,17 @@ def test_connections_that_break_in_the_middle_of_a_step_are_named(count, tmp_pat
 
 
 @pytest.mark.slow
-def test_connections_that_break_between_two_steps_lose_nothing(unbroken, tmp_path):
+def test_connections_that_break_between_two_steps_lose_nothing(tmp_path):
     with RelayedNetwork() as network, trained(network, 2, tmp_path, seconds_per_epoch=12) as workers:
         workers.start().wait_for_output("epoch 1")
         time.sleep(1.5)  # Each worker sleeps for three seconds after each step.
         assert network.cut(0, 1)
         assert workers.wait() == [0, 0]
-        assert_unbroken(weights_in(workers.output(0)), unbroken)
+        assert_unbroken(workers.output(0), EPOCHS)
 
 
 @pytest.mark.slow
-def test_launched_workers_start_again_when_the_network_is_back(unbroken, tmp_path, monkeypatch):
+def test_launched_workers_start_again_when_the_network_is_back(tmp_path, monkeypatch):
     """They resume after the last epoch, and end with the weights of an unbroken run."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS, TESTS.parent))))
     main = "import sys; from keras_dp.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -165,7 +146,7 @@ def test_launched_workers_start_again_when_the_network_is_back(unbroken, tmp_pat
             launched.terminate()
             launched.wait()
     assert re.findall(r"\[0\] epoch (\d)", log.read_text()) == list("01223")
-    assert_unbroken(weights_in(log.read_text()), unbroken)
+    assert_unbroken(log.read_text(), EPOCHS)
 
 
 def wait_for(condition, seconds=120):
