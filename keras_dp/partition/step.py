@@ -18,6 +18,7 @@ from keras_dp.partition.facts.placements import Facts, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.planned import Gathered
 from keras_dp.partition.placing.propagation import Propagation
+from keras_dp.partition.placing.repetitions import repeat_at_home
 from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.running.functions import types_of
@@ -157,7 +158,11 @@ def propagate(traced: Traced, arguments: Sequence[Argument], rows: RowCounts) ->
     # The one row of a batch is not cut.
     batch_rows = rows.known.batch_rows if rows.known and rows.known.batch_rows > 1 else None
     with _garbage_collection_put_off():
-        return Propagation(traced, facts, batch_rows=batch_rows, tower_rows=rows.tower_rows)
+        propagation = Propagation(traced, facts, batch_rows=batch_rows, tower_rows=rows.tower_rows)
+        if rows.worker_rows is None:
+            # Workers with batches of their own may have texts of other lengths, which home would not know.
+            repeat_at_home(propagation)
+        return propagation
 
 
 def build(

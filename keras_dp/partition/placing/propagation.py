@@ -31,7 +31,6 @@ from keras_dp.partition.placing.obstacles import obstacle
 from keras_dp.partition.placing.planned import Gathered
 from keras_dp.partition.placing.readings import RowSources, readings
 from keras_dp.partition.placing.recomputation import Recomputation
-from keras_dp.partition.placing.repetitions import repeat_at_home
 from keras_dp.partition.placing.rules import RULES
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.elementwise import CHECKS
@@ -100,7 +99,6 @@ class Propagation:
         self._propagate(arguments)
         if not in_body:
             compute_once_from_gathered_rows(self)
-            repeat_at_home(self)
 
     def _propagate(self, arguments: Mapping[str, Facts]) -> None:
         """Plans the nodes in order, and again from the first list that a later node turns out to need at home."""
