@@ -1,11 +1,13 @@
 """Join the workers' own shards of the data to global batches."""
 
+import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.batches.nesting import flatten, map_leaves
+from keras_dp.batches.nesting import flatten, map_leaves, pack
 from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, row_spec, slice_rows, without_entries
 from keras_dp.workers.collectives import OneWorker, counted_on
 from keras_dp.workers.group import WorkerGroup
@@ -15,6 +17,9 @@ Tensor = Any
 
 def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: int = 1) -> tf.data.Dataset:
     """Appends batches without rows to a worker's dataset until all workers' datasets have ended.
+
+    Sizes that are not the same on all workers, as of texts that each of them pads, are then unknown while the step is traced,
+    so that all workers trace the same one.
 
     Args:
         dataset: the dataset of this worker.
@@ -31,9 +36,12 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
         )
     if group.count == 1:
         return dataset
+    own = [_cardinality(dataset), list(map(_sizes, flatten(dataset.element_spec)))]
     with group.reporting_lost_workers():
-        cardinalities = group.collectives.counts(tf.constant(_cardinality(dataset))).numpy().tolist()
-    empty = tf.data.Dataset.from_tensors(map_leaves(_no_rows, dataset.element_spec))
+        received = [json.loads(message) for message in group.collectives.exchange(json.dumps(own).encode())]
+    cardinalities = [cardinality for cardinality, _ in received]
+    leaves, of_leaves = flatten(dataset.element_spec), itertools.zip_longest(*(sizes for _, sizes in received), fillvalue=[])
+    empty = tf.data.Dataset.from_tensors(pack(dataset.element_spec, map(_no_rows, leaves, of_leaves)))
     leveled = dataset.concatenate(empty.repeat())
     if min(cardinalities) >= 0:
         return leveled.take(max(cardinalities))
@@ -136,8 +144,19 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
     return int(min(dataset.cardinality(), 2**31 - 1))
 
 
-def _no_rows(spec: Any) -> Any:
-    """Returns a tensor of a type with 0 rows."""
+def _sizes(spec: Any) -> list[int | None]:
+    """Returns the sizes of a dense tensor's axes; none for another tensor."""
+    return spec.shape.as_list() if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None else []
+
+
+def _no_rows(spec: Any, of_workers: Sequence[list[int | None]]) -> Any:
+    """Returns a tensor of a type with 0 rows.
+
+    Args:
+        spec: the type.
+        of_workers: the `_sizes` of the W workers. Along an axis on which they differ, the tensor has another size than this
+            worker's batches. A dataset that holds both does not know the size.
+    """
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [0, *(size or 1 for size in spec.shape[1:])]
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
@@ -147,5 +166,7 @@ def _no_rows(spec: Any) -> Any:
         return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
     if not isinstance(spec, tf.TensorSpec):
         raise ValueError(f"sharded=True takes batches of tensors. Received: {spec}")
-    shape = [0, *(size or 1 for size in spec.shape[1:])] if spec.shape.rank else []
-    return tf.zeros(shape, spec.dtype)
+    own = spec.shape.as_list() if spec.shape.rank else []
+    differ = [len({sizes[axis] for sizes in of_workers if axis < len(sizes)}) > 1 for axis in range(len(own))]
+    shape = [(size or 0) + 1 if differs else size or 1 for size, differs in zip(own, differ, strict=True)]
+    return tf.zeros([0, *shape[1:]] if own else [], spec.dtype)

@@ -160,7 +160,6 @@ def propagate(traced: Traced, arguments: Sequence[Argument], rows: RowCounts) ->
     with _garbage_collection_put_off():
         propagation = Propagation(traced, facts, batch_rows=batch_rows, tower_rows=rows.tower_rows)
         if rows.worker_rows is None:
-            # Workers with batches of their own may have texts of other lengths, which home would not know.
             repeat_at_home(propagation)
         return propagation
 

@@ -420,6 +420,35 @@ def shards_of_the_user(towers):
 
 
 @case
+def texts_that_each_worker_pads_by_itself(towers):
+    """Joins shards whose texts have other lengths on each worker, which TensorFlow knows while it traces; one has single words.
+
+    The copies that the gradient of a bag makes of a row were once made for as many words as the worker's own texts have.
+    """
+    length = 1 + 4 * np.arange(workers.count)[::-1]
+    words = np.random.default_rng(0).integers(1, 500, (4 * workers.count, length.max()))
+    for i in range(workers.count):
+        words[4 * i : 4 * i + 4, length[i] :] = 0
+    targets = numbers(len(words), 1)
+
+    def build():
+        tokens = keras.Input((None,), dtype="int64")
+        bags = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(500, 3, mask_zero=True)(tokens))
+        return keras.Model(tokens, keras.layers.Dense(1)(bags))
+
+    def script(model):
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        if not isinstance(model, keras_dp.DataParallelModel):
+            rows = [4 * i + k + j for k in (0, 2) for i in range(workers.count) for j in (0, 1)]
+            return model.fit(words[rows], targets[rows], batch_size=2 * workers.count, shuffle=False, verbose=0).history
+        part = slice(4 * workers.index, 4 * workers.index + 4)
+        own = tf.data.Dataset.from_tensor_slices((words[part, : length[workers.index]], targets[part])).batch(2)
+        return model.fit(own, verbose=0, sharded=True).history
+
+    assert_same_script(build, script, towers)
+
+
+@case
 def predictions_of_own_rows(towers):
     """Predicts rows, strings and more on each worker: for all rows, and for its own, which no other worker sends it."""
 

@@ -21,6 +21,7 @@ CONDUCT = [
 OWN = [
     *("own_steps", "own_steps_of_models_whose_seeds_differ", "own_steps_on_shards", "whole_and_ragged_tensors"),
     *(
+        "texts_that_each_worker_pads_by_itself",
         "predictions_of_own_rows",
         "several_numbers_of_rows",
         "metrics_and_masks_with_dropout",

@@ -163,8 +163,8 @@ class Builder:
 
     def _keeps(self, output: Output) -> bool:
         """Returns whether a worker keeps its own rows of a tensor: one entry of the first axis for each row."""
-        is_there = output[0] in self.feeds.slices or not self.propagation.plans[output[0]].is_at_home
-        return self._keeps_rows and is_there and self.propagation.facts[output].placement == Shard(0)
+        has_rows = self.propagation.facts[output].placement == Shard(0)
+        return self._keeps_rows and has_rows and self.propagation.is_on_towers(output)
 
     # Make instances.
 

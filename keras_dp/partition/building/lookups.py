@@ -106,10 +106,8 @@ class Lookups:
         return self._bytes(self._propagation.sources[lookup][1]) + self._bytes((lookup, 0))
 
     def _bytes(self, output: Output) -> float:
-        """Returns the bytes of a tensor that a tower has made, or was given; 0 for one that is made at home."""
-        propagation = self._propagation
-        has_rows = propagation.nodes[output[0]].op == "Placeholder" and isinstance(propagation.facts[output].placement, Shard)
-        return bytes_of_slice(output, propagation) if has_rows or not propagation.plans[output[0]].is_at_home else 0.0
+        """Returns the bytes of a tensor that a tower has; 0 for one that is made at home."""
+        return bytes_of_slice(output, self._propagation) if self._propagation.is_on_towers(output) else 0.0
 
     def _bytes_of_table(self, lookup: str) -> float:
         node = self._propagation.view(self._propagation.nodes[lookup])

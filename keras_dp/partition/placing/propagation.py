@@ -153,6 +153,11 @@ class Propagation:
         pairs = zip(static.shape, facts.shape, strict=True)
         return Static(static.dtype, [size if isinstance(size, int) or known is None else known for size, known in pairs])
 
+    def is_on_towers(self, output: Output) -> bool:
+        """Returns whether each tower has a tensor, or its rows of one, as it was given or has computed them."""
+        is_given = self.nodes[output[0]].op == "Placeholder" and isinstance(self.facts[output].placement, Shard)
+        return is_given or not self.plans[output[0]].is_at_home
+
     def view(self, definition: Any) -> Node:
         """Returns a node as rules see it."""
         sources = self.sources[definition.name]
