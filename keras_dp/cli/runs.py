@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from keras_dp import choices
 
-ENGINES = ("keras_dp", "ceiling", "workers", "single", "mirrored")
+ENGINES = ("keras_dp", "ceiling", "workers", "single", "mirrored", "torch", "ddp")
+OF_ONE_DEVICE = ("single", "torch")
+OF_TORCH = ("torch", "ddp")  # these train with Keras on PyTorch
+_TORCH_STEPS = Path(__file__).parent / "bench" / "torch_steps.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Setup:
 
     Attributes:
         engine: one of `ENGINES`: keras_dp, its towers without exchange, keras_dp on several workers, plain Keras on one device,
-            or MirroredStrategy.
+            MirroredStrategy, Keras on PyTorch in one process, or in several with DistributedDataParallel.
         towers: the number of devices that share each batch, those of all workers together.
         batch_size: the number of rows in a global batch.
         model: a name for `keras_dp.cli.models.workload`.
@@ -66,7 +70,7 @@ class Measurement:
         step_milliseconds: the time of each step after the warm-up.
         first_step_seconds: the time from the call of `fit` to the end of the first step, with building and tracing.
         peak_memory_megabytes: the peak size of the process in the host's memory; of several workers, the chief's.
-        loss: the mean loss of all steps.
+        loss: the mean loss of all steps; None if it was not computed.
         communication_bytes: the bytes between devices, or between workers, in a step; None if they were not counted or are not
             known.
     """
@@ -74,7 +78,7 @@ class Measurement:
     step_milliseconds: list[float]
     first_step_seconds: float
     peak_memory_megabytes: float
-    loss: float
+    loss: float | None = None
     communication_bytes: int | None = None
 
 
@@ -143,7 +147,9 @@ def measure_in_new_process(run: Run) -> Measurement:
     Raises:
         RunFailedError: if a process fails.
     """
-    return Measurement(**_answer_about("bench.measurement", run))
+    if run.engine in OF_TORCH:
+        return Measurement(**_answer_about([str(_TORCH_STEPS)], run))
+    return Measurement(**_answer_about(["-m", "keras_dp.cli.bench.measurement"], run))
 
 
 def train_in_new_process(training: Training) -> TrainingMeasurement:
@@ -152,7 +158,7 @@ def train_in_new_process(training: Training) -> TrainingMeasurement:
     Raises:
         RunFailedError: if a process fails.
     """
-    return TrainingMeasurement(**_answer_about("bench.training", training))
+    return TrainingMeasurement(**_answer_about(["-m", "keras_dp.cli.bench.training"], training))
 
 
 def survey_in_new_process(model: str, *data: str) -> Survey:
@@ -184,15 +190,14 @@ def answer_of(module: str, question: Any, **variables: str) -> dict[str, Any]:
     return answer
 
 
-def _answer_about(module: str, setup: Setup) -> dict[str, Any]:
-    """Returns what `main` of a module answers about a setup; of several workers, the chief."""
-    question = dataclasses.asdict(setup)
-    if setup.workers == 1:
-        return answer_of(module, question)
-    counts = ["--workers", str(setup.workers), "--towers-per-worker", str(setup.towers // setup.workers)]
-    output = _output_of(["-m", "keras_dp", "launch", *counts, "-m", f"keras_dp.cli.{module}"], question, {})
-    chief = "[0] "
-    answer: dict[str, Any] = json.loads([line for line in output if line.startswith(chief)][-1].removeprefix(chief))
+def _answer_about(program: Sequence[str], setup: Setup) -> dict[str, Any]:
+    """Returns what a program of Python answers about a setup; of several workers, the chief."""
+    question, chief = dataclasses.asdict(setup), ""
+    if setup.workers > 1:
+        counts = ["--workers", str(setup.workers), "--towers-per-worker", str(setup.towers // setup.workers)]
+        program, chief = ["-m", "keras_dp", "launch", *counts, *program], "[0] "
+    lines = [line.removeprefix(chief) for line in _output_of(program, question, {}) if line.startswith(chief)]
+    answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 
 

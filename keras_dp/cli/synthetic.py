@@ -13,10 +13,7 @@ SEED = 0
 
 
 def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
-    """Returns endless batches (x, y), which are ready in memory and the same in every process.
-
-    Float inputs are standard normal. Integer inputs are uniform, below the size of the model's smallest embedding. Targets are
-    class numbers for a sparse categorical cross-entropy, and otherwise uniform between 0 and 1.
+    """Returns endless batches (x, y) of `arrays`, which are ready in memory and the same in every process.
 
     Args:
         model: a built and compiled model, Functional or Sequential.
@@ -25,19 +22,36 @@ def dataset(model: keras.Model, batch_size: int) -> tf.data.Dataset:
     Raises:
         ValueError: if the model's inputs are not numbers of known shapes.
     """
+    x, y = arrays(model, batch_size)
+    x = keras.tree.map_structure(lambda tensor, drawn: tf.cast(drawn, tensor.dtype), _inputs_of(model), x)
+    options = tf.data.Options()
+    # Autotuning sometimes stalls a pipeline for far longer than a step takes.
+    options.autotune.enabled = False
+    return tf.data.Dataset.from_tensor_slices((x, keras.tree.lists_to_tuples(y))).repeat().prefetch(2).with_options(options)
+
+
+def arrays(model: keras.Model, batch_size: int) -> tuple[Any, Any]:
+    """Returns `BATCHES` batches x and y of random numbers, in arrays of shape (BATCHES, batch_size, ...).
+
+    Float inputs are standard normal. Integer inputs are uniform, below the size of the model's smallest embedding. Targets are
+    class numbers for a sparse categorical cross-entropy, and otherwise uniform between 0 and 1.
+
+    Args:
+        model: as for `dataset`.
+        batch_size: as for `dataset`.
+
+    Raises:
+        ValueError: as for `dataset`.
+    """
     refuse_unknown_inputs(model)
     random = np.random.default_rng(SEED)
-    inputs = {tensor.name: tensor for tensor in model.inputs} if len(model.inputs) > 1 else model.inputs[0]
+    inputs = _inputs_of(model)
     outputs = model.compute_output_spec(inputs)
     embeddings = [layer for layer in keras_models.flatten_layers(model) if isinstance(layer, keras.layers.Embedding)]
     limit = min((layer.input_dim for layer in embeddings), default=2)
     x = keras.tree.map_structure(lambda tensor: _inputs(random, tensor, batch_size, limit), inputs)
     pairs = zip(keras.tree.flatten(outputs), _losses(model, outputs), strict=True)
-    y = keras.tree.pack_sequence_as(outputs, [_targets(random, output, loss, batch_size) for output, loss in pairs])
-    options = tf.data.Options()
-    # Autotuning sometimes stalls a pipeline for far longer than a step takes.
-    options.autotune.enabled = False
-    return tf.data.Dataset.from_tensor_slices((x, keras.tree.lists_to_tuples(y))).repeat().prefetch(2).with_options(options)
+    return x, keras.tree.pack_sequence_as(outputs, [_targets(random, output, loss, batch_size) for output, loss in pairs])
 
 
 def refuse_unknown_inputs(model: keras.Model) -> None:
@@ -54,12 +68,17 @@ def refuse_unknown_inputs(model: keras.Model) -> None:
             raise ValueError(f"Inputs must be floats, integers or booleans. Received: {tensor.name!r} of dtype {tensor.dtype}")
 
 
+def _inputs_of(model: keras.Model) -> Any:
+    """Returns a model's only input, or its inputs by name."""
+    return {tensor.name: tensor for tensor in model.inputs} if len(model.inputs) > 1 else model.inputs[0]
+
+
 def _inputs(random: np.random.Generator, tensor: Any, batch_size: int, limit: int) -> Any:
     """Makes BATCHES batches for one input, of shape (BATCHES, batch size, ...)."""
-    shape, dtype = _shape(tensor, batch_size), tf.as_dtype(tensor.dtype)
-    if dtype.is_floating:
-        return tf.cast(random.standard_normal(shape, dtype="float32"), dtype)
-    return tf.cast(random.integers(limit, size=shape), dtype)
+    shape = _shape(tensor, batch_size)
+    if tf.as_dtype(tensor.dtype).is_floating:
+        return random.standard_normal(shape, dtype="float32")
+    return random.integers(limit, size=shape)
 
 
 def _targets(random: np.random.Generator, output: Any, loss: Any, batch_size: int) -> Any:

@@ -301,7 +301,7 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
         ("--batch 0", "argument --batch: must be an integer of at least 1. Received: '0'"),
         ("--batch=-4", "argument --batch: must be an integer of at least 1. Received: '-4'"),
         ("--rounds 0", "argument --rounds: must be an integer of at least 1. Received: '0'"),
-        ("--against horovod", "The engines to compare with are single, mirrored, or none. Received: 'horovod'"),
+        ("--against horovod", "The engines to compare with are single, mirrored, torch, ddp, or none. Received: 'horovod'"),
         ("--against miror", "Did you mean 'mirrored'? Received: 'miror'"),
         ("--batch-norm global", "argument --batch-norm: invalid choice: 'global'"),
         ("--parameter-device shard", """must be a device, such as CPU:0 or GPU:1, or "sharded". Did you mean 'sharded'?"""),
@@ -313,6 +313,7 @@ def test_mirrored_synchronizes_nested_batch_norm(synchronized):
         ("--end-to-end", "--end-to-end needs the data to train on. Add --data my_module:batches."),
         ("--end-to-end --data a:b --warm-up 3", "--warm-up is for steps, not for whole trainings. Leave it out."),
         ("--end-to-end --data a:b --batch 3", "--batch is for steps, not for whole trainings. Leave it out."),
+        ("--end-to-end --data a:b --against single,ddp", "whole trainings are not measured with ddp. Use single or mirrored."),
         ("--profile", "--profile needs a directory to write to. Add --out DIRECTORY."),
         ("--out user_models.py/results", "--out: nothing can be written there"),
         ("--redraw none.json", "must be a bench.json that keras-dp bench has written. Received: 'none.json'"),
@@ -382,9 +383,15 @@ FOUND = Survey(environment.environment(), gpus=0, batch_size=256)
         (dataclasses.replace(FOUND, problem="It has no shape."), "error: --model: It has no shape."),
         (dataclasses.replace(FOUND, gpus=2), "--towers: there are only 2 GPUs. Received: 8. Use fewer"),
         (RunFailedError("RuntimeError: no"), "error: --model: mlp cannot be built:\nRuntimeError: no"),
+        (
+            dataclasses.replace(FOUND, gpus=8),
+            "error: --against: ddp is measured on CPUs alone. Use single or mirrored",
+        ),
     ],
 )
 def test_nothing_is_measured_if_it_would_fail(found, message, monkeypatch, capsys):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name)
+
     def look(*names):
         if isinstance(found, Exception):
             raise found
@@ -392,8 +399,15 @@ def test_nothing_is_measured_if_it_would_fail(found, message, monkeypatch, capsy
 
     monkeypatch.setattr(runs, "survey_in_new_process", look)
     with pytest.raises(SystemExit):
-        main(["bench"])
+        main(["bench", "--against", "single,ddp"])
     assert message in capsys.readouterr().err
+
+
+def test_torch_is_needed_to_compare_with_it(monkeypatch, capsys):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["bench", "--against", "torch"])
+    assert "error: --against: torch needs PyTorch. Run pip install torch." in capsys.readouterr().err
 
 
 def test_a_command_is_needed(capsys):
@@ -679,6 +693,32 @@ def test_workers_are_compared_with_the_same_towers(monkeypatch):
     assert [(run.engine, run.towers, run.workers) for run in seen] == [
         ("keras_dp", 2, 1), ("ceiling", 2, 1), ("workers", 2, 2), ("keras_dp", 4, 1), ("ceiling", 4, 1), ("workers", 4, 2),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_workers_are_compared_with_those_of_torch(has_torch, monkeypatch, capsys):
+    seen = []
+    find_spec = bench.importlib.util.find_spec
+    found = {"torch": "torch"} if has_torch else {}
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: found.get(name) if name == "torch" else find_spec(name))
+    monkeypatch.setattr(runs, "survey_in_new_process", lambda *names: FOUND)
+    monkeypatch.setattr(runs, "measure_in_new_process", lambda run: seen.append(run) or measured([10.0]))
+    assert main(["bench", "--workers", "2", "--rounds", "1"]) == 0
+    assert [(run.engine, run.towers, run.workers) for run in seen] == [
+        ("keras_dp", 2, 1), ("ceiling", 2, 1), ("workers", 2, 2), ("single", 1, 1), ("mirrored", 2, 1),
+        *([("torch", 1, 1), ("ddp", 2, 2)] if has_torch else []),
+    ]  # fmt: skip
+    assert ("ddp on 2 processes" in capsys.readouterr().err) is has_torch
+    seen.clear()
+    assert main(["bench", "--model", "a:b", "--workers", "2", "--rounds", "1"]) == 0
+    assert {run.engine for run in seen} == {"keras_dp", "ceiling", "workers", "single", "mirrored"}
+
+
+def test_the_speed_up_of_torch_is_over_torch():
+    ddp, torch, single, parallel = (Cell(engine, 2, 8) for engine in ("ddp", "torch", "single", "keras_dp"))
+    times = {ddp: [30.0], torch.measured: [15.0], single.measured: [6.0], parallel: [10.0]}
+    row = step_summary.summarize(ddp, [{cell: measured(milliseconds, loss=None) for cell, milliseconds in times.items()}])
+    assert (row.speed_up, row.keras_dp_ratio, row.loss) == (0.5, 10 / 30, None)
 
 
 def test_plain_keras_is_measured_once_for_all_towers(monkeypatch):

@@ -1,4 +1,4 @@
-"""Run `keras-dp bench`: time the training steps of keras_dp, plain Keras and MirroredStrategy.
+"""Run `keras-dp bench`: time the training steps of keras_dp, plain Keras, MirroredStrategy and DistributedDataParallel.
 
 The engines take turns, each run in a process of its own, so that other load on the machine affects all of them. All engines
 train the same model from the same weights on the same batches, which are ready in memory. Without GPUs, the CPU is split into
@@ -9,6 +9,8 @@ one logical device per tower. The engines:
   workers    with --workers: the same towers, shared by several processes, which keras-dp launch starts
   single     plain Keras on one device, with all cores
   mirrored   tf.distribute.MirroredStrategy
+  torch      Keras on PyTorch, in one process with all cores, from other weights and without metrics
+  ddp        the same with DistributedDataParallel over gloo, in one process for each tower
 
 With --end-to-end, whole trainings are measured in place of steps: your data, epochs and evaluation. The table shows whether the
 final loss and metrics are those of plain Keras.
@@ -31,14 +33,14 @@ from typing import Any
 
 from keras_dp import choices, installation, tables
 from keras_dp.cli import runs
-from keras_dp.cli.arguments import add_model_arguments, argument, function_name, positive
+from keras_dp.cli.arguments import MODELS, add_model_arguments, argument, function_name, positive
 from keras_dp.cli.bench import comparison, plot, results_file, step_summary, summary
 from keras_dp.cli.bench.kinds import KINDS
 from keras_dp.cli.bench.rounds import devices, measure_in_turns, say
 from keras_dp.cli.bench.summary import Cell
-from keras_dp.cli.runs import Measurement, Run, RunFailedError, Setup, Survey, Training, TrainingMeasurement
+from keras_dp.cli.runs import OF_TORCH, Measurement, Run, RunFailedError, Setup, Survey, Training, TrainingMeasurement
 
-OTHERS = ("single", "mirrored")
+OTHERS = ("single", "mirrored", "torch", "ddp")
 TOWERS = [1, 2, 4, 8]
 # The arguments of one kind of benchmark, with their defaults.
 OF_STEPS = {"batch": None, "scaling": "strong", "steps": 50, "warm_up": 10, "profile": False}
@@ -75,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         type=argument(_engines),
-        default=list(OTHERS),
         metavar="ENGINE,...",
-        help="engines to compare with: single, mirrored or none (default: single,mirrored)",
+        help="engines to compare with: single, mirrored, torch, ddp or none (default: single,mirrored; with --workers and a "
+        "built-in model also torch,ddp, if PyTorch is installed)",
     )
     parser.add_argument(
         "--parameter-device",
@@ -189,6 +191,8 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         problem = "--end-to-end needs the data to train on. Add --data my_module:batches."
     elif options.profile and options.out is None:
         problem = "--profile needs a directory to write to. Add --out DIRECTORY."
+    elif options.end_to_end and (of_torch := _of_torch(options)):
+        problem = f"--against: whole trainings are not measured with {of_torch[0]}. Use single or mirrored."
     elif options.workers and any(towers % options.workers for towers in options.towers):
         problem = (
             f"--towers: {options.workers} workers share the towers evenly. Received: {', '.join(map(str, options.towers))} "
@@ -208,6 +212,9 @@ def _survey(options: argparse.Namespace) -> Survey:
             raise argparse.ArgumentError(None, f"--out: nothing can be written there: {error}") from error
         if importlib.util.find_spec("matplotlib") is None and not options.end_to_end:
             say(NO_FIGURE.format(installation.command("bench")))
+    of_torch = _of_torch(options)
+    if of_torch and importlib.util.find_spec("torch") is None:
+        raise argparse.ArgumentError(None, f"--against: {of_torch[0]} needs PyTorch. Run pip install torch.")
     names = [name for name in (options.model, options.data, options.validation) if name is not None]
     say(f"inspecting {', '.join(names)} and this machine")
     option = "--end-to-end" if options.end_to_end else "--model"
@@ -223,7 +230,22 @@ def _survey(options: argparse.Namespace) -> Survey:
             f"--towers: there are only {survey.gpus} GPUs. Received: {max(options.towers)}. Use fewer, or hide the GPUs from "
             "TensorFlow with CUDA_VISIBLE_DEVICES=-1 to measure on the CPU.",
         )
+    if survey.gpus and of_torch:
+        raise argparse.ArgumentError(
+            None,
+            f"--against: {of_torch[0]} is measured on CPUs alone. Use single or mirrored, or hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES=-1.",
+        )
+    if options.against is None:
+        is_of_torch = options.workers and not options.end_to_end and options.model in MODELS and not survey.gpus
+        has_torch = importlib.util.find_spec("torch") is not None
+        options.against = ["single", "mirrored", *(OF_TORCH if is_of_torch and has_torch else ())]
     return survey
+
+
+def _of_torch(options: argparse.Namespace) -> list[str]:
+    """Lists the named engines that train with PyTorch."""
+    return [engine for engine in options.against or () if engine in OF_TORCH]
 
 
 def _cells(options: argparse.Namespace, survey: Survey) -> list[Cell]:
@@ -244,7 +266,7 @@ def _measure(options: argparse.Namespace, cell: Cell, number: int) -> Measuremen
     setup = Setup(
         *cell,
         model=options.model,
-        workers=options.workers if cell.engine == "workers" else 1,
+        workers={"workers": options.workers, "ddp": cell.towers}.get(cell.engine, 1),
         parameter_device=options.parameter_device,
         batch_norm=options.batch_norm,
         gradient_dtype=options.gradient_dtype,

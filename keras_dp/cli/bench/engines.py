@@ -1,8 +1,6 @@
 """Build the model that an engine trains."""
 
 import contextlib
-import resource
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,10 +71,3 @@ def _on_engine(setup: Setup, model: keras.Model, devices: list[str] | None) -> k
             if isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = setup.batch_norm == "sync"
     return model
-
-
-def peak_memory_megabytes() -> float:
-    """Returns the peak size of this process in the host's memory."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # The unit is bytes on macOS, and kilobytes elsewhere.
-    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

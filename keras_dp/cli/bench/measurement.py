@@ -13,6 +13,7 @@ import keras_dp
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.bench import engines
 from keras_dp.cli.bench.loopback import LoopbackBytes
+from keras_dp.cli.bench.peak_memory import peak_memory_megabytes
 from keras_dp.cli.runs import Measurement, Run
 
 PROFILED_STEPS = 10
@@ -65,7 +66,7 @@ def measure(run: Run) -> Measurement:
     measurement = Measurement(
         step_milliseconds=step_times.milliseconds()[run.warm_up :],
         first_step_seconds=step_times.ends[0] - start,
-        peak_memory_megabytes=engines.peak_memory_megabytes(),
+        peak_memory_megabytes=peak_memory_megabytes(),
         loss=history.history["loss"][0],
         communication_bytes=sent.in_each_step(after=run.warm_up),
     )

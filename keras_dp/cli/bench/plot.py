@@ -8,7 +8,7 @@ import numpy as np
 from keras_dp.cli.bench.step_summary import Row
 from keras_dp.cli.runs import ENGINES
 
-MARKERS = dict(zip(ENGINES, "o^vsD", strict=True))
+MARKERS = dict(zip(ENGINES, "o^vsDPX", strict=True))
 
 
 def write_figure(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -35,7 +35,7 @@ def write_figure(rows: Sequence[Row], title: str, path: Path) -> None:
         marker = MARKERS[engine]
         shown = [row for row in drawn if row.engine == engine]
         # Small offsets keep the error bars from hiding each other.
-        positions = [towers.index(row.towers) + 0.06 * (index - 1.5) for row in shown]
+        positions = [towers.index(row.towers) + 0.06 * (index - 2) for row in shown]
         low, median, high = (
             np.array([getattr(row, f"{name}_milliseconds") for row in shown]) for name in ("low", "median", "high")
         )

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from keras_dp.cli import runs
 from keras_dp.cli.bench.summary import Cell
 from keras_dp.cli.runs import RunFailedError
 
@@ -54,8 +55,10 @@ def say(text: str) -> None:
 
 def devices(cell: Cell) -> str:
     """Says on what a cell's model trains."""
-    if cell.engine == "single":
+    if cell.engine in runs.OF_ONE_DEVICE:
         return f"one device, batch {cell.batch_size}"
+    if cell.engine == "ddp":
+        return f"{cell.towers} process{'es' if cell.towers > 1 else ''}"
     return f"{cell.towers} tower{'s' if cell.towers > 1 else ''}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from keras_dp.cli.bench.summary import CELL_COLUMNS, RATIO_COLUMNS, Cell, measurements_of, number, ratios, span
-from keras_dp.cli.runs import Measurement
+from keras_dp.cli.runs import OF_ONE_DEVICE, Measurement
 from keras_dp.tables import Column
 
 
@@ -17,7 +17,7 @@ class Row:
 
     Attributes:
         engine: one of `keras_dp.cli.runs.ENGINES`.
-        towers: the number of towers of the compared engines; "single" itself has one device.
+        towers: the number of towers of the compared engines; "single" and "torch" themselves have one device.
         batch_size: the number of rows in a global batch.
         median_milliseconds: the median time of all steps.
         low_milliseconds: the time that 10 % of all steps stay below.
@@ -26,7 +26,8 @@ class Row:
         first_step_seconds: the time of the first step; the median over the rounds.
         peak_memory_megabytes: the highest peak of all rounds.
         communication_megabytes: the megabytes between devices in a step; between workers, with all that loopback carries.
-        loss: the mean loss of all steps, which is the same if engines train the same; None for the ceiling, which does not.
+        loss: the mean loss of all steps, which is the same if engines train the same; None for the ceiling, which does not, and
+            for PyTorch, whose weights begin with other random numbers.
     """
 
     engine: str
@@ -66,7 +67,11 @@ def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
         **ratios(cell, rounds, lambda measurement: statistics.median(measurement.step_milliseconds))._asdict(),
         first_step_seconds=statistics.median(measurement.first_step_seconds for measurement in measurements),
         peak_memory_megabytes=max(measurement.peak_memory_megabytes for measurement in measurements),
-        communication_megabytes=0.0 if cell.engine == "single" else statistics.median(communication) if communication else None,
+        communication_megabytes=0.0
+        if cell.engine in OF_ONE_DEVICE
+        else statistics.median(communication)
+        if communication
+        else None,
         loss=None if cell.engine == "ceiling" else measurements[-1].loss,
     )
 
@@ -89,7 +94,7 @@ COLUMNS = (
 LEGEND = (
     "keras_dp over it: the step time of keras_dp, divided by the step time of this engine in the same round; below 1, keras_dp "
     "is faster. The table shows the median, the lowest and the highest of the rounds.",
-    "speed-up: the step time of plain Keras on one device for the same batch, divided by the step time of this engine. "
-    "Efficiency: the speed-up of a tower. Logical CPUs share the cores that one device uses alone, so no speed-up is to be "
-    "expected there.",
+    "speed-up: the step time of plain Keras on one device for the same batch, divided by the step time of this engine. For "
+    "ddp, this is Keras on PyTorch. Efficiency: the speed-up of a tower. Logical CPUs share the cores that one device uses "
+    "alone, so no speed-up is to be expected there.",
 )

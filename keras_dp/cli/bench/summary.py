@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keras_dp.cli.runs import OF_ONE_DEVICE, OF_TORCH
 from keras_dp.tables import Column
 
 
@@ -18,8 +19,8 @@ class Cell(NamedTuple):
 
     @property
     def measured(self) -> "Cell":
-        """The cell whose measurement this cell shows: plain Keras always has one device."""
-        return self._replace(towers=1) if self.engine == "single" else self
+        """The cell whose measurement this cell shows: some engines always have one device."""
+        return self._replace(towers=1) if self.engine in OF_ONE_DEVICE else self
 
 
 class Ratios(NamedTuple):
@@ -30,7 +31,7 @@ class Ratios(NamedTuple):
         keras_dp_ratio_low: the lowest of these ratios.
         keras_dp_ratio_high: the highest of these ratios.
         speed_up: the time of plain Keras on one device, for the same global batch, divided by the time of this engine; the
-            median over the rounds.
+            median over the rounds. For DistributedDataParallel, plain Keras runs on PyTorch.
     """
 
     keras_dp_ratio: float | None
@@ -56,7 +57,7 @@ def ratios(cell: Cell, rounds: Sequence[Mapping[Cell, Any]], time: Callable[[Any
             if compared in measurements and cell.measured in measurements
         ]
 
-    of_keras_dp, of_single = over("keras_dp"), over("single")
+    of_keras_dp, of_single = over("keras_dp"), over("torch" if cell.engine in OF_TORCH else "single")
     return Ratios(
         statistics.median(of_keras_dp) if of_keras_dp else None,
         min(of_keras_dp, default=None),
@@ -87,7 +88,7 @@ def _ratio(row: Any) -> str:
 
 
 def _speed_up(row: Any) -> str:
-    if row.speed_up is None or row.engine == "single":
+    if row.speed_up is None or row.engine in OF_ONE_DEVICE:
         return "-"
     return f"{row.speed_up:.2f} ({100 * row.speed_up / row.towers:.0f} %)"
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_dp.cli.bench import engines
+from keras_dp.cli.bench.peak_memory import peak_memory_megabytes
 from keras_dp.cli.bench.user_batches import user_batches
 from keras_dp.cli.runs import Training, TrainingMeasurement
 
@@ -80,7 +81,7 @@ def measure(training: Training) -> TrainingMeasurement:
         later_epoch_seconds=later,
         evaluation_seconds=times.evaluations,
         batches=times.batches,
-        peak_memory_megabytes=engines.peak_memory_megabytes(),
+        peak_memory_megabytes=peak_memory_megabytes(),
         logs={name: float(values[-1]) for name, values in history.items()},
     )
 
