@@ -1,12 +1,16 @@
 """A checkpoint that cannot be written is the error of plain Keras, leaves the weights as they are, and training can go on."""
 
 import contextlib
+import json
 import pathlib
+import subprocess
+import sys
 
+import full_filesystem
 import keras
 import numpy as np
 import pytest
-from comparison import assert_same_script
+from comparison import TOLERANCE, assert_same, assert_same_script
 from keras import callbacks, layers
 
 resource = pytest.importorskip("resource")
@@ -87,3 +91,34 @@ def test_a_file_that_cannot_be_written_is_an_error_and_training_goes_on(fault, k
     plain, towers = errors
     assert type(plain) is type(towers)
     assert isinstance(towers, OSError)
+
+
+OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def may_mount():
+    """Whether this system lets a process mount a filesystem that it alone sees."""
+    try:
+        return subprocess.run([*OF_ITS_OWN, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not may_mount(), reason="this system lets nobody mount a filesystem")
+def test_a_filesystem_becomes_full_and_training_goes_on_when_there_is_room(tmp_path):
+    """Files that were written before are whole, and the error is that of plain Keras."""
+    results = []
+    for towers in (0, 3):
+        folder, out = tmp_path / f"full_{towers}", tmp_path / f"{towers}.npz"
+        folder.mkdir()
+        command = [*OF_ITS_OWN, sys.executable, full_filesystem.__file__, str(folder), str(towers), str(out)]
+        subprocess.run(command, check=True)
+        results.append(dict(np.load(out)))
+    plain, towers = results
+    assert plain["said"] == towers["said"]
+    said = json.loads(str(towers["said"]))
+    assert 0 < len(said["whole"]) < full_filesystem.EPOCHS - 1
+    assert said["error"] is not None
+    del plain["said"], towers["said"]
+    assert_same(plain, towers, TOLERANCE["float64"])
