@@ -18,6 +18,7 @@ import pytest
 from keras_dp.cli import main
 from keras_dp.cli.launch import command as launch
 from keras_dp.cli.launch import cores
+from keras_dp.cli.launch.members import Members
 from keras_dp.devices import nvidia
 
 REPORT = """
@@ -347,7 +348,10 @@ def test_restarts_have_an_end(capsys):
 
 
 def test_a_worker_that_fails_twice_in_a_row_is_left_out(monkeypatch, capsys):
-    """The others go on with their own GPUs, and with new numbers. A worker that fails once starts again."""
+    """The others go on with their own GPUs, and with new numbers. A worker that fails once starts again.
+
+    When another one fails, the worker that was left out is tried again.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     failing = {"0": "4", "1": "5", "2": "4", "3": "4", "4": "6", "5": "6"}  # the GPU that is broken in each start
     script = (
@@ -361,11 +365,29 @@ def test_a_worker_that_fails_twice_in_a_row_is_left_out(monkeypatch, capsys):
             (report["CUDA_VISIBLE_DEVICES"], report["TF_CONFIG"]["task"]["index"])
         )
     every = {("4", 0), ("5", 1), ("6", 2)}
-    two = {("5", 0), ("6", 1)}
-    assert gpus == {"0": every, "1": every, "2": every, "3": every, "4": two, "5": two, "6": two}
+    assert gpus == dict.fromkeys("01235", every) | {"4": {("5", 0), ("6", 1)}, "6": {("4", 0), ("5", 1)}}
     restarts = re.findall(r"keras-dp launch: (.* start again)", output.err)
-    left_out = "worker 0 has failed twice in a row and is left out, 2 workers start again"
-    assert restarts == [*["all workers start again"] * 3, left_out, *["all workers start again"] * 2]
+    left_out = "worker {} has failed twice in a row and is left out, 2 workers start again"
+    assert restarts == [*["all workers start again"] * 3, left_out.format(0), "all workers start again", left_out.format(2)]
+
+
+@pytest.mark.parametrize(
+    ("least", "culprits", "places"),
+    [
+        (3, [1, 1, 1], [[0, 1, 2]] * 3),
+        (2, [1, 1, 0], [[0, 1, 2], [0, 2], [0, 1, 2]]),
+        (2, [1, 1, 0, 1, 1], [[0, 1, 2], [0, 2], [0, 1, 2], [0, 2], [0, 1, 2]]),
+        # Two workers are broken, and the one that was left out first keeps failing when it is tried again.
+        (1, [2, 2, 0, 2, 0], [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1], [1]]),
+        (1, [0, 0, 1, 1, 0], [[0, 1, 2], [1, 2], [0, 1, 2], [0, 1, 2], [1, 2]]),
+    ],
+)
+def test_a_worker_that_was_left_out_is_tried_again(least, culprits, places):
+    members, seen = Members(3, least), []
+    for culprit in culprits:
+        members.start_again(culprit)
+        seen.append(list(members.places))
+    assert seen == places
 
 
 def test_a_worker_that_stands_still_is_left_out_and_not_those_that_lose_it(monkeypatch, capsys):

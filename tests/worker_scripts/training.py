@@ -18,8 +18,7 @@ import keras_dp
 parser = argparse.ArgumentParser()
 parser.add_argument("seconds_per_epoch", type=float)
 parser.add_argument("backup")
-parser.add_argument("--die-in-epoch", type=int, default=-1)
-parser.add_argument("--broken", type=int, help="among so many workers, the last one dies in each run, not only in the first")
+parser.add_argument("--die-in-epochs", type=int, nargs="*", default=[], help="when the last worker dies, in each start")
 parser.add_argument("--slower", type=float, default=1.0, help="the last worker sleeps so many times as long as the others")
 parser.add_argument("--ahead", type=float, default=0.0, help="the last worker's clock is so many seconds ahead")
 parser.add_argument("--full", action="store_true", help="the log of the epochs is on a full disk")
@@ -50,8 +49,8 @@ class Report(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(seconds_per_batch)
-        dies = workers.count == args.broken or (not args.broken and os.environ.get("KERAS_DP_RESTART", "0") == "0")
-        if self.epoch == args.die_in_epoch and batch == 1 and is_last and dies:
+        start = int(os.environ.get("KERAS_DP_RESTART", "0"))
+        if args.die_in_epochs[start : start + 1] == [self.epoch] and batch == 1 and is_last:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

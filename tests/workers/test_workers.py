@@ -128,20 +128,21 @@ def test_other_versions_are_refused_on_all_workers(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("options", "epochs"),
+    ("options", "deaths", "epochs", "counts"),
     [
-        pytest.param("--workers 2 --max-restarts 1", "01223", id="killed"),
-        # The third worker dies whenever there are three. The chief's epochs are those of all three, again, and of two.
-        pytest.param("--workers 3 --max-restarts 2 --min-workers 2", "012223", id="broken"),
+        pytest.param("--workers 2 --max-restarts 1", "2", "01223", "22", id="killed"),
+        # The third worker dies twice. The chief's epochs are those of all three, again, and of two.
+        pytest.param("--workers 3 --max-restarts 2 --min-workers 2", "22", "012223", "332", id="broken"),
+        # Then another one dies.
+        pytest.param("--workers 3 --max-restarts 3 --min-workers 2", "223", "0122233", "3323", id="back"),
     ],
 )
-def test_launched_workers_resume_after_one_was_killed(tmp_path, options, epochs):
+def test_launched_workers_resume_after_one_was_killed(tmp_path, options, deaths, epochs, counts):
     """With --max-restarts, training ends with the weights of an uninterrupted run of plain Keras on one device.
 
-    So it does if a worker dies each time, and --min-workers lets the others go on without it.
+    So it does if a worker dies each time, and --min-workers lets the others go on without it. It is taken in again later.
     """
-    script = [str(SCRIPTS / "training.py"), "0", str(tmp_path / "backup"), "--die-in-epoch", "2"]
-    script += ["--broken", "3"] if "min" in options else []
+    script = [str(SCRIPTS / "training.py"), "0", str(tmp_path / "backup"), "--die-in-epochs", *deaths]
     command = "import sys; from keras_dp.cli import main; sys.exit(main(sys.argv[1:]))"
     launched = subprocess.run(
         [sys.executable, "-c", command, "launch", *options.split(), *script],
@@ -153,5 +154,6 @@ def test_launched_workers_resume_after_one_was_killed(tmp_path, options, epochs)
     )
     assert launched.returncode == 0, launched.stderr[-3000:]
     assert re.findall(r"\[0\] epoch (\d)", launched.stdout) == list(epochs)
+    assert re.findall(r"\[0\] connected 0 of (\d)", launched.stdout) == list(counts)
     assert not (tmp_path / "backup").exists()
     assert_unbroken(launched.stdout, 4)

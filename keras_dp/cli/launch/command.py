@@ -10,6 +10,7 @@ out.
 When a worker fails, the other workers are ended too, and the last lines of the failed worker are shown. With --max-restarts,
 all workers then start again, and the script resumes from its last backup by keras.callbacks.BackupAndRestore. With
 --min-workers, a worker that fails or is lost in two starts in a row, as on a broken GPU, is left out; the others take its rows.
+When these start again for another reason, it is tried again.
 
 SIGINT (Ctrl-C) and SIGTERM are sent to all workers; a second signal kills them. The exit code is the code of the worker that
 failed first, or 128 + the number of the signal.
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from keras_dp.cli.launch import cores
+from keras_dp.cli.launch.members import Members
 from keras_dp.cli.launch.output import TAIL_LINES, Screen, WorkerOutput
 from keras_dp.devices import nvidia
 
@@ -107,18 +109,18 @@ def run(options: argparse.Namespace) -> int:
         _print_commands(options, script)
         return 0
     gpus = _gpus_of_workers(options.workers, options.towers_per_worker)
-    places, failed_before = list(range(options.workers)), None
+    members = Members(options.workers, options.min_workers or options.workers)
     screen = Screen(sys.stdout)
     events: _Events = queue.SimpleQueue()
     with _signals_into(events):
         for restart in itertools.count():
-            count = len(places)
+            count = len(members.places)
             shares = [frozenset[int]()] * count if options.share_cores else cores.shares(count)
             addresses = _free_addresses(count)
             shared = {**os.environ, "PYTHONUNBUFFERED": "1", "KERAS_DP_RESTART": str(restart)}
             environments = [
                 {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[place]}
-                for index, place in enumerate(places)
+                for index, place in enumerate(members.places)
             ]
             failed, received = _run_workers([sys.executable, *script], environments, shares, events, screen)
             if failed is not None:
@@ -127,14 +129,7 @@ def run(options: argparse.Namespace) -> int:
                 return 128 + received
             if failed is None or restart == options.max_restarts:
                 break
-            again = "all workers start again"
-            culprit = failed.culprit()
-            place = places[culprit]
-            if place == failed_before and count > (options.min_workers or count):
-                places.remove(place)
-                left = "1 worker starts" if len(places) == 1 else f"{len(places)} workers start"
-                again = f"worker {culprit} has failed twice in a row and is left out, {left} again"
-            failed_before = place
+            again = members.start_again(failed.culprit())
             screen.line(f"keras-dp launch: {again}, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
     return 0 if failed is None else failed.exit_code()
 
