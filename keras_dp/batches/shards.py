@@ -1,6 +1,5 @@
 """Join the workers' own shards of the data to global batches."""
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves, pack
 from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, row_spec, slice_rows, without_entries
+from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.workers.collectives import OneWorker, counted_on
 from keras_dp.workers.group import WorkerGroup
 
@@ -27,7 +27,8 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
         steps_per_execution: the number of steps that TensorFlow runs at once. If the data end during these, all are lost.
 
     Raises:
-        ValueError: if it is no `tf.data.Dataset`, or `steps_per_execution` > 1 and a worker's dataset has unknown length.
+        ValueError: if it is no `tf.data.Dataset`, the workers' batches have other structures, or `steps_per_execution` > 1 and
+            a worker's dataset has unknown length.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(
@@ -36,11 +37,19 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
         )
     if group.count == 1:
         return dataset
-    own = [_cardinality(dataset), list(map(_sizes, flatten(dataset.element_spec)))]
+    leaves = flatten(dataset.element_spec)
+    kinds = {path: _kind(leaf) for path, leaf in leaves_of(dataset.element_spec)}
+    own = [_cardinality(dataset), kinds, list(map(_sizes, leaves))]
     with group.reporting_lost_workers():
         received = [json.loads(message) for message in group.collectives.exchange(json.dumps(own).encode())]
-    cardinalities = [cardinality for cardinality, _ in received]
-    leaves, of_leaves = flatten(dataset.element_spec), itertools.zip_longest(*(sizes for _, sizes in received), fillvalue=[])
+    cardinalities, of_workers, sizes = zip(*received, strict=True)
+    other = next((i for i, kinds in enumerate(of_workers) if kinds != of_workers[0]), None)
+    if other is not None:
+        raise ValueError(
+            "With sharded=True, the batches of all workers must have the same structure, with the same kinds of tensors. "
+            f"Received: worker 0 has {of_workers[0]}, worker {other} has {of_workers[other]}."
+        )
+    of_leaves = zip(*sizes, strict=True)
     empty = tf.data.Dataset.from_tensors(pack(dataset.element_spec, map(_no_rows, leaves, of_leaves)))
     leveled = dataset.concatenate(empty.repeat())
     if min(cardinalities) >= 0:
@@ -142,6 +151,14 @@ def _packed(data: Any, tensors: Sequence[Tensor]) -> Any:
 def _cardinality(dataset: tf.data.Dataset) -> int:
     # A negative cardinality means unknown or infinite.
     return int(min(dataset.cardinality(), 2**31 - 1))
+
+
+def _kind(spec: Any) -> str:
+    """Describes a tensor's type in words, without its shape and the number of its bits."""
+    if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
+        return type(spec).__name__
+    form = {tf.RaggedTensorSpec: "ragged", tf.SparseTensorSpec: "sparse"}.get(type(spec), "dense")
+    return f"{form} {'strings' if spec.dtype == tf.string else 'numbers'}"
 
 
 def _sizes(spec: Any) -> list[int | None]:

@@ -1,6 +1,7 @@
 """Shards that the user has cut get datasets of equal lengths, batches without rows, and places in the global batch."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -68,6 +69,35 @@ def test_one_worker_alone_has_its_dataset():
 def test_what_is_no_dataset_is_refused(data):
     with pytest.raises(ValueError, match=rf"sharded=True takes a tf.data.Dataset .* Received: {type(data).__name__}$"):
         with_empty_batches(data, WorkerGroup())
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda x: (x, x, x), "'0': 'dense numbers', '1': 'dense numbers', '2': 'dense numbers'"),
+        (lambda x: {"a": x}, "'0/a': 'dense numbers'"),
+        (lambda x: (x, tf.strings.as_string(x)), "'0': 'dense numbers', '1': 'dense strings'"),
+        (
+            lambda x: (tf.RaggedTensor.from_row_lengths(x, [1, tf.size(x) - 1]), x),
+            "'0': 'ragged numbers', '1': 'dense numbers'",
+        ),
+        (lambda x: (x, tf.sparse.from_dense(x)), "'0': 'dense numbers', '1': 'sparse numbers'"),
+    ],
+)
+def test_batches_of_other_structures_are_refused_on_all_workers(other, said):
+    """Each worker would otherwise trace other exchanges, and wait for the others until the timeout."""
+    data = tf.data.Dataset.range(6).batch(3)
+    message = (
+        r"must have the same structure.* Received: worker 0 has {'0': 'dense numbers', '1': 'dense numbers'}, worker 1 has "
+    )
+    with pytest.raises(ValueError, match=message + re.escape(f"{{{said}}}.")):
+        leveled(data.map(lambda x: (x, x)), data.map(other))
+
+
+def test_batches_of_other_dtypes_and_ranks_are_joined():
+    data = tf.data.Dataset.range(3).batch(2)
+    one, other = leveled(data, data.map(lambda x: tf.cast(x, tf.float32)[:, tf.newaxis]).take(1))
+    assert (sizes(one), sizes(other)) == ([2, 1], [2, 0])
 
 
 def test_datasets_of_known_lengths_end_together():
