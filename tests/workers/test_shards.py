@@ -87,10 +87,8 @@ def test_what_is_no_dataset_is_refused(data):
 def test_batches_of_other_structures_are_refused_on_all_workers(other, said):
     """Each worker would otherwise trace other exchanges, and wait for the others until the timeout."""
     data = tf.data.Dataset.range(6).batch(3)
-    message = (
-        r"must have the same structure.* Received: worker 0 has {'0': 'dense numbers', '1': 'dense numbers'}, worker 1 has "
-    )
-    with pytest.raises(ValueError, match=message + re.escape(f"{{{said}}}.")):
+    received = f"Received: worker 0 has {{'0': 'dense numbers', '1': 'dense numbers'}}, worker 1 has {{{said}}}."
+    with pytest.raises(ValueError, match=f"must have the same structure.* {re.escape(received)}"):
         leveled(data.map(lambda x: (x, x)), data.map(other))
 
 
