@@ -58,7 +58,8 @@ def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
         return Row(*cell)
     steps = [milliseconds for measurement in measurements for milliseconds in measurement.step_milliseconds]
     low, median, high = (float(value) for value in np.percentile(steps, (10, 50, 90)))
-    communication = [m.communication_bytes / 1e6 for m in measurements if m.communication_bytes is not None]
+    counted = [m.communication_bytes / 1e6 for m in measurements if m.communication_bytes is not None]
+    sent = [0.0] if cell.engine in OF_ONE_DEVICE else counted
     return Row(
         *cell,
         median_milliseconds=median,
@@ -67,11 +68,7 @@ def summarize(cell: Cell, rounds: Sequence[Mapping[Cell, Measurement]]) -> Row:
         **ratios(cell, rounds, lambda measurement: statistics.median(measurement.step_milliseconds))._asdict(),
         first_step_seconds=statistics.median(measurement.first_step_seconds for measurement in measurements),
         peak_memory_megabytes=max(measurement.peak_memory_megabytes for measurement in measurements),
-        communication_megabytes=0.0
-        if cell.engine in OF_ONE_DEVICE
-        else statistics.median(communication)
-        if communication
-        else None,
+        communication_megabytes=statistics.median(sent) if sent else None,
         loss=None if cell.engine == "ceiling" else measurements[-1].loss,
     )
 
