@@ -46,7 +46,7 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
     other = next((i for i, kinds in enumerate(of_workers) if kinds != of_workers[0]), None)
     if other is not None:
         raise ValueError(
-            "With sharded=True, the batches of all workers must have the same structure, with the same kinds of tensors. "
+            "With sharded=True, the batches of all workers must have the same structure, with the same types of tensors. "
             f"Received: worker 0 has {of_workers[0]}, worker {other} has {of_workers[other]}."
         )
     of_leaves = zip(*sizes, strict=True)
@@ -154,11 +154,15 @@ def _cardinality(dataset: tf.data.Dataset) -> int:
 
 
 def _kind(spec: Any) -> str:
-    """Describes a tensor's type in words, without its shape and the number of its bits."""
-    if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
-        return type(spec).__name__
-    form = {tf.RaggedTensorSpec: "ragged", tf.SparseTensorSpec: "sparse"}.get(type(spec), "dense")
-    return f"{form} {'strings' if spec.dtype == tf.string else 'numbers'}"
+    """Describes a tensor's type in words, without sizes that may differ between workers."""
+    if isinstance(spec, tf.SparseTensorSpec):
+        return f"sparse {spec.dtype.name}, row shape {tuple(spec.shape[1:])}"
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner, splits = tuple(spec.shape[spec.ragged_rank + 1 :]), spec.row_splits_dtype.name
+        return f"ragged {spec.dtype.name}, ragged rank {spec.ragged_rank}, inner shape {inner}, {splits} splits"
+    if isinstance(spec, tf.TensorSpec):
+        return f"{spec.dtype.name}, {'unknown rank' if spec.shape.rank is None else f'rank {spec.shape.rank}'}"
+    return type(spec).__name__
 
 
 def _sizes(spec: Any) -> list[int | None]:
