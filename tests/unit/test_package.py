@@ -1,6 +1,7 @@
 """The package has its public names, refuses other backends, and has complete metadata."""
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -116,3 +117,19 @@ print(np.ptp([*weights, trained(again)], axis=0).max())
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout.splitlines()[-1]) < 1e-5
+
+
+def test_importing_a_module_changes_nothing_outside():
+    """A module that measured PyTorch once chose it as Keras's backend for all processes that its importer started."""
+    names = [module.name for module in pkgutil.walk_packages(keras_dp.__path__, "keras_dp.") if "__main__" not in module.name]
+    script = f"""
+import importlib, os, sys
+import keras_dp
+before = dict(os.environ), list(sys.argv), list(sys.path)
+for name in {names}:
+    importlib.import_module(name)
+assert (dict(os.environ), sys.argv, sys.path) == before
+"""
+    assert len(names) > 200
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -10,12 +10,12 @@ import sys
 import time
 from typing import Any
 
-os.environ["KERAS_BACKEND"] = "torch"
-# Otherwise the package refuses PyTorch. This is the name of its command, which may import parts of it.
-sys.argv[0] = "keras-dp"
+if __name__ == "__main__":
+    os.environ["KERAS_BACKEND"] = "torch"
+    # Otherwise the package refuses PyTorch. This is the name of its command, which may import parts of it.
+    sys.argv[0] = "keras-dp"
 
 import keras
-import torch
 
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.bench.loopback import LoopbackBytes
@@ -38,6 +38,8 @@ def measure(run: Run) -> Measurement:
     Raises:
         ValueError: if the model's steps cannot be timed one by one, or its inputs are not known.
     """
+    import torch
+
     torch.set_num_threads(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
     keras.utils.set_random_seed(SEED)
     workload = models.workload(run.model)
@@ -70,6 +72,8 @@ def measure(run: Run) -> Measurement:
 
 def _connect() -> int:
     """Connects this process with the others by gloo, and returns its number."""
+    import torch
+
     config = json.loads(os.environ["TF_CONFIG"])
     addresses, index = config["cluster"]["worker"], config["task"]["index"]
     torch.distributed.init_process_group("gloo", f"tcp://{addresses[0]}", rank=index, world_size=len(addresses))
@@ -78,6 +82,8 @@ def _connect() -> int:
 
 def _train(trained: Any, model: keras.Model, x: Any, y: Any) -> None:
     """Trains on a batch as Keras does on PyTorch, where DistributedDataParallel, if any, averages the gradients."""
+    import torch
+
     model.zero_grad()
     model.compute_loss(x=x, y=y, y_pred=trained(x, training=True)).backward()
     weights = model.trainable_weights
