@@ -5,7 +5,8 @@
 The first table has a step, and the step's sums and gathers one after another in a graph that computes nothing. The second
 table has the processor time of one worker in a step, by the names that Linux has for its threads. The third table sums the
 bytes of the step's gradients in several ways: in one ring, in two halves at once, in a ring that TensorFlow subdivides, and by
-gathering, for which each worker receives the bytes of each other one once. All are medians of the chief, in milliseconds.
+gathering, for which each worker receives the bytes of each other one once. "transfer" sends them from one worker to the other,
+if there are two. All are medians of the chief, in milliseconds.
 """
 
 import argparse
@@ -24,9 +25,9 @@ CALLS = 60
 LEAST = 0.1  # milliseconds of a thread that the table names
 MODELS = {"mlp": "sync", "resnet20": "sync", "resnet20, local": "local", "transformer": "sync"}
 STEPS = {"mlp": 60, "transformer": 10}
-WAYS = ("one ring", "two at once", "subdivided", "gathered")
+WAYS = ("one ring", "two at once", "subdivided", "gathered", "transfer")
 STEP_COLUMNS = "{:<17}{:>8}{:>11}{:>8}{:>13}"
-SUM_COLUMNS = "{:<17}{:>8}{:>11}{:>14}{:>13}{:>11}"
+SUM_COLUMNS = "{:<17}{:>8}{:>11}{:>14}{:>13}{:>11}{:>11}"
 
 
 def processor_seconds():
@@ -135,12 +136,18 @@ def measure(name, steps):
         everywhere = tf.raw_ops.CollectiveGather(input=tf.zeros([1, elements]), shape=[count, elements], **common(5))
         return tf.reduce_sum(everywhere, axis=0)
 
+    def transfer():
+        if workers.is_chief:
+            return tf.raw_ops.CollectiveBcastRecv(T=tf.float32, shape=[elements], **common(6))
+        return tf.raw_ops.CollectiveBcastSend(input=tf.zeros([elements]), shape=[elements], **common(6))
+
     alone = {
         "alone": step,
         "one ring": lambda: ring(1),
         "two at once": lambda: [ring(2, elements // 2), ring(3, elements - elements // 2)],
         "subdivided": lambda: ring(4, offsets=(0, 0)),
         "gathered": gather,
+        **({"transfer": transfer} if count == 2 else {}),
     }
     return {
         "step": float(np.median(milliseconds)),
@@ -188,7 +195,7 @@ def main():
         print(f"{thread:<17}" + "".join(f"{of['threads'].get(thread, 0):>17.1f}" for of in figures.values()))
     print("\n" + SUM_COLUMNS.format("gradients of", "MB", *WAYS))
     for name, of in figures.items():
-        print(SUM_COLUMNS.format(name, f"{of['megabytes']:.1f}", *(f"{of[way]:.1f}" for way in WAYS)))
+        print(SUM_COLUMNS.format(name, f"{of['megabytes']:.1f}", *(f"{of[way]:.1f}" if way in of else "-" for way in WAYS)))
 
 
 if __name__ == "__main__":

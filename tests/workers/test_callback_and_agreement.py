@@ -209,6 +209,13 @@ def test_data_is_described_by_what_it_holds():
     assert described_data(one[::2].T) == described_data(np.ascontiguousarray(one[::2].T))
 
 
+def test_datasets_may_end_in_other_transformations():
+    """A worker may take fewer batches of its own shard than the others."""
+    data = tf.data.Dataset.range(4)
+    assert described_data(data.batch(2)) == described_data(data.batch(2).take(1)) == "Dataset"
+    assert described_data(iter(data)) != "Dataset"
+
+
 def test_a_large_array_is_described_by_a_sample():
     large = np.zeros((5000, 1000), np.int8)
     other = large.copy()
