@@ -69,7 +69,7 @@ def mixed_precision():
     """ResNet-20 that computes in float16, with loss scaling."""
     keras.mixed_precision.set_global_policy("mixed_float16")
     model = models.resnet20()
-    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), **models.classification())
+    model.compile(keras.optimizers.LossScaleOptimizer(models.optimizer()), **models.classification())
     return model
 
 
@@ -317,7 +317,7 @@ def answer_check(question):
     workload = models.workload(name)
     model = workload.build()
     parallel = keras_dp.DataParallelModel(model, devices=towers)
-    parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+    parallel.compile(models.optimizer(), **workload.objective())
     step = graph_of_step(parallel, next(iter(synthetic.dataset(model, 2 * towers))))
     placed = place_step(step, workload.batch_size, parallel.devices, on_gpus=False)
     processor = Processor(**constants)

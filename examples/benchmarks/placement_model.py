@@ -10,8 +10,6 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
-import keras
-
 import keras_dp
 from keras_dp.cli import models, synthetic
 
@@ -54,7 +52,7 @@ def measure(model_name, parameter_device):
     workload = models.workload(model_name)
     model = workload.build()
     parallel = keras_dp.DataParallelModel(model, devices=TOWERS, parameter_device=parameter_device)
-    parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+    parallel.compile(models.optimizer(), **workload.objective())
     return keras_dp.communication_report(parallel, next(iter(synthetic.dataset(model, workload.batch_size))))
 
 

@@ -9,7 +9,6 @@ import math
 import subprocess
 import sys
 
-import keras
 import tensorflow as tf
 
 import keras_dp
@@ -23,7 +22,7 @@ def count(model_name, towers):
     workload = models.workload(model_name)
     model = workload.build()
     parallel = keras_dp.DataParallelModel(model, parameter_device="sharded")
-    parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+    parallel.compile(models.optimizer(), **workload.objective())
     report = keras_dp.communication_report(parallel, next(iter(synthetic.dataset(model, workload.batch_size))))
     state = dict.fromkeys(parallel.devices, 0)
     for variable in parallel.optimizer.variables:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from unittest import mock
 
-import keras
 import tensorflow as tf
 
 import keras_dp
@@ -39,7 +38,7 @@ def count(name, batch_norm, workers):
     workload = models.workload(name)
     model = workload.build()
     parallel = keras_dp.DataParallelModel(model, batch_norm=batch_norm)
-    parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+    parallel.compile(models.optimizer(), **workload.objective())
     slices = parallel.tower_steps.slices_of(next(iter(synthetic.dataset(model, 2 * workers))))
     worker = Counted(workers)
 

@@ -63,8 +63,6 @@ def noted(method, exchanges, inside):
 
 def train(name, steps):
     """Trains as one of the workers, and returns the times of steps, the processor time of threads, and the exchanges."""
-    import keras
-
     import keras_dp
     from keras_dp.cli import models, synthetic
     from keras_dp.cli.bench.measurement import StepTimes
@@ -73,10 +71,9 @@ def train(name, steps):
     workload = models.workload(name.partition(",")[0])
     model = workload.build()
     parallel = keras_dp.DataParallelModel(model, batch_norm=MODELS[name])
-    parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+    parallel.compile(models.optimizer(), **workload.objective())
     dataset = synthetic.dataset(model, workload.batch_size)
-    times, exchanges = StepTimes(), []
-    inside = []
+    times, exchanges, inside = StepTimes(), [], []
     methods = {kind: noted(getattr(Collectives, kind), exchanges, inside) for kind in ("sum", "stack", "gather")}
     with mock.patch.multiple(Collectives, **methods):
         parallel.fit(dataset, steps_per_epoch=WARM_UP, shuffle=False, verbose=0)

@@ -37,9 +37,8 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
         )
     if group.count == 1:
         return dataset
-    leaves = flatten(dataset.element_spec)
-    kinds = {path: _kind(leaf) for path, leaf in leaves_of(dataset.element_spec)}
-    own = [_cardinality(dataset), kinds, list(map(_sizes, leaves))]
+    leaves = dict(leaves_of(dataset.element_spec))
+    own = [_cardinality(dataset), {path: _kind(leaf) for path, leaf in leaves.items()}, list(map(_sizes, leaves.values()))]
     with group.reporting_lost_workers():
         received = [json.loads(message) for message in group.collectives.exchange(json.dumps(own).encode())]
     cardinalities, of_workers, sizes = zip(*received, strict=True)
@@ -49,8 +48,8 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
             "With sharded=True, the batches of all workers must have the same structure, with the same types of tensors. "
             f"Received: worker 0 has {of_workers[0]}, worker {other} has {of_workers[other]}."
         )
-    of_leaves = zip(*sizes, strict=True)
-    empty = tf.data.Dataset.from_tensors(pack(dataset.element_spec, map(_no_rows, leaves, of_leaves)))
+    no_rows = map(_no_rows, leaves.values(), zip(*sizes, strict=True))
+    empty = tf.data.Dataset.from_tensors(pack(dataset.element_spec, no_rows))
     leveled = dataset.concatenate(empty.repeat())
     if min(cardinalities) >= 0:
         return leveled.take(max(cardinalities))
@@ -187,7 +186,6 @@ def _no_rows(spec: Any, of_workers: Sequence[list[int | None]]) -> Any:
         return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
     if not isinstance(spec, tf.TensorSpec):
         raise ValueError(f"sharded=True takes batches of tensors. Received: {spec}")
-    own = spec.shape.as_list() if spec.shape.rank else []
-    differ = [len({sizes[axis] for sizes in of_workers if axis < len(sizes)}) > 1 for axis in range(len(own))]
-    shape = [(size or 0) + 1 if differs else size or 1 for size, differs in zip(own, differ, strict=True)]
-    return tf.zeros([0, *shape[1:]] if own else [], spec.dtype)
+    of_axes = zip(_sizes(spec), *of_workers, strict=True)
+    shape = [(own or 0) + 1 if len(set(of_all)) > 1 else own or 1 for own, *of_all in of_axes]
+    return tf.zeros([0, *shape[1:]] if shape else [], spec.dtype)

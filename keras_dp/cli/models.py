@@ -80,6 +80,11 @@ def classification() -> dict[str, Any]:
     return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
 
 
+def optimizer() -> keras.optimizers.Optimizer:
+    """Returns the optimizer of a model that is not compiled."""
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
 def regression() -> dict[str, Any]:
     """Returns the mean squared error."""
     return {"loss": "mse"}

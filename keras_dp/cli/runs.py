@@ -206,7 +206,7 @@ def _output_of(program: Sequence[str], question: Any, variables: Mapping[str, st
     command = [sys.executable, *program, json.dumps(question)]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **variables}
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if process.returncode:
+    if process.returncode or not process.stdout.strip():
         lines = [line for line in process.stderr.splitlines() if line.strip()]
         raise RunFailedError("\n".join(lines[-5:]) or f"The process ended with exit code {process.returncode}.")
     return process.stdout.splitlines()

@@ -44,6 +44,9 @@ def compiled_for_several_steps():
 def broken():
     raise RuntimeError("this model cannot be built")
 
+def ends():
+    raise SystemExit(0)
+
 def batches(rows=20):
     random = np.random.default_rng(rows)
     x = random.normal(size=(rows, 3)).astype("float32")
@@ -372,6 +375,8 @@ def test_what_is_found_out_first(user_directory):
     assert tuple(models.BUILT_IN) == MODELS
     with pytest.raises(RunFailedError, match="RuntimeError: this model cannot be built"):
         runs.survey_in_new_process("user_models:broken")
+    with pytest.raises(RunFailedError):
+        runs.survey_in_new_process("user_models:ends")
 
 
 FOUND = Survey(environment.environment(), gpus=0, batch_size=256)

@@ -1,8 +1,8 @@
 """Run `keras-dp bench`: time the training steps of keras_dp, plain Keras, MirroredStrategy and DistributedDataParallel.
 
 The engines take turns, each run in a process of its own, so that other load on the machine affects all of them. All engines
-train the same model from the same weights on the same batches, which are ready in memory. Without GPUs, the CPU is split into
-one logical device per tower. The engines:
+train the same model on the same batches, which are ready in memory, and all but those of PyTorch from the same weights. Without
+GPUs, the CPU is split into one logical device per tower. The engines:
 
   keras_dp   keras_dp.DataParallelModel
   ceiling    the same towers without exchange; the extra time of other engines is the cost of data parallelism

@@ -51,8 +51,8 @@ def build(setup: Setup, devices: list[str] | None) -> Engine:
         inner_model = workload.build()
         trained_model = _on_engine(setup, inner_model, devices)
         if not inner_model.compiled:
-            optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-            trained_model.compile(optimizer, jit_compile=setup.jit_compile or "auto", **workload.objective())
+            jit_compile = setup.jit_compile or "auto"
+            trained_model.compile(models.optimizer(), jit_compile=jit_compile, **workload.objective())
     return Engine(inner_model, trained_model)
 
 

@@ -22,8 +22,6 @@ from keras_dp.cli.bench.loopback import LoopbackBytes
 from keras_dp.cli.bench.peak_memory import peak_memory_megabytes
 from keras_dp.cli.runs import Measurement, Run
 
-SEED = 0
-
 
 def main() -> None:
     """Measures the run that this process's only argument describes, and prints the measurement. Both are JSON."""
@@ -41,11 +39,11 @@ def measure(run: Run) -> Measurement:
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
-    keras.utils.set_random_seed(SEED)
+    keras.utils.set_random_seed(synthetic.SEED)
     workload = models.workload(run.model)
     model = workload.build()
     if not model.compiled:
-        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+        model.compile(models.optimizer(), **workload.objective())
     models.refuse_what_is_not_timed(model)
     x, y = synthetic.arrays(model, run.batch_size)
     index = _connect() if run.workers > 1 else 0

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 
-import keras
 import tensorflow as tf
 
 from keras_dp.cli import models, synthetic
@@ -30,7 +29,7 @@ def collect(planned: PlannedRun) -> PlacedStep:
         with tf.distribute.MirroredStrategy(devices).scope():
             model = workload.build()
             if not model.compiled:
-                model.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+                model.compile(models.optimizer(), **workload.objective())
         step = graph_of_mirrored_step(model, next(iter(synthetic.dataset(model, 2 * planned.towers))))
         return place_step(step, batch_rows(planned), devices)
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import keras
-
 import keras_dp
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
@@ -153,5 +151,5 @@ def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
             place = f"CPU:{int(place.removeprefix('GPU:')) + 1}"
         parallel = keras_dp.DataParallelModel(model, devices=devices, parameter_device=place, pack_copies=planned.pack_copies)
         if not model.compiled:
-            parallel.compile(keras.optimizers.SGD(0.01, momentum=0.9), **workload.objective())
+            parallel.compile(models.optimizer(), **workload.objective())
     return parallel
