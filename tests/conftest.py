@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from packaging.version import Version
 from tensorflow.python.framework import ops
 
@@ -18,7 +19,15 @@ import keras_dp
 from keras_dp import tables
 from keras_dp.keras_internals import versions
 
+# The memory of each of four pieces of a GPU for the tests; 0 for logical CPUs alone.
+GPU_MEGABYTES = int(os.environ.get("KERAS_DP_TEST_GPU_MEGABYTES", "0"))
+
 keras_dp.use_logical_cpus(4)
+if GPU_MEGABYTES:
+    # Tests that ask for a number of towers, as most do, then run on pieces of the first card.
+    piece = tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MEGABYTES)
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[0], [piece] * 4)
+    tf.config.experimental.enable_tensor_float_32_execution(False)
 # Workers of pytest say that their terminals have 80 columns: tests see the widest tables, wherever they run.
 os.environ["COLUMNS"] = str(tables.WIDEST)
 # Imported modules stay alive: the garbage collector need not scan them after each test.

@@ -40,6 +40,7 @@ _MARK = "keras_dp: "
 _PASSED_ON = re.compile(_MARK + r"([^\n\\]+)")  # Where a message is quoted in another one, a line ends with a backslash.
 _NO_PROXY_VARIABLE = "no_grpc_proxy"
 _SECONDS_TO_NOTICE = (REFUSALS + 1) * INTERVAL_SECONDS + PROBE_SECONDS
+_ABOUT_THE_GRAPH = ("Graph execution error", "Detected at node", "<stack traces", "File ", "[[")
 _NO_SEED = tf.compat.v1.get_seed(0)[0]
 
 logger = logging.getLogger("keras_dp")
@@ -115,6 +116,8 @@ class WorkerGroup:
     def reporting_lost_workers(self) -> Iterator[None]:
         """Replaces TensorFlow's error for a lost worker by an error that names it. Used where workers wait for each other.
 
+        If an operation fails on this worker, the others are told: they would wait for the exchanges that it has left out.
+
         Raises:
             WorkerLostError: in place of TensorFlow's error.
         """
@@ -124,8 +127,18 @@ class WorkerGroup:
         except tf.errors.OpError as error:
             reason = self._reason_of(error)
             if reason is None:
+                self._release_others(error)
                 raise
             raise WorkerLostError(reason) from error
+
+    def _release_others(self, error: tf.errors.OpError) -> None:
+        """Ends the exchanges in which other workers wait for this one, and all later ones, and says why."""
+        # The end of a dataset is no failure.
+        if not isinstance(error, tf.errors.OutOfRangeError):
+            self.collectives.abort(
+                f"{_MARK}An operation has failed on worker {self.index}, and all workers must start again. "
+                f"Received: {_first_words(error.message)}"
+            )
 
     def note_progress(self) -> None:
         """Notes that this worker makes progress, so that the timeout of `reporting_lost_workers` starts again."""
@@ -166,6 +179,16 @@ class WorkerGroup:
         if self._health_check.lost is None and self._cluster is not None and isinstance(error, tf.errors.UnavailableError):
             return broken_connection(error.message, self._cluster)
         return self._health_check.lost
+
+
+def _first_words(message: str) -> str:
+    r"""Returns the line of an operation's message that says what is wrong, without TensorFlow's words about the graph.
+
+    >>> _first_words("Graph execution error:\n\nDetected at node a defined at (most recent call last):\ntoo large : had NaN")
+    'too large : had NaN'
+    """
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith(_ABOUT_THE_GRAPH)), message)
 
 
 def _first_difference(one: Any, other: Any) -> tuple[list[str], Any, Any]:

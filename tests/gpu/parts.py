@@ -29,6 +29,13 @@ PARTS = [
     Part("machine", "devices and versions", 60, HOLDS, "gpu.machine"),
     Part("parity", "whether towers give the result of one device", 600, SAME_GRAPH, "gpu.parity"),
     Part("normalization", "whether batch norm and dropout are those of one device", 120, SAME_GRAPH, "gpu.normalization"),
+    Part(
+        "reliability",
+        "whether steps that fail change nothing, and trainings repeat themselves",
+        300,
+        SAME_GRAPH,
+        "gpu.reliability",
+    ),
     Part("placement", "where each operation of a step runs", 120, SAME_GRAPH, "gpu.placement"),
     Part("prefetching", "whether the next slices are sent during the step", 90, MEANS_NOTHING, "gpu.prefetching"),
     Part("xla", "whether towers compiled by XLA are exact, and faster", 300, SAME_GRAPH, "gpu.xla"),

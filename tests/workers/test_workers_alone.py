@@ -296,9 +296,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.1)
 
 
-def named(error, check, cluster=None):
+def named(error, check, cluster=None, collectives=None):
     """Returns the error that results when an error is raised where workers wait for each other."""
-    group = WorkerGroup(health_check=check, cluster=cluster)
+    group = WorkerGroup(collectives, check, cluster)
     with pytest.raises((RuntimeError, tf.errors.OpError)) as caught, group.reporting_lost_workers():
         raise error
     if caught.value is not error:
@@ -392,6 +392,24 @@ def test_errors_that_are_the_scripts_own_stay():
     error = tf.errors.InternalError(None, None, "CUDA")
     assert named(error, Watched()) is error
     assert named(error, None) is error
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_others_are_released_by_an_operation_that_fails_and_by_no_end_of_data():
+    def released(error, check=None):
+        collectives = mock.Mock(index=1, count=2)
+        named(error, check or Watched(), collectives=collectives)
+        return [call.args[0] for call in collectives.abort.call_args_list]
+
+    message = "Graph execution error:\n\nDetected at node a/B defined at (most recent call last):\n<stack traces unavailable>\n"
+    failed = "keras_dp: An operation has failed on worker 1, and all workers must start again. Received: "
+    assert released(tf.errors.InvalidArgumentError(None, None, f"{message}too large\n\t [[{{{{node a/B}}}}]]")) == [
+        f"{failed}too large"
+    ]
+    assert released(tf.errors.InternalError(None, None, "CUDA")) == [f"{failed}CUDA"]
+    assert released(tf.errors.OutOfRangeError(None, None, "end")) == []
+    assert released(RuntimeError("of the user")) == []
+    assert released(tf.errors.UnavailableError(None, None, "reset"), Watched("Worker 0 is lost")) == []
 
 
 def test_progress_is_expected_where_workers_wait_for_each_other():

@@ -1,0 +1,52 @@
+"""Train on workers, let an operation fail on the last worker alone, call again, and print every error.
+
+failing_step.py WHERE    "step" for a step after a good one, "first" for the first step, "data" for the dataset of the worker
+"""
+
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_dp
+
+where = sys.argv[1]
+workers = keras_dp.connect_workers(timeout=100)
+is_last = workers.index == workers.count - 1
+
+
+class Checked(keras.layers.Layer):
+    """Fails on rows above 500."""
+
+    def call(self, x):
+        return tf.debugging.check_numerics(tf.math.log(500.0 - x), "too large")  # This line.
+
+
+def rows(count):
+    """Yields rows, and fails on the last worker after half of them."""
+    for row in range(count):
+        if where == "data" and is_last and 2 * row == count:
+            raise OSError("a file is gone")
+        yield np.full(3, 1000.0 if where != "data" and is_last and row >= count - 2 else 1.0, "float32"), np.ones(1, "float32")
+
+
+def batches(count):
+    """Returns this worker's batches of two rows."""
+    specs = (tf.TensorSpec((3,), "float32"), tf.TensorSpec((1,), "float32"))
+    return tf.data.Dataset.from_generator(lambda: rows(count), output_signature=specs).batch(2)
+
+
+keras.utils.set_random_seed(3)
+model = keras.Sequential([keras.Input((3,)), Checked(), keras.layers.Dense(1)])
+parallel = keras_dp.DataParallelModel(model, devices=1)
+parallel.compile("adam", "mse")
+for call in ("fit", "predict", "predict"):
+    try:
+        if call == "fit":
+            parallel.fit(batches(2 if where == "first" else 8), shuffle=False, sharded=True, verbose=0)
+        else:
+            parallel.predict(np.ones((8, 3), "float32"), batch_size=8, verbose=0)
+    except Exception as error:
+        print(f"{call}: {type(error).__name__}: {error}", *getattr(error, "__notes__", []), flush=True)
+print(f"weights: {model.get_weights()[0].tolist()}", flush=True)
