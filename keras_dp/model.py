@@ -197,7 +197,7 @@ class DataParallelModel(CompiledWrapper):
         """
         with self._call("fit", _given(DataParallelModel.fit, locals()), sharded) as arguments:
             is_asked = any(isinstance(callback, InputWait) for callback in listed(arguments.get("callbacks")))
-            if self._feed.waiting.measure(is_asked or not self._feed.prefetches):
+            if self._feed.waiting.measure(is_asked):
                 self._forget_traces()
             self._announce(arguments)
             self._steps.slow_steps.is_wanted = arguments.get("verbose") != 0 and self._workers.is_chief

@@ -1,7 +1,6 @@
 """Cut each global batch into slices in the input pipeline, in place of a `tf.distribute` strategy."""
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -73,9 +72,6 @@ class InputStrategy:
         usual_rows: B in most batches of the next data; None if it is not known.
         has_all_names: whether the next data have all tensors that are named, as those of training do.
         different_batches: the count of batches that differ between workers; None for a single worker.
-        prefetches: whether each tower's next slice may be sent to its device while the towers work on the last one. It is true
-            if all devices are GPUs, since CPUs share the host's memory. A batch stays on the host if it may not be read ahead,
-            or holds anything but dense numbers or booleans.
         waiting: the time for which steps have waited for their input.
     """
 
@@ -98,8 +94,7 @@ class InputStrategy:
         self.usual_rows: int | None = None
         self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
-        self.prefetches = all(device.startswith("GPU") for device in devices)
-        self.waiting = Waiting(is_on=not self.prefetches)
+        self.waiting = Waiting(is_costly=all(device.startswith("GPU") for device in devices))
         self._cut_functions: deque[tuple[tuple[Any, str, WholeTensors], Any]] = deque(maxlen=_CUT_FUNCTIONS)
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)
@@ -138,7 +133,7 @@ class InputStrategy:
         cut_own = _cut_own_rows if self.cuts_in_step else _cut_shard
         return cut_own(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset | tf.distribute.DistributedDataset:
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Turns a dataset of batches into a dataset of N `Slice`s each.
 
         The next batch is read and cut while the towers work on the last one, unless the dataset's options forbid it.
@@ -166,7 +161,6 @@ class InputStrategy:
         self.prepare()
         if self.cuts_in_step and not are_shards:
             return dataset
-        has_devices = self.prefetches and all(map(_fits_on_devices, tf.nest.flatten(dataset.element_spec)))
         # The slices are read ahead in place of the batches: Python code that makes batches runs no further ahead than in Keras.
         source, ahead = _read_ahead(dataset)
         if are_shards:
@@ -179,9 +173,7 @@ class InputStrategy:
             # Autotuning sometimes stalls the start of an epoch for a second, far longer than a cut takes.
             options.autotune.enabled = False
         sliced = sliced.with_options(options)
-        if ahead is None:
-            return sliced
-        return _prefetch_to(self.devices, sliced) if has_devices else sliced.prefetch(ahead)
+        return sliced if ahead is None else sliced.prefetch(ahead)
 
     def _cutting(self, types: Any) -> Callable[..., tuple[Slice, ...]]:
         """Returns the function that cuts batches of some types. TensorFlow traces it once, and not in each call of `fit`."""
@@ -198,14 +190,9 @@ class InputStrategy:
             self._cut_functions.append(kept)
         return kept[1]
 
-    def received(self, batch: Any) -> Any:
-        """Returns the N slices of a batch that was sent to the devices ahead of its step; any other batch as it is."""
-        return _strategy(self.devices).experimental_local_results(batch) if isinstance(batch, Slice) else batch
-
     def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
         """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
         (batch,) = args
-        batch = self.received(batch)
         self.waiting.batch_is_there(batch)
         if not self.is_eager():
             if is_cut(batch):
@@ -246,29 +233,6 @@ def _read_ahead(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int | None]:
     optimizations = options.experimental_optimization
     said = (options.autotune.enabled, optimizations.inject_prefetch, optimizations.apply_default_optimizations)
     return dataset, None if False in said else 1
-
-
-def _fits_on_devices(spec: Any) -> bool:
-    return isinstance(spec, tf.TensorSpec) and (spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype == tf.bool)
-
-
-def _prefetch_to(devices: tuple[str, ...], dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
-    """Returns a dataset that sends each slice of a batch to its device, ahead of the step that takes it."""
-
-    def one_by_one(*slices: Slice) -> tf.data.Dataset:
-        return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, slices))
-
-    options = tf.distribute.InputOptions(experimental_fetch_to_device=True, experimental_per_replica_buffer_size=1)
-    return _strategy(devices).distribute_datasets_from_function(lambda context: dataset.flat_map(one_by_one), options)
-
-
-@functools.cache
-def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    """Returns a strategy that only feeds the devices; no step runs under it."""
-    strategy = tf.distribute.MirroredStrategy(devices)
-    # Every batch has a slice for each device, so no device needs to check whether it gets one.
-    strategy.extended.experimental_enable_get_next_as_optional = False
-    return strategy
 
 
 def _cut_shard(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:

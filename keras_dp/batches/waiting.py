@@ -18,23 +18,29 @@ class Waiting:
     Nothing is measured with TensorFlow's op determinism, for which a step reads no clock.
 
     Args:
-        is_on: whether the time is measured. A host that waits for tensors of GPUs also waits for all that these compute.
+        is_costly: whether to measure takes time, so that it must be asked for. A host that waits for a result of GPUs waits for
+            all that these compute.
 
     Attributes:
         seconds: the time so far, a float64 variable.
     """
 
-    def __init__(self, is_on: bool = True) -> None:
-        self._is_wanted = is_on
+    def __init__(self, is_costly: bool = False) -> None:
+        self._is_costly = is_costly
+        self._is_wanted = not is_costly
         self._was_on = self._is_on
         self._runs_several = self._is_tracing = False
         with tf.device(HOST):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self._since = tf.Variable(0.0, dtype=tf.float64, trainable=False)
 
-    def measure(self, is_on: bool) -> bool:
-        """Measures from now on, or no longer. Returns whether this is a change, so that steps must be retraced."""
-        self._is_wanted = is_on
+    def measure(self, is_asked: bool) -> bool:
+        """Measures from now on, if it is asked for or costs nothing.
+
+        Returns:
+            Whether this is a change, so that steps must be retraced.
+        """
+        self._is_wanted = is_asked or not self._is_costly
         before, self._was_on = self._was_on, self._is_on
         return self._was_on != before
 

@@ -11,7 +11,7 @@ from keras_dp import choices
 from keras_dp.batches.slicing import Shard, Slice
 from keras_dp.steps.graph_optimizer import graph_optimizer
 from keras_dp.steps.towers import TowerSteps
-from keras_dp.steps.verification import Verification, common_types, iterator_of, types_of
+from keras_dp.steps.verification import Verification, iterator_of, types_of
 
 # Workers that read different batches are told of it after so many steps, and not only after an epoch.
 _EARLY_CALLS = 4
@@ -57,7 +57,6 @@ class PredictFunction:
             return self._function(batches)
 
     def _verified(self, batch: Any) -> contextlib.AbstractContextManager[None]:
-        batch = self._steps.inputs.received(batch)
         if self._verification is None or not self._verification.is_new("predict", types_of(batch)):
             return contextlib.nullcontext()
         return self._verification.of_step("predict", batch)
@@ -99,7 +98,7 @@ class StepFunction:
         """Runs the steps, and returns the result of the last one."""
         self._steps.refuse_moved()
         with _call(self._steps, len(self._executions)):
-            if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+            if isinstance(iterator, tf.data.Iterator):
                 result = self._of_dataset(iterator)
             else:
                 for _, batch in zip(self._executions, iterator, strict=False):
@@ -116,11 +115,9 @@ class StepFunction:
         verification, types = self._verification, iterator.element_spec
         if verification is None or not verification.is_new(self._name, types):
             return self._function(iterator)
-        batches = [self._steps.inputs.received(batch) for batch in itertools.islice(iterator, len(self._executions))]
+        batches = list(itertools.islice(iterator, len(self._executions)))
         if not batches:
             return self._function(iterator)
-        if isinstance(iterator, tf.distribute.DistributedIterator):
-            types = common_types(batches)
         with verification.of_step(self._name, batches[-1]):
             return self._function(iterator_of(batches, types))
 

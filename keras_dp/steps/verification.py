@@ -111,16 +111,6 @@ def types_of(batch: Any) -> Any:
     return {path: own_spec(leaf) for path, leaf in leaves_of(batch)}
 
 
-def common_types(batches: Sequence[Any]) -> Any:
-    """Returns the narrowest types that the dense tensors of all batches have."""
-
-    def common(*tensors: tf.Tensor) -> tf.TypeSpec:
-        first, *others = map(tf.type_spec_from_value, tensors)
-        return first.most_specific_common_supertype(others)
-
-    return tf.nest.map_structure(common, *batches)
-
-
 def iterator_of(batches: Sequence[Any], element_spec: Any) -> tf.data.Iterator:
     """Returns an iterator over batches that were taken from another one, with the types of that one."""
     return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=element_spec))

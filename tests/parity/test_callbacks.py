@@ -10,6 +10,7 @@ from keras import layers
 
 import keras_dp
 from keras_dp.batches import input_wait
+from keras_dp.batches.waiting import Waiting
 from keras_dp.large_batches.warmup import LearningRateWarmup
 
 pytestmark = pytest.mark.thorough
@@ -52,7 +53,7 @@ def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices(steps_pe
 
 def test_on_gpus_nothing_is_measured_unless_the_callback_asks():
     parallel = keras_dp.DataParallelModel(build(), devices=2)
-    parallel.distribute_strategy.prefetches = True  # as if all devices were GPUs
+    parallel.distribute_strategy.waiting = Waiting(is_costly=True)  # as if all devices were GPUs
     seconds = parallel.distribute_strategy.waiting.seconds
     parallel.compile("sgd", "mse")
     parallel.fit(X, Y, verbose=0)

@@ -72,37 +72,3 @@ def test_a_generator_that_runs_dry_ends_training_as_in_keras():
         model.compile("adam", "mse")
         model.fit((batch for batch in dataset().as_numpy_iterator()), epochs=2, verbose=0)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
-
-
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-def test_slices_that_are_sent_to_devices_ahead_give_the_same_result(steps_per_execution):
-    """Slices are sent as to GPUs; here the devices are logical CPUs other than the host's."""
-    one, inner = twins(build)
-    parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])
-    parallel._feed.prefetches = True
-    results = []
-    for model in (one, parallel):
-        model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
-        history = model.fit(dataset(), epochs=3, validation_data=dataset(), shuffle=False, verbose=0).history
-        results.append((history, model.evaluate(X, Y, batch_size=7, verbose=0), model.predict(X, batch_size=4, verbose=0)))
-    assert_same(*results, 1e-9)
-    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
-
-
-class LooksAtTheWidth(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(2)
-
-    def call(self, x):
-        return self.dense(x) / x.shape[-1] ** 0.5
-
-
-def test_predicting_slices_that_are_sent_to_devices_ahead():
-    """The slices are one value for several devices, which has no type for which a function could be traced in advance."""
-    inner = LooksAtTheWidth()
-    inner(X)
-    parallel = keras_dp.DataParallelModel(inner, devices=DEVICES[1:])
-    parallel._feed.prefetches = True
-    for rows in (8, 9, 3):
-        assert_same(inner.predict(X[:rows], verbose=0), parallel.predict(X[:rows], verbose=0), 1e-9)

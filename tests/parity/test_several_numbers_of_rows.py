@@ -412,18 +412,3 @@ def test_recalibration_keeps_what_is_whole():
     # All tensors may stay whole.
     keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["table", "rows"])
     np.testing.assert_allclose(by_argument.norm.moving_mean, x.mean(axis=0), rtol=1e-12)
-
-
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-def test_slices_that_are_sent_to_devices_ahead(steps_per_execution):
-    """Slices are sent as to GPUs; here the devices are logical CPUs other than the host's."""
-    one, inner = twins(build_graphs)
-    parallel = keras_dp.DataParallelModel(inner, devices=["CPU:1", "CPU:2", "CPU:3"])
-    parallel._feed.prefetches = True
-    results = []
-    for model in (one, parallel):
-        model.compile("adam", "mse", steps_per_execution=steps_per_execution)
-        history = model.fit(graphs(), epochs=2, shuffle=False, verbose=0).history
-        results.append((history, model.evaluate(graphs(), verbose=0), model.predict(graphs(), verbose=0)))
-    assert_same(*results, 1e-9)
-    assert_same(one.get_weights(), inner.get_weights(), 1e-9)

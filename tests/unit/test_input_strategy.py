@@ -47,28 +47,3 @@ def test_a_users_own_autotuning_is_kept():
     options = tf.data.Options()
     options.autotune.enabled = True
     assert feed.experimental_distribute_dataset(dataset().with_options(options)).options().autotune.enabled is True
-
-
-@pytest.mark.parametrize("devices", [["GPU:0", "GPU:1"], ["CPU:0"], ["GPU:0", "CPU:0"]])
-def test_slices_are_sent_ahead_if_all_devices_are_gpus(devices):
-    feed = InputStrategy(devices, lambda: False, lambda: None)
-    assert feed.prefetches is ("CPU:0" not in devices)
-    # The time for which a host waits for GPUs is not one for which they wait for input.
-    assert feed.waiting.measure(True) is feed.prefetches
-
-
-def test_slices_wait_on_their_devices():
-    feed = InputStrategy(DEVICES[1:], lambda: False, lambda: None)
-    feed.prefetches = True
-    distributed = feed.experimental_distribute_dataset(dataset())
-    assert isinstance(distributed, tf.distribute.DistributedDataset)
-    devices = []
-    feed.run(lambda slices: devices.extend(part.data[0].device for part in slices), (next(iter(distributed)),))
-    assert [device[-5:] for device in devices] == DEVICES[1:]
-
-
-def test_what_only_a_host_can_hold_stays_there():
-    feed = InputStrategy(DEVICES[1:], lambda: False, lambda: None)
-    feed.prefetches = True
-    words = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).batch(3)
-    assert isinstance(feed.experimental_distribute_dataset(words), tf.data.Dataset)
