@@ -22,7 +22,7 @@ from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.choices import refuse_unknown
 from keras_dp.compiled import CompiledWrapper
 from keras_dp.devices import announcement, variable_homes
-from keras_dp.devices.available import available_devices, parameter_device_name, tower_devices
+from keras_dp.devices.available import are_gpus, available_devices, parameter_device_name, tower_devices
 from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.inspecting.explanation import Explanation
@@ -122,7 +122,7 @@ class DataParallelModel(CompiledWrapper):
         self._made: dict[str, Any] = {}  # the function that was made last for each step
         self._loops: list[str] = []
         self._feed = InputStrategy(self._devices, self._is_eager, self._prepare, self._workers.collectives, chosen_whole(whole))
-        packs = any("GPU" in device for device in self._devices) if pack_copies is None else pack_copies
+        packs = are_gpus(self._devices) if pack_copies is None else pack_copies
         self._steps = TowerSteps(
             inner_model, self._feed, batch_norm, gradient_dtype, packs, self._optimizer_of_step, self._variables_made
         )

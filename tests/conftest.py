@@ -16,8 +16,10 @@ from packaging.version import Version
 from tensorflow.python.framework import ops
 
 import keras_dp
-from keras_dp import tables
+from keras_dp import compiled, model, tables
+from keras_dp.batches import input_strategy
 from keras_dp.keras_internals import versions
+from keras_dp.steps import slow_steps
 
 # The memory of each of four pieces of a GPU for the tests; 0 for logical CPUs alone.
 GPU_MEGABYTES = int(os.environ.get("KERAS_DP_TEST_GPU_MEGABYTES", "0"))
@@ -36,15 +38,17 @@ gc.freeze()
 # Mutation testing needs an extra of its own.
 collect_ignore = ["mutation", "worker_scripts"]
 
-# The defaults of GPUs, variables on several devices, and towers that XLA compiles. Tests of what is computed run with one of
-# these, in turn; KERAS_DP_TEST_WAY=packed and the like choose one for all.
+# Packed copies, variables on several devices, towers that XLA compiles, and all defaults of GPUs at once. Tests of what is
+# computed run with one of these, in turn; KERAS_DP_TEST_WAY=packed and the like choose one for all.
 WAYS = {
     "plain": {},
     "packed": {"pack_copies": True},
     "sharded": {"parameter_device": "sharded"},
     "packed-sharded": {"pack_copies": True, "parameter_device": "sharded"},
     "xla": {},
+    "gpus": {},
 }
+DEFAULTS_OF_GPUS = [compiled, input_strategy, model, slow_steps]  # all that ask whether the towers are GPUs
 ROTATING = {
     "test_accumulation",
     "test_compatibility_losses",
@@ -60,6 +64,7 @@ ROTATING = {
     "test_promise",
     "test_random_programs",
     "test_regressions",
+    "test_retracing",
     "test_static_rows",
     "test_training_flag",
     "test_unknown_sizes",
@@ -128,7 +133,10 @@ def way(request, monkeypatch):
         compile_towers(self, *arguments, **named)
         self._steps.jit_compile = True
 
-    if name == "xla":
+    if name == "gpus":
+        for module in DEFAULTS_OF_GPUS:
+            monkeypatch.setattr(module, "are_gpus", lambda devices: True)
+    elif name == "xla":
         monkeypatch.setattr(keras_dp.DataParallelModel, "_compile_towers", with_xla)
     elif name != "plain":
         monkeypatch.setattr(keras_dp.DataParallelModel, "__init__", with_defaults)

@@ -13,6 +13,7 @@ from keras_dp.batches.shards import cut_shards, placed
 from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, is_cut, whole_batch
 from keras_dp.batches.waiting import Waiting
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
+from keras_dp.devices.available import are_gpus
 from keras_dp.error_notes import add_note
 from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
 from keras_dp.partition.tensorflow_internals import HOST, outside_of_traces
@@ -94,7 +95,7 @@ class InputStrategy:
         self.usual_rows: int | None = None
         self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
-        self.waiting = Waiting(is_costly=all(device.startswith("GPU") for device in devices))
+        self.waiting = Waiting(is_costly=are_gpus(devices))
         self._cut_functions: deque[tuple[tuple[Any, str, WholeTensors], Any]] = deque(maxlen=_CUT_FUNCTIONS)
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)

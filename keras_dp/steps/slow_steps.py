@@ -7,6 +7,7 @@ from statistics import median
 import tensorflow as tf
 
 from keras_dp.arithmetic.functions import arithmetic_of
+from keras_dp.devices.available import are_gpus
 from keras_dp.partition.step import Partition
 
 # The first steps trace, build and warm up.
@@ -79,7 +80,7 @@ def _comment(step: float, wait: float, partition: Partition | None, jit_compile:
     if partition is None:
         return None
     on_tower = sum(not plan.is_at_home for plan in partition.propagation.plans.values())
-    are_launched = len(partition.devices) > 1 and all("GPU" in device for device in partition.devices) and not jit_compile
+    are_launched = len(partition.devices) > 1 and are_gpus(partition.devices) and not jit_compile
     if are_launched and on_tower * LAUNCH_SECONDS > MOSTLY_LAUNCHES * step:
         return (
             f"A step takes {1e3 * step:.1f} ms, about as long as {on_tower:,} operations take to begin: each device has too "

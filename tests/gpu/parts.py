@@ -37,7 +37,7 @@ PARTS = [
         "gpu.reliability",
     ),
     Part("placement", "where each operation of a step runs", 120, SAME_GRAPH, "gpu.placement"),
-    Part("prefetching", "whether the next slices are sent during the step", 90, MEANS_NOTHING, "gpu.prefetching"),
+    Part("slices", "whether slices are copied to GPUs while these compute", 90, MEANS_NOTHING, "gpu.slices"),
     Part("xla", "whether towers compiled by XLA are exact, and faster", 300, SAME_GRAPH, "gpu.xla"),
     Part("memory", "the memory of each device", 120, MEANS_NOTHING, "gpu.memory"),
     Part("overhead", "the time that a step takes besides computing", 120, SAME_GRAPH, "gpu.overhead"),

@@ -16,11 +16,11 @@ import tensorflow as tf
 
 import gpu.__main__ as command
 import keras_dp
-from gpu import comparing, copies, devices, machine, memory, models, parity, placement, prefetching, report, runner, workers
+from gpu import comparing, copies, devices, machine, memory, models, parity, placement, report, runner, slices, workers
 from gpu.parts import PARTS, SAME_GRAPH, Part
 from gpu.placement import Ran
-from gpu.prefetching import Event
 from gpu.record import Record
+from gpu.slices import Event
 
 PLANTED = {
     "right": "record.compare('numbers', 1e-12, 1e-9, model='dense')",
@@ -123,6 +123,16 @@ def test_parts_of_seconds_run_on_logical_cpus(tmp_path):
 
 
 @pytest.mark.thorough
+def test_reliability_on_cpus(tmp_path):
+    code, parts, text = run(tmp_path, "--quick", "--only", "reliability")
+    assert code == 0, text
+    tables = parts["reliability"]["tables"]
+    assert [row["right"] for row in tables["State after a step that failed, beside the state before it"]] == ["yes", "yes"]
+    assert all(row["difference"] <= 1e-9 for row in tables["After a step that failed, beside plain Keras"])
+    assert len(tables["The same seed twice, in float32"]) == 1
+
+
+@pytest.mark.thorough
 def test_parity_notices_a_wrapper_that_is_not_exact(tmp_path):
     record = Record(tmp_path / "record.json", quick=True)
     plain = parity.train(parity.compiled(parity.built("convolutions", "float64")), "convolutions")
@@ -141,7 +151,9 @@ def test_all_parts_run_on_logical_cpus(tmp_path):
     code, parts, text = run(tmp_path, "--quick")
     assert code == 0, text
     assert list(parts) == [part.name for part in PARTS]
-    assert {name for name, part in parts.items() if part["result"] == "exact"} == {"parity", "normalization", "xla", "workers"}
+    assert {name for name, part in parts.items() if part["result"] == "exact"} == {
+        *("parity", "normalization", "reliability", "xla", "workers")
+    }
     rows = [row for table in parts["parity"]["tables"].values() for row in table]
     assert len(rows) > 8
     assert all(row["difference"] <= row["limit"] for row in rows)
@@ -225,13 +237,13 @@ def test_operations_elsewhere_are_explained_or_found():
 
 
 def test_copies_beside_computation():
-    computing = prefetching.merged([Event("kernel", *span, None) for span in ((5, 6), (0, 2), (1, 3))])
+    computing = slices.merged([Event("kernel", *span, None) for span in ((5, 6), (0, 2), (1, 3))])
     assert computing == [(0, 3), (5, 6)]
-    assert prefetching.overlap(Event("MemcpyH2D", 2, 7, 100), computing) == 2
+    assert slices.overlap(Event("MemcpyH2D", 2, 7, 100), computing) == 2
 
 
 def test_the_slices_in_a_profile_of_a_gpu():
-    plane = prefetching.xplane_pb2.XPlane(name="/device:GPU:0")
+    plane = slices.xplane_pb2.XPlane(name="/device:GPU:0")
     plane.stat_metadata[1].name = "memcpy_details"
     plane.event_metadata[1].name = "MemcpyH2D"
     plane.event_metadata[2].name = "sgemm"
@@ -243,9 +255,9 @@ def test_the_slices_in_a_profile_of_a_gpu():
         stream.events.add(metadata_id=1, offset_ps=2000, duration_ps=5000).stats.add(metadata_id=1, str_value=details)
     stream.events.add(metadata_id=2, offset_ps=9000, duration_ps=1000)
     plane.lines.add(name="Steps").events.add(metadata_id=2)
-    events = list(prefetching._events(plane))
+    events = list(slices._events(plane))
     assert events[0] == Event("MemcpyH2D", 1002.0, 1007.0, 4096)
-    assert [prefetching._is_slice(event, 4096) for event in events] == [True, False, False]
+    assert [slices._is_slice(event, 4096) for event in events] == [True, False, False]
 
 
 def test_the_fit_finds_latency_and_bandwidth():
@@ -263,15 +275,15 @@ def test_whether_tensorflow_has_code_for_a_gpu(kind, has_code):
 def test_a_profile_of_gpus_tells_what_runs_beside_computation(tmp_path, monkeypatch):
     events = [Event("sgemm", 0, 80, None), Event("MemcpyH2D", 60, 100, 10**9), Event("MemcpyD2H", 0, 40, 10**9)]
     planes = {"/device:GPU:0": events, "/host:CPU": []}
-    monkeypatch.setattr(prefetching, "prepare", lambda record, count: record.devices("2 GPUs", gpus=True))
-    monkeypatch.setattr(prefetching, "_profile", lambda *arguments: planes)
+    monkeypatch.setattr(slices, "prepare", lambda record, count: record.devices("2 GPUs", gpus=True))
+    monkeypatch.setattr(slices, "_profile", lambda *arguments: planes)
     record = Record(tmp_path / "record.json", quick=True)
-    prefetching.run(record)
+    slices.run(record)
     (row,) = record.results["tables"]["Copies of slices to GPUs"]
     assert (row["copies"], row["share_of_the_shorter"]) == (1, "50 %")
     del planes["/device:GPU:0"]
     with pytest.raises(RuntimeError, match="the profile has no GPU"):
-        prefetching.run(record)
+        slices.run(record)
 
 
 def test_nccl_may_refuse_two_processes_on_one_card_alone(tmp_path, monkeypatch):

@@ -8,11 +8,13 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import conftest
 import pytest
 
 import keras_dp
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = Path(keras_dp.__file__).parent
 
 
 def test_public_names_have_docstrings():
@@ -86,6 +88,22 @@ def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     missing = [target for target in targets if not target.startswith("http") and not (page.parent / target).exists()]
     assert missing == []
+
+
+def test_tests_on_cpus_know_all_that_asks_whether_towers_are_gpus():
+    """On GPUs, batches once went another way by default, and gave other results, which no test on CPUs saw.
+
+    The way "gpus" of conftest.py answers yes for all modules that ask. Commands and predictions ask about the machine.
+    """
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    asking = {name for name, source in sources.items() if re.search(r"(?<!def )are_gpus\(\w", source)}
+    assert asking - {"devices/available.py"} == {
+        Path(module.__file__).relative_to(PACKAGE).as_posix() for module in conftest.DEFAULTS_OF_GPUS
+    }
+    otherwise = {name for name, source in sources.items() if re.search(r'"GPU" (in|==)|== "GPU"|startswith\("GPU"', source)}
+    of_the_machine = {name for name in otherwise if name.startswith(("cli/", "gpu_model/", "devices/"))}
+    # Collectives of the same device of each worker have a key of their own.
+    assert otherwise - of_the_machine == {"workers/collectives.py"}
 
 
 @pytest.mark.thorough

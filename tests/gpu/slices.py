@@ -1,4 +1,4 @@
-"""See in a profile whether the slices of the next batch are copied to the GPUs while these compute."""
+"""See in a profile whether slices are copied to the GPUs while these compute."""
 
 import re
 import tempfile
