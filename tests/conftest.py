@@ -18,6 +18,7 @@ from tensorflow.python.framework import ops
 import keras_dp
 from keras_dp import compiled, model, tables
 from keras_dp.batches import input_strategy
+from keras_dp.devices import variable_homes
 from keras_dp.keras_internals import versions
 from keras_dp.steps import slow_steps
 
@@ -48,7 +49,7 @@ WAYS = {
     "xla": {},
     "gpus": {},
 }
-DEFAULTS_OF_GPUS = [compiled, input_strategy, model, slow_steps]  # all that ask whether the towers are GPUs
+DEFAULTS_OF_GPUS = [compiled, input_strategy, model, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
 ROTATING = {
     "test_accumulation",
     "test_compatibility_losses",
