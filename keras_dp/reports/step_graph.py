@@ -89,7 +89,7 @@ class StepGraph:
 def graph_of_step(parallel: Wrapped, batch: Any) -> StepGraph:
     """Runs the training step once, and collects its graph. All variables are restored afterwards.
 
-    The slices are on the towers' devices before the step begins, as on GPUs.
+    The slices are on the towers' devices before the step begins: the graph has no copies of the batch from the host.
 
     Args:
         parallel: a compiled `DataParallelModel` that does not run eagerly.

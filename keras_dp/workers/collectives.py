@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dp.devices.available import short_name
-from keras_dp.keras_internals import tensorflow_runtime
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.workers import buckets
 from keras_dp.workers.conversion import as_numbers, as_received, as_sent, as_strings
@@ -79,9 +78,6 @@ class OneWorker:
         """Returns the message."""
         return message
 
-    def abort(self, reason: str) -> None:
-        """Does nothing: no other worker waits."""
-
 
 class Collectives(OneWorker):
     """Sums and gathers over W workers, in a graph or eagerly.
@@ -107,10 +103,6 @@ class Collectives(OneWorker):
         # TensorFlow gathers in its own order of workers.
         ranks = self.gather(tf.constant([index])).numpy().tolist()
         self._order = [ranks.index(i) for i in range(count)]
-
-    def abort(self, reason: str) -> None:
-        """Ends the operations that wait on any worker, and all later ones, with an error that has this reason."""
-        tensorflow_runtime.abort_collectives(reason)
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over all workers, on every worker, on the device of `x`, or on the host for integers.

@@ -11,6 +11,7 @@ import platform
 import random
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -25,7 +26,8 @@ from keras_dp.keras_internals import tensorflow_runtime
 from keras_dp.workers.broken_connections import broken_connection
 from keras_dp.workers.cluster import Cluster, find_cluster, other_launcher
 from keras_dp.workers.collectives import Collectives, OneWorker
-from keras_dp.workers.health_check import INTERVAL_SECONDS, PROBE_SECONDS, REFUSALS, HealthCheck
+from keras_dp.workers.first_words import first_words
+from keras_dp.workers.health_check import INTERVAL_SECONDS, SECONDS_TO_NOTICE, HealthCheck
 from keras_dp.workers.listening import accept_only
 
 TIMEOUT = 600.0
@@ -39,8 +41,6 @@ LAUNCHED_VARIABLE = "KERAS_DP_RESTART"
 _MARK = "keras_dp: "
 _PASSED_ON = re.compile(_MARK + r"([^\n\\]+)")  # Where a message is quoted in another one, a line ends with a backslash.
 _NO_PROXY_VARIABLE = "no_grpc_proxy"
-_SECONDS_TO_NOTICE = (REFUSALS + 1) * INTERVAL_SECONDS + PROBE_SECONDS
-_ABOUT_THE_GRAPH = ("Graph execution error", "Detected at node", "<stack traces", "File ", "[[")
 _NO_SEED = tf.compat.v1.get_seed(0)[0]
 
 logger = logging.getLogger("keras_dp")
@@ -88,6 +88,7 @@ class WorkerGroup:
         self.is_chief = self.index == 0
         self._health_check = health_check
         self._cluster = cluster
+        self._own_error: weakref.ref[tf.errors.OpError] | None = None
 
     def __repr__(self) -> str:
         return f"WorkerGroup(index={self.index}, count={self.count})"
@@ -116,7 +117,8 @@ class WorkerGroup:
     def reporting_lost_workers(self) -> Iterator[None]:
         """Replaces TensorFlow's error for a lost worker by an error that names it. Used where workers wait for each other.
 
-        If an operation fails on this worker, the others are told: they would wait for the exchanges that it has left out.
+        An operation that fails on this worker alone lets the others wait for the exchanges that it has left out. When the wait
+        is over, the error says what has failed. If all fail alike, they may go on with another call.
 
         Raises:
             WorkerLostError: in place of TensorFlow's error.
@@ -124,21 +126,21 @@ class WorkerGroup:
         try:
             with self._health_check.expecting_progress() if self._health_check is not None else contextlib.nullcontext():
                 yield
-        except tf.errors.OpError as error:
-            reason = self._reason_of(error)
+        except Exception as error:
+            reason = self._reason_of(error) if isinstance(error, tf.errors.OpError) else None
             if reason is None:
-                self._release_others(error)
+                self._note_failure(error)
                 raise
             raise WorkerLostError(reason) from error
+        self._note_failure(None)
 
-    def _release_others(self, error: tf.errors.OpError) -> None:
-        """Ends the exchanges in which other workers wait for this one, and all later ones, and says why."""
+    def _note_failure(self, error: Exception | None) -> None:
+        """Notes why this worker may have left a step, or that it has reached the end of one, for later errors."""
+        if isinstance(error, tf.errors.OpError):
+            self._own_error = weakref.ref(error)
         # The end of a dataset is no failure.
-        if not isinstance(error, tf.errors.OutOfRangeError):
-            self.collectives.abort(
-                f"{_MARK}An operation has failed on worker {self.index}, and all workers must start again. "
-                f"Received: {_first_words(error.message)}"
-            )
+        if self._health_check is not None and not isinstance(error, tf.errors.OutOfRangeError | StopIteration):
+            self._health_check.failure = None if error is None else first_words(error)
 
     def note_progress(self) -> None:
         """Notes that this worker makes progress, so that the timeout of `reporting_lost_workers` starts again."""
@@ -159,7 +161,8 @@ class WorkerGroup:
         return [dict(row) for row in rows]
 
     def _reason_of(self, error: tf.errors.OpError) -> str | None:
-        if self._health_check is None:
+        # A call within another one has found out already that the error is this worker's own.
+        if self._health_check is None or (self._own_error is not None and self._own_error() is error):
             return None
         if "Collective ops is aborted by: Shape mismatch" in error.message:
             return (
@@ -172,23 +175,13 @@ class WorkerGroup:
         passed_on = _PASSED_ON.search(error.message)
         if passed_on is not None:
             return passed_on[1]
-        deadline = time.monotonic() + _SECONDS_TO_NOTICE
+        deadline = time.monotonic() + SECONDS_TO_NOTICE
         while self._health_check.lost is None and time.monotonic() < deadline:
             self.note_progress()  # A short timeout must not hide the reason.
             time.sleep(INTERVAL_SECONDS / 10)
         if self._health_check.lost is None and self._cluster is not None and isinstance(error, tf.errors.UnavailableError):
             return broken_connection(error.message, self._cluster)
         return self._health_check.lost
-
-
-def _first_words(message: str) -> str:
-    r"""Returns the line of an operation's message that says what is wrong, without TensorFlow's words about the graph.
-
-    >>> _first_words("Graph execution error:\n\nDetected at node a defined at (most recent call last):\ntoo large : had NaN")
-    'too large : had NaN'
-    """
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return next((line for line in lines if not line.startswith(_ABOUT_THE_GRAPH)), message)
 
 
 def _first_difference(one: Any, other: Any) -> tuple[list[str], Any, Any]:

@@ -12,6 +12,7 @@ import grpc
 PROBE_SECONDS = 5.0  # to wait for an answer
 INTERVAL_SECONDS = 1.0  # between two questions
 REFUSALS = 2  # in succession, after which a worker counts as lost
+SECONDS_TO_NOTICE = (REFUSALS + 1) * INTERVAL_SECONDS + PROBE_SECONDS  # a worker whose process has ended
 MESSAGE_SECONDS = 10.0  # between two messages about missing workers
 
 # TensorFlow's own server answers this empty request at any time, whatever else the process is doing. The answer describes the
@@ -41,6 +42,7 @@ class HealthCheck:
 
     Attributes:
         lost: a message that says which workers are lost and why, or that this worker makes no progress; None before that.
+        failure: why the last step or call of this worker failed, in a line; None if it did not.
     """
 
     def __init__(self, addresses: Sequence[str], index: int, timeout: float):
@@ -55,6 +57,7 @@ class HealthCheck:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.lost: str | None = None
+        self.failure: str | None = None
 
     def wait_for_all(self, timeout: float) -> None:
         """Waits until all workers have answered.
@@ -123,11 +126,20 @@ class HealthCheck:
 
     def _is_stuck(self) -> bool:
         progress = self._progress
-        # Two others may have lost each other. They notice it in this time, and say so.
-        later = self._timeout + self._seconds_to_answer + 2 * INTERVAL_SECONDS
+        if self.failure:
+            # It says why others wait, before these say that they do. It may first have found out whether they are lost.
+            later = max(self._timeout - SECONDS_TO_NOTICE, self._timeout / 2)
+        else:
+            # Two others may have lost each other. They notice it in this time, and say so.
+            later = self._timeout + self._seconds_to_answer + 2 * INTERVAL_SECONDS
         return progress is not None and time.monotonic() - progress > later
 
     def _stuck(self) -> str:
+        if self.failure:
+            return (
+                f"The last step or call of worker {self._index} failed, and others still wait for it: all workers must start "
+                f"again. Received: {self.failure}"
+            )
         return (
             f"Worker {self._index} has waited for {self._timeout:g} s without progress: all workers answer, but not all have "
             "reached the same step. Every worker must call fit(), evaluate(), predict() and the like. If a worker is only "

@@ -1,6 +1,7 @@
 """Train on workers, let an operation fail on the last worker alone, call again, and print every error.
 
-failing_step.py WHERE    "step" for a step after a good one, "first" for the first step, "data" for the dataset of the worker
+failing_step.py WHERE    "step" for a step after a good one, "first" for the first step, "data" for the dataset of the worker,
+                         "alike" for a step of all workers
 """
 
 import sys
@@ -12,8 +13,9 @@ import tensorflow as tf
 import keras_dp
 
 where = sys.argv[1]
-workers = keras_dp.connect_workers(timeout=100)
-is_last = workers.index == workers.count - 1
+keras_dp.use_logical_cpus(2)
+workers = keras_dp.connect_workers(timeout=10)
+fails = where == "alike" or workers.index == workers.count - 1
 
 
 class Checked(keras.layers.Layer):
@@ -24,11 +26,11 @@ class Checked(keras.layers.Layer):
 
 
 def rows(count):
-    """Yields rows, and fails on the last worker after half of them."""
+    """Yields rows, of which the last two are too large, or fails after half of them."""
     for row in range(count):
-        if where == "data" and is_last and 2 * row == count:
+        if where == "data" and fails and 2 * row == count:
             raise OSError("a file is gone")
-        yield np.full(3, 1000.0 if where != "data" and is_last and row >= count - 2 else 1.0, "float32"), np.ones(1, "float32")
+        yield np.full(3, 1000.0 if where != "data" and fails and row >= count - 2 else 1.0, "float32"), np.ones(1, "float32")
 
 
 def batches(count):
@@ -39,7 +41,7 @@ def batches(count):
 
 keras.utils.set_random_seed(3)
 model = keras.Sequential([keras.Input((3,)), Checked(), keras.layers.Dense(1)])
-parallel = keras_dp.DataParallelModel(model, devices=1)
+parallel = keras_dp.DataParallelModel(model, devices=2)
 parallel.compile("adam", "mse")
 for call in ("fit", "predict", "predict"):
     try:

@@ -92,25 +92,33 @@ def test_a_worker_that_ends_at_the_end_of_a_call_is_named(method, tmp_path):
         assert re.search("WorkerLostError: Worker 1 .* is lost", workers.output(0))
 
 
-@pytest.mark.parametrize(
-    "where", ["step", pytest.param("first", marks=pytest.mark.thorough), pytest.param("data", marks=pytest.mark.thorough)]
-)
-def test_an_operation_that_fails_on_one_worker_ends_all_at_once(where, tmp_path):
-    """The others once waited until the timeout, and were told that not all workers call the same methods."""
+TOO_LARGE = "InvalidArgumentError: too large : Tensor had NaN values"
+FAILED = {"step": TOO_LARGE, "first": TOO_LARGE, "data": "UnknownError: OSError: a file is gone"}
+
+
+@pytest.mark.parametrize("where", ["step", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("first", "data"))])
+def test_a_step_that_fails_on_one_worker_is_named_by_all(where, tmp_path):
+    """The others were told that not all workers call the same methods."""
     with Workers("failing_step.py", 3, tmp_path, where) as workers:
-        assert workers.start().wait(seconds=90) == [0, 0, 0]
+        assert workers.start().wait(seconds=120) == [0, 0, 0]
         outputs = [workers.output(i) for i in range(3)]
-    received = {
-        "step": "too large : Tensor had NaN values",
-        "first": "too large : Tensor had NaN values",
-        "data": "OSError: a file is gone",
-    }[where]
-    reason = f"WorkerLostError: An operation has failed on worker 2, and all workers must start again. Received: {received}"
+    lost = "The last step or call of worker 2 failed, and others still wait for it: all workers must start again."
+    reason = f"WorkerLostError: {lost} Received: {FAILED[where]}"
     for output in outputs[:2]:
         assert re.findall("^(?:fit|predict): .*", output, re.MULTILINE) == [f"{call}: {reason}" for call in CALLS]
     own = re.findall("^(?:fit|predict): .*", outputs[2], re.MULTILINE)
-    assert own[0].startswith("fit: UnknownError" if where == "data" else "fit: InvalidArgumentError")
+    assert own[0].startswith(f"fit: {FAILED[where].partition(':')[0]}")
     assert own[1:] == [f"{call}: {reason}" for call in CALLS[1:]]
+    assert len({re.search("^weights: .*", output, re.MULTILINE)[0] for output in outputs}) == 1
+
+
+@pytest.mark.thorough
+def test_after_a_step_that_fails_alike_on_all_workers_they_go_on(tmp_path):
+    with Workers("failing_step.py", 3, tmp_path, "alike") as workers:
+        assert workers.start().wait(seconds=120) == [0, 0, 0]
+        outputs = [workers.output(i) for i in range(3)]
+    for output in outputs:
+        assert re.findall("^(?:fit|predict): .{20}", output, re.MULTILINE) == ["fit: InvalidArgumentError"]
     assert len({re.search("^weights: .*", output, re.MULTILINE)[0] for output in outputs}) == 1
 
 

@@ -191,7 +191,7 @@ class _Worker:
 
     def culprit(self) -> int:
         """Returns the index of the worker that is to blame: this one, or another one that this one says it has lost."""
-        lost = re.search(r"WorkerLostError: Worker (\d+) ", "\n".join(self.tail))
+        lost = re.search(r"WorkerLostError: (?:Worker|The last step or call of worker) (\d+) ", "\n".join(self.tail))
         return int(lost[1]) if lost else self.index
 
     def _wait(self, events: "_Events") -> None:
