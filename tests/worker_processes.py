@@ -12,7 +12,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 SCRIPTS = TESTS / "worker_scripts"
-FOUND_ELSEWHERE = [path for path in [os.environ.get("PYTHONPATH")] if path]
 
 
 def free_ports(count):
@@ -50,7 +49,7 @@ class Workers:
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "KERAS_BACKEND": "tensorflow",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join([*map(str, (TESTS, TESTS / "parity", TESTS.parent)), *FOUND_ELSEWHERE]),
+            "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "parity", TESTS.parent, os.environ.get("PYTHONPATH", "")))),
             **environment,
         }
         self.processes = {}

@@ -26,7 +26,7 @@ from keras_dp.keras_internals import tensorflow_runtime
 from keras_dp.workers.broken_connections import broken_connection
 from keras_dp.workers.cluster import Cluster, find_cluster, other_launcher
 from keras_dp.workers.collectives import Collectives, OneWorker
-from keras_dp.workers.first_words import first_words
+from keras_dp.workers.error_summary import error_summary
 from keras_dp.workers.health_check import INTERVAL_SECONDS, SECONDS_TO_NOTICE, HealthCheck
 from keras_dp.workers.listening import accept_only
 
@@ -140,7 +140,7 @@ class WorkerGroup:
             self._own_error = weakref.ref(error)
         # The end of a dataset is no failure.
         if self._health_check is not None and not isinstance(error, tf.errors.OutOfRangeError | StopIteration):
-            self._health_check.failure = None if error is None else first_words(error)
+            self._health_check.failure = None if error is None else error_summary(error)
 
     def note_progress(self) -> None:
         """Notes that this worker makes progress, so that the timeout of `reporting_lost_workers` starts again."""

@@ -109,6 +109,7 @@ def test_a_step_that_fails_on_one_worker_is_named_by_all(where, tmp_path):
     own = re.findall("^(?:fit|predict): .*", outputs[2], re.MULTILINE)
     assert own[0].startswith(f"fit: {FAILED[where].partition(':')[0]}")
     assert own[1:] == [f"{call}: {reason}" for call in CALLS[1:]]
+    assert all("\na change of 0.0\n" in output for output in outputs)
     assert len({re.search("^weights: .*", output, re.MULTILINE)[0] for output in outputs}) == 1
 
 
@@ -119,6 +120,7 @@ def test_after_a_step_that_fails_alike_on_all_workers_they_go_on(tmp_path):
         outputs = [workers.output(i) for i in range(3)]
     for output in outputs:
         assert re.findall("^(?:fit|predict): .{20}", output, re.MULTILINE) == ["fit: InvalidArgumentError"]
+    assert all("\na change of 0.0\n" in output for output in outputs)
     assert len({re.search("^weights: .*", output, re.MULTILINE)[0] for output in outputs}) == 1
 
 

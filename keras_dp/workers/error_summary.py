@@ -1,4 +1,4 @@
-"""Tell in one line why an operation failed."""
+"""Summarize an error in one line."""
 
 import re
 
@@ -8,10 +8,10 @@ _AROUND = re.compile(r"^(\(\d+\) [A-Z_]+: +|\{\{function_node [^}]*\}\} *)+")
 _ABOUT_THE_GRAPH = re.compile(r"Graph execution error|Detected at node|<stack traces|\d+ root error|File \"|\[\[")
 
 
-def first_words(error: Exception) -> str:
-    r"""Returns the kind of an error, and the line of its message that says what is wrong.
+def error_summary(error: Exception) -> str:
+    r"""Returns the class of an error, and the line of its message that says what is wrong.
 
-    >>> first_words(ValueError("Graph execution error:\n\n2 root error(s) found.\n  (0) INVALID_ARGUMENT:  too large"))
+    >>> error_summary(ValueError("Graph execution error:\n\n2 root error(s) found.\n  (0) INVALID_ARGUMENT:  too large"))
     'ValueError: too large'
     """
     lines = [_AROUND.sub("", line.strip()) for line in str(error).splitlines()]
