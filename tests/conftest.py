@@ -12,15 +12,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import ways_of_wrapping
 from packaging.version import Version
 from tensorflow.python.framework import ops
 
 import keras_dp
-from keras_dp import compiled, model, tables
-from keras_dp.batches import input_strategy
-from keras_dp.devices import variable_homes
+from keras_dp import tables
 from keras_dp.keras_internals import versions
-from keras_dp.steps import slow_steps
 
 # The memory of each of four pieces of a GPU for the tests; 0 for logical CPUs alone.
 GPU_MEGABYTES = int(os.environ.get("KERAS_DP_TEST_GPU_MEGABYTES", "0"))
@@ -39,37 +37,6 @@ gc.freeze()
 # Mutation testing needs an extra of its own.
 collect_ignore = ["mutation", "worker_scripts"]
 
-# Packed copies, variables on several devices, towers that XLA compiles, and all defaults of GPUs at once. Tests of what is
-# computed run with one of these, in turn; KERAS_DP_TEST_WAY=packed and the like choose one for all.
-WAYS = {
-    "plain": {},
-    "packed": {"pack_copies": True},
-    "sharded": {"parameter_device": "sharded"},
-    "packed-sharded": {"pack_copies": True, "parameter_device": "sharded"},
-    "xla": {},
-    "gpus": {},
-}
-DEFAULTS_OF_GPUS = [compiled, input_strategy, model, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
-ROTATING = {
-    "test_accumulation",
-    "test_compatibility_losses",
-    "test_compatibility_metrics",
-    "test_compatibility_models",
-    "test_compatibility_optimizers",
-    "test_losses",
-    "test_made_in_the_trace",
-    "test_metrics",
-    "test_optimizers",
-    "test_partition_of_keras",
-    "test_programs",
-    "test_promise",
-    "test_random_programs",
-    "test_regressions",
-    "test_retracing",
-    "test_static_rows",
-    "test_training_flag",
-    "test_unknown_sizes",
-}
 # With KERAS_DP_TEST_CASES=today, a sixteenth of the thorough cases in these folders run: all of them in so many days.
 BY_DAY = ("parity", "workers", "cli", "examples", "unit")
 DAYS = 16
@@ -117,30 +84,15 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def way(request, monkeypatch):
-    """Wraps models with the defaults of one of the `WAYS`, where a test does not say otherwise. Returns the name of the way."""
+    """Wraps models with the defaults of one of the ways, where a test does not say otherwise. Returns the name of the way."""
     module = getattr(request.node, "module", None)
-    if module is None or module.__name__.rpartition(".")[2] not in ROTATING:
+    if module is None or module.__name__.rpartition(".")[2] not in ways_of_wrapping.ROTATING:
         return "plain"
     # A case that runs each sixteenth day meets all ways.
     turn = (zlib.crc32(request.node.nodeid.encode()) + datetime.date.today().toordinal()) // DAYS
-    name = os.environ.get("KERAS_DP_TEST_WAY") or list(WAYS)[turn % len(WAYS)]
-    wrap, compile_towers = keras_dp.DataParallelModel.__init__, keras_dp.DataParallelModel._compile_towers
-
-    def with_defaults(self, *arguments, **named):
-        # The third argument is the device of the variables.
-        wrap(self, *arguments, **(WAYS[name] | named if len(arguments) < 3 else named))
-
-    def with_xla(self, *arguments, **named):
-        compile_towers(self, *arguments, **named)
-        self._steps.jit_compile = True
-
-    if name == "gpus":
-        for module in DEFAULTS_OF_GPUS:
-            monkeypatch.setattr(module, "are_gpus", lambda devices: True)
-    elif name == "xla":
-        monkeypatch.setattr(keras_dp.DataParallelModel, "_compile_towers", with_xla)
-    elif name != "plain":
-        monkeypatch.setattr(keras_dp.DataParallelModel, "__init__", with_defaults)
+    names = list(ways_of_wrapping.WAYS)
+    name = os.environ.get("KERAS_DP_TEST_WAY") or names[turn % len(names)]
+    ways_of_wrapping.wrap_in_the_way(name, monkeypatch)
     return name
 
 

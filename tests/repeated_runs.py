@@ -58,12 +58,12 @@ def recurrent():
 class OwnStep(keras.Model):
     """Adds noise of its own, and a gradient penalty, so that each weight has several gradients."""
 
-    def __init__(self, *arguments, **named):
-        super().__init__(*arguments, **named)
+    def __init__(self, *args, **kwargs):  # the names by which Keras knows a class that it may load as a functional model
+        super().__init__(*args, **kwargs)
         self.draws = keras.random.SeedGenerator(5)
 
     def train_step(self, data):
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         x = x + keras.random.normal(tf.shape(x), stddev=0.1, seed=self.draws)
         with tf.GradientTape() as tape:
             with tf.GradientTape() as inner:

@@ -8,8 +8,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import conftest
 import pytest
+import ways_of_wrapping
 
 import keras_dp
 
@@ -93,12 +93,12 @@ def test_links_lead_somewhere(page):
 def test_tests_on_cpus_know_all_that_asks_whether_towers_are_gpus():
     """On GPUs, batches once went another way by default, and gave other results, which no test on CPUs saw.
 
-    The way "gpus" of conftest.py answers yes for all modules that ask. Commands and predictions ask about the machine.
+    The way "gpus" of ways_of_wrapping.py answers yes for all modules that ask. Commands and predictions ask about the machine.
     """
     sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     asking = {name for name, source in sources.items() if re.search(r"(?<!def )are_gpus\(\w", source)}
     assert asking - {"devices/available.py"} == {
-        Path(module.__file__).relative_to(PACKAGE).as_posix() for module in conftest.DEFAULTS_OF_GPUS
+        Path(module.__file__).relative_to(PACKAGE).as_posix() for module in ways_of_wrapping.DEFAULTS_OF_GPUS
     }
     otherwise = {name for name, source in sources.items() if re.search(r'"GPU" (in|==)|== "GPU"|startswith\("GPU"', source)}
     of_the_machine = {name for name in otherwise if name.startswith(("cli/", "gpu_model/", "devices/"))}

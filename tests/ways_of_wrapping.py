@@ -1,0 +1,60 @@
+"""List the ways in which tests of exactness wrap their models, and wrap models in one of them."""
+
+import keras_dp
+from keras_dp import compiled, model
+from keras_dp.batches import input_strategy
+from keras_dp.devices import variable_homes
+from keras_dp.steps import slow_steps
+
+# Packed copies, variables on several devices, towers that XLA compiles, and all defaults of GPUs at once. Tests of what is
+# computed run with one of these, in turn; KERAS_DP_TEST_WAY=packed and the like choose one for all.
+WAYS = {
+    "plain": {},
+    "packed": {"pack_copies": True},
+    "sharded": {"parameter_device": "sharded"},
+    "packed-sharded": {"pack_copies": True, "parameter_device": "sharded"},
+    "xla": {},
+    "gpus": {},
+}
+DEFAULTS_OF_GPUS = [compiled, input_strategy, model, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
+ROTATING = {
+    "test_accumulation",
+    "test_compatibility_losses",
+    "test_compatibility_metrics",
+    "test_compatibility_models",
+    "test_compatibility_optimizers",
+    "test_losses",
+    "test_made_in_the_trace",
+    "test_metrics",
+    "test_optimizers",
+    "test_partition_of_keras",
+    "test_programs",
+    "test_promise",
+    "test_random_programs",
+    "test_regressions",
+    "test_retracing",
+    "test_static_rows",
+    "test_training_flag",
+    "test_unknown_sizes",
+}
+
+
+def wrap_in_the_way(name, monkeypatch):
+    """Gives all wrapped models the defaults of a way, where a test does not say otherwise."""
+    wrap, compile_towers = keras_dp.DataParallelModel.__init__, keras_dp.DataParallelModel._compile_towers
+
+    def with_defaults(self, *arguments, **named):
+        # The third argument is the device of the variables.
+        wrap(self, *arguments, **(WAYS[name] | named if len(arguments) < 3 else named))
+
+    def with_xla(self, *arguments, **named):
+        compile_towers(self, *arguments, **named)
+        self._steps.jit_compile = True
+
+    if name == "gpus":
+        for module in DEFAULTS_OF_GPUS:
+            monkeypatch.setattr(module, "are_gpus", lambda devices: True)
+    elif name == "xla":
+        monkeypatch.setattr(keras_dp.DataParallelModel, "_compile_towers", with_xla)
+    elif name != "plain":
+        monkeypatch.setattr(keras_dp.DataParallelModel, "__init__", with_defaults)
