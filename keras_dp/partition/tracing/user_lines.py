@@ -1,4 +1,4 @@
-"""Find the user's line that made an operation, or an error."""
+"""Find the user's line that made an operation, or that is being run."""
 
 import importlib.util
 import os
@@ -28,11 +28,6 @@ def user_line(graph: tf.Graph, name: str) -> str:
             continue
         return _last_of_the_user(frames)
     return ""
-
-
-def user_line_of_error(error: BaseException) -> str:
-    """Finds the user's line that raised an error, or that led to it: a file and a line; "" if unknown."""
-    return _last_of_the_user(traceback.extract_tb(error.__traceback__))
 
 
 def current_user_line() -> str:

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dp  # noqa: F401  The devices are made ready first.
-from keras_dp.partition.tracing.user_lines import user_line, user_line_of_error
+from keras_dp.partition.tracing.user_lines import user_line
 
 
 @pytest.mark.parametrize("directory", ["project", "keras", "keras_dp/examples"])
@@ -19,12 +19,3 @@ def test_line_of_an_operation(tmp_path, directory):
     assert user_line(graph, relu) == f"{file}, line 2"
     assert user_line(graph, f"{relu}/inside") == f"{file}, line 2"
     assert user_line(graph, "nowhere") == ""
-
-
-def test_line_of_an_error(tmp_path):
-    file = f"{tmp_path}/keras/train.py"
-    names = {"keras": keras}
-    exec(compile("def step(x):\n\n    return keras.ops.reshape(x, (x.shape[0] * 2,))", file, "exec"), names)
-    with pytest.raises(TypeError) as failed:
-        tf.function(names["step"], autograph=False).get_concrete_function(tf.TensorSpec([None]))
-    assert user_line_of_error(failed.value) == f"{file}, line 3"
