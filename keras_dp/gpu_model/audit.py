@@ -83,7 +83,8 @@ def audit_step(parallel: DataParallelModel, batch: Any) -> GpuAudit:
         batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`.
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or its step changes other state than
+            variables.
     """
     step = graph_of_step(parallel, batch)
     return audit(parallel, step, place_step(step, parallel.num_towers, parallel.devices))

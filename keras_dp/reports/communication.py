@@ -18,9 +18,8 @@ from keras_dp.reports.step_graph import (
     make_variables,
     partition_graphs,
     refuse_what_has_no_graph,
-    restored,
+    restored_state,
     untouched,
-    used_variables,
     with_marked_argument,
 )
 from keras_dp.reports.wrapped import Wrapped
@@ -150,7 +149,8 @@ def communication_report(parallel: Wrapped, batch: Any) -> CommunicationReport:
         batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`.
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or its step changes other state than
+            variables.
     """
     refuse_what_has_no_graph("communication_report()", parallel)
     if not isinstance(batch, tuple):
@@ -195,7 +195,7 @@ def _run_and_collect(parallel: Wrapped, slices: Sequence[Slice]) -> tuple[Any, l
     data = [part.data for part in slices]
     concrete = function.get_concrete_function(data)
     # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
-    with graph_optimizer(disable_meta_optimizer=True), restored(used_variables(parallel)):
+    with graph_optimizer(disable_meta_optimizer=True), restored_state(parallel):
         return concrete, partition_graphs(function, data, mark)
 
 

@@ -38,7 +38,8 @@ def report_of(parallel: Wrapped, batch: Any = None, batch_rows: int | None = Non
         batch_rows: B of the last training, if it is known.
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or no batch can be made up.
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or no batch can be made up, or
+            its step changes other state than variables.
     """
     refuse_what_has_no_graph("report()", parallel)
     if batch is not None:

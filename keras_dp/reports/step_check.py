@@ -9,6 +9,7 @@ from keras_dp import choices
 from keras_dp.choices import refuse_unknown
 from keras_dp.partition.inspecting.agreement import Agreement, Comparison
 from keras_dp.partition.inspecting.comparison import compare
+from keras_dp.reports.step_graph import refuse_other_state
 from keras_dp.reports.wrapped import Wrapped, is_wrapped
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
 from keras_dp.wrapping.wrapper import has_own_step
@@ -93,13 +94,15 @@ def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tole
 
     Raises:
         ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or the batch has no targets for
-            its loss.
+            its loss, or the step changes other state than variables, such as a table or an iterator.
     """
     refuse_unknown("step", step, choices.Step)
     _refuse_incomparable(parallel, batch, step)
     within = tolerance or tolerance_of_floats()
     steps = parallel.tower_steps
-    return StepCheck(step, compare(steps.both_ways(step, steps.slices_of(batch), within)), within)
+    both = steps.both_ways(step, steps.slices_of(batch), within)
+    refuse_other_state(both.traced)
+    return StepCheck(step, compare(both), within)
 
 
 def _refuse_incomparable(parallel: Any, batch: Any, step: choices.Step) -> None:

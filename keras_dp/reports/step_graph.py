@@ -19,7 +19,9 @@ from keras_dp.batches.slicing import Slice, row_spec
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.keras_internals.tensorflow_runtime import definition_of
+from keras_dp.partition.inspecting.other_state import change_of_other_state
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder
+from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.wrapped import Wrapped, is_wrapped
 from keras_dp.steps.graph_optimizer import graph_optimizer
@@ -97,7 +99,8 @@ def graph_of_step(parallel: Wrapped, batch: Any) -> StepGraph:
             depend on its number of rows.
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly.
+        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or its step changes other state than
+            variables.
     """
     refuse_what_has_no_graph("graph_of_step()", parallel)
     steps = parallel.tower_steps
@@ -107,7 +110,7 @@ def graph_of_step(parallel: Wrapped, batch: Any) -> StepGraph:
         return collect(
             lambda parts: parallel.train_step(tuple(parts)),
             on_devices(on_host, parallel.devices),
-            lambda: restored(used_variables(parallel)),
+            lambda: restored_state(parallel),
         )
 
 
@@ -184,10 +187,30 @@ def restored(variables: Sequence[Any]) -> Iterator[None]:
             variable.assign(value)
 
 
-def used_variables(parallel: Wrapped) -> Sequence[Any]:
-    """Returns the variables that the training step uses, as it was last traced: a step may have any of its own."""
+@contextlib.contextmanager
+def restored_state(parallel: Wrapped) -> Iterator[None]:
+    """Restores the variables that the training step uses, as it was last traced: a step may have any of its own.
+
+    Raises:
+        ValueError: if the step changes other state.
+    """
     partition = parallel.tower_steps.partition("train")
-    return () if partition is None else partition.variables
+    if partition is not None:
+        refuse_other_state(partition.traced)
+    with restored(() if partition is None else partition.variables):
+        yield
+
+
+def refuse_other_state(traced: Traced) -> None:
+    """Raises a ValueError if a step changes other state than variables, which one run more would leave changed."""
+    change = change_of_other_state(traced)
+    if change is not None:
+        raise ValueError(
+            "This call runs a step that is not part of the training, and can restore variables alone. The step also changes "
+            "other state, such as an iterator, a queue or a table, from which training would go on. Let the batches hold what "
+            "the step takes, or make the call for a model of its own, with state of its own. explain() does not run the step. "
+            f"Received: {change}"
+        )
 
 
 def with_marked_argument(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], str]:

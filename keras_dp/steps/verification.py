@@ -1,6 +1,7 @@
 """Compare the first step of each trace with one device, while a model trains."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,8 +14,11 @@ from keras_dp import choices
 from keras_dp.batches.slicing import Slice, own_spec
 from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.partition.inspecting.comparison import compare, compare_ends
+from keras_dp.partition.inspecting.other_state import call_of_python, change_of_other_state
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
+
+logger = logging.getLogger("keras_dp")
 
 _ENVIRONMENT_VARIABLE = "KERAS_DP_VERIFY"
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -61,6 +65,15 @@ class Verification:
         slices: Sequence[Slice] = batch if is_cut else self._steps.slices_of(batch)
         with same_random_states():
             both = self._steps.both_ways(name, slices, tolerance())
+            unrepeatable = change_of_other_state(both.traced) or call_of_python(both.traced)
+            if unrepeatable is not None:
+                logger.warning(
+                    "verify=True does not compare the %s step: to run it once more would change other state than variables, "
+                    "at %s.",
+                    name,
+                    unrepeatable,
+                )
+                return
             comparison = compare_ends(both)
             if not comparison.is_same:
                 # Name the operation.
