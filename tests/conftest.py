@@ -38,7 +38,7 @@ gc.freeze()
 collect_ignore = ["mutation", "worker_scripts"]
 
 # With KERAS_DP_TEST_CASES=today, a sixteenth of the thorough cases in these folders run: all of them in so many days.
-BY_DAY = ("parity", "workers", "cli", "examples", "unit")
+BY_DAY = ("parity", "workers", "cli", "examples", "unit", "gpu")
 DAYS = 16
 NEWEST_KERAS = (versions.KERAS[1][0], versions.KERAS[1][1] - 1)
 

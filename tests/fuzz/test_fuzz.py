@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 KEPT = sorted((TESTS / "fuzz" / "kept").glob("*.json"))
 TODAY = int(datetime.date.today().strftime("%y%m%d")) * 1000
 # The same programs each time, and others each day.
-SEEDS = [(0, 30)] + [(TODAY + 50 * part, 50) for part in range(4)]
+SEEDS = [(0, 30)] + [(TODAY + 25 * part, 25) for part in range(4)]
 
 
 @pytest.mark.thorough
