@@ -8,7 +8,7 @@ import tensorflow as tf
 from comparison import TOLERANCE, assert_same
 
 import keras_dp
-from keras_dp.steps.graph_optimizer import graph_optimizer
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 
 
 def plain_run(build, script):

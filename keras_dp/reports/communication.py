@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.devices.available import short_name
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.partition.tensorflow_internals import HOST
@@ -23,7 +24,6 @@ from keras_dp.reports.step_graph import (
     with_marked_argument,
 )
 from keras_dp.reports.wrapped import Wrapped
-from keras_dp.steps.graph_optimizer import graph_optimizer
 
 Tensor = Any
 Graph = Any

@@ -27,6 +27,7 @@ def explanation_of(steps: TowerSteps, batch: Any, step: choices.Step) -> Explana
 
 def counted(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice]) -> tuple[Partition, ArithmeticOfRows | None]:
     """Partitions a step without running it, and counts its arithmetic; None for arithmetic that is not known."""
+    steps.make_layers(step, slices)
     with same_random_states():
         traced = steps.trace(step, slices)
         partition = traced.partition(steps.home)

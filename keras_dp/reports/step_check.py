@@ -11,6 +11,7 @@ from keras_dp.partition.inspecting.agreement import Agreement, Comparison
 from keras_dp.partition.inspecting.comparison import compare
 from keras_dp.reports.step_graph import refuse_other_state
 from keras_dp.reports.wrapped import Wrapped, is_wrapped
+from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
 from keras_dp.wrapping.wrapper import has_own_step
 
@@ -100,9 +101,12 @@ def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tole
     _refuse_incomparable(parallel, batch, step)
     within = tolerance or tolerance_of_floats()
     steps = parallel.tower_steps
-    both = steps.both_ways(step, steps.slices_of(batch), within)
-    refuse_other_state(both.traced)
-    return StepCheck(step, compare(both), within)
+    slices = steps.slices_of(batch)
+    steps.make_layers(step, slices)
+    with same_random_states():
+        both = steps.both_ways(step, slices, within)
+        refuse_other_state(both.traced)
+        return StepCheck(step, compare(both), within)
 
 
 def _refuse_incomparable(parallel: Any, batch: Any, step: choices.Step) -> None:

@@ -17,6 +17,7 @@ from tensorflow.core.framework import graph_pb2
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.slicing import Slice, row_spec
 from keras_dp.keras_internals import keras_models
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.keras_internals.tensorflow_runtime import definition_of
 from keras_dp.partition.inspecting.other_state import change_of_other_state
@@ -24,7 +25,6 @@ from keras_dp.partition.tensorflow_internals import handle_data, placeholder
 from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.wrapped import Wrapped, is_wrapped
-from keras_dp.steps.graph_optimizer import graph_optimizer
 from keras_dp.steps.random_states import same_random_states
 
 Tensor = Any
@@ -157,10 +157,9 @@ def refuse_what_has_no_graph(name: str, parallel: Any) -> None:
 
 def make_variables(parallel: Wrapped, slices: Sequence[Slice]) -> None:
     """Makes the variables of a model's training step, unless they exist, by a trace of the step."""
-    model = parallel.inner_model
-    metrics = keras_models.compile_metrics(model)
-    parts = (model.optimizer, metrics)
-    if not keras_models.is_built(model) or not all(part is None or part.built for part in parts):
+    parallel.tower_steps.make_layers("train", slices)
+    parts = (parallel.inner_model.optimizer, keras_models.compile_metrics(parallel.inner_model))
+    if not all(part is None or part.built for part in parts):
         with same_random_states():
             parallel.tower_steps.trace("train", slices)
 

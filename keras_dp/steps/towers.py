@@ -125,6 +125,11 @@ class TowerSteps:
         plain, devices, usual = self.plain(name, whole), self.inputs.devices, self.inputs.usual_rows
         return on_slices(plain, slices, whole, devices, collectives, self.variables_made, usual, result_rows)
 
+    def make_layers(self, name: choices.Step, slices: Sequence[Slice]) -> None:
+        """Traces a step if layers have no variables yet. Random numbers that their seeds take stay drawn, as in training."""
+        if not keras_models.is_built(self.model):
+            self.trace(name, slices)
+
     def partition(self, name: choices.Step) -> Partition | None:
         """Returns the partition of a step as it was last traced; None if it was not."""
         return self._partitions.get(name)

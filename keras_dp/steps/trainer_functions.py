@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batches.slicing import Shard, Slice
-from keras_dp.steps.graph_optimizer import graph_optimizer
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification, iterator_of, types_of
 
@@ -57,9 +57,12 @@ class PredictFunction:
             return self._function(batches)
 
     def _verified(self, batch: Any) -> contextlib.AbstractContextManager[None]:
-        if self._verification is None or not self._verification.is_new("predict", types_of(batch)):
+        if self._verification is None:
             return contextlib.nullcontext()
-        return self._verification.of_step("predict", batch)
+        types = types_of(batch)
+        if not self._verification.is_new("predict", types):
+            return contextlib.nullcontext()
+        return self._verification.of_step("predict", types, batch)
 
     def _trace_for_any_sizes(self, executions: int) -> None:
         types = [self._steps.inputs.shard_types] * executions
@@ -118,10 +121,10 @@ class StepFunction:
         batches = list(itertools.islice(iterator, len(self._executions)))
         if not batches:
             return self._function(iterator)
-        with verification.of_step(self._name, batches[-1]):
+        with verification.of_step(self._name, types, batches[-1]):
             return self._function(iterator_of(batches, types))
 
     def _verified(self, types: Any, batch: Any) -> contextlib.AbstractContextManager[None]:
         if self._verification is None or not self._verification.is_new(self._name, types):
             return contextlib.nullcontext()
-        return self._verification.of_step(self._name, batch)
+        return self._verification.of_step(self._name, types, batch)

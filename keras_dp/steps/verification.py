@@ -42,18 +42,16 @@ class Verification:
         self._verified: set[tuple[str, str]] = set()
 
     def is_new(self, name: choices.Step, types: Any) -> bool:
-        """Returns whether no step has run for batches of some types. It counts as verified from now on."""
-        key = name, repr(types)
-        is_new = key not in self._verified
-        self._verified.add(key)
-        return is_new
+        """Returns whether no step for batches of some types was compared."""
+        return (name, repr(types)) not in self._verified
 
     @contextlib.contextmanager
-    def of_step(self, name: choices.Step, batch: Any) -> Iterator[None]:
+    def of_step(self, name: choices.Step, types: Any, batch: Any) -> Iterator[None]:
         """Compares a step on one device and on towers, after the step that runs within this context.
 
         Args:
             name: the step.
+            types: the types of its batches, which count as compared if the step is the same.
             batch: the batch, or its N slices.
 
         Raises:
@@ -73,12 +71,14 @@ class Verification:
                     name,
                     unrepeatable,
                 )
+                self._verified.add((name, repr(types)))
                 return
             comparison = compare_ends(both)
             if not comparison.is_same:
                 # Name the operation.
                 comparison = compare(both)
         if comparison.is_same:
+            self._verified.add((name, repr(types)))
             return
         for variable, value in before:
             variable.assign(value)

@@ -18,8 +18,8 @@ from partitioned_steps import partitioned_step, reading_at_random
 from fuzz.drawing import batch, kinds_of
 from fuzz.programs import Program, State, Statement, step_of
 from fuzz.workers import InMemory, Meeting
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.partition.inspecting.both_ways import difference
-from keras_dp.steps.graph_optimizer import graph_optimizer
 
 HOME = "CPU:0"
 ON_TOWERS = "on towers"

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from gpu.devices import prepare
 from gpu.record import Record
-from keras_dp.steps.graph_optimizer import graph_optimizer
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 
 HOPS = 16
 HOST = "CPU:0"

@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same, assert_towers_match_one_device, twins
 from keras import layers
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+from tensorflow.python.eager import context
 
 import keras_dp
 from keras_dp.batches.slicing import cut
@@ -53,7 +55,8 @@ def test_no_transposes_come_between_what_xla_compiles(jit_compile, was_set):
             return super().train_step(data)
 
     def layout_is_optimized():
-        return tf.config.optimizer.get_experimental_options().get("layout_optimizer", True)
+        config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
+        return config.graph_options.rewrite_options.layout_optimizer != RewriterConfig.OFF
 
     parallel = keras_dp.DataParallelModel(Model(build().layers), devices=2)
     parallel.compile("sgd", "mse", jit_compile=jit_compile)

@@ -3,6 +3,8 @@
 Running it again took elements from a second dataset, so that `verify=True` trained to other weights than plain Keras.
 """
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -74,7 +76,45 @@ def table_in_a_loop(model):
     return further, lambda: counts.lookup(tf.constant([0, 1, 2], tf.int64))
 
 
-KINDS = [second_dataset, second_dataset_of_optionals, queue, table, table_in_a_loop]
+def dataset_that_shuffles(model):
+    """The dataset itself holds the order of its next epoch."""
+    shuffled = tf.data.Dataset.from_tensor_slices(MORE).shuffle(60, seed=1).batch(3)
+    return lambda x: tf.reduce_mean(model(shuffled.take(1).get_single_element()) ** 2), lambda: next(iter(shuffled))
+
+
+def dataset_in_a_loop(model):
+    shuffled = tf.data.Dataset.from_tensor_slices(MORE).shuffle(60, seed=1).batch(3)
+
+    @tf.function
+    def further(x):
+        total = tf.constant(0, tf.float64)
+        for rows in shuffled.take(2):
+            total += tf.reduce_mean(model(rows) ** 2)
+        return total
+
+    return further, lambda: 0
+
+
+def variable_that_is_only_written(model):
+    count = tf.Variable(0, dtype=tf.float64)
+
+    def further(x):
+        count.assign_add(1, read_value=False)
+        return tf.reduce_mean(model(x))
+
+    return further, count.numpy
+
+
+KINDS = [
+    second_dataset,
+    second_dataset_of_optionals,
+    dataset_that_shuffles,
+    dataset_in_a_loop,
+    queue,
+    table,
+    table_in_a_loop,
+    variable_that_is_only_written,
+]
 
 
 def built(kind):
@@ -152,3 +192,48 @@ def test_python_functions_are_called_once_a_step(caplog):
     assert_same(plain, fitted(lambda model: keras_dp.DataParallelModel(model, devices=2, verify=True), counted), 1e-9)
     assert "verify=True does not compare the train step" in caplog.text
     assert len(calls) == 6
+
+
+class Late(keras.Model):
+    """Makes its layer when it is built, and draws while it is traced."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(2)
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x) * np.random.uniform(1, 2) * random.uniform(1, 2)
+
+
+INSPECTIONS = {
+    "check_step": keras_dp.check_step,
+    "explain": keras_dp.DataParallelModel.explain,
+    "report": keras_dp.DataParallelModel.report,
+}
+
+
+@pytest.mark.parametrize("inspect", INSPECTIONS.values(), ids=INSPECTIONS)
+def test_layers_that_an_inspection_makes_have_seeds_of_their_own(inspect):
+    """The states of generators were brought back, and the layers of the next model were the same."""
+    keras.utils.set_random_seed(0)
+    kernels = []
+    for _ in range(2):
+        parallel = keras_dp.DataParallelModel(Late(), devices=2)
+        parallel.compile("sgd", "mse")
+        inspect(parallel, (X, Y))
+        kernels.append(parallel.get_weights()[0])
+    assert np.abs(kernels[0] - kernels[1]).min() > 1e-3
+
+
+@pytest.mark.parametrize("inspect", INSPECTIONS.values(), ids=INSPECTIONS)
+def test_random_numbers_go_on_as_without_an_inspection(inspect):
+    def drawn(between):
+        keras.utils.set_random_seed(0)
+        parallel = keras_dp.DataParallelModel(Late(), devices=2)
+        parallel.compile("sgd", "mse")
+        parallel.train_on_batch(X, Y)
+        between(parallel)
+        return random.random(), np.random.random()
+
+    assert drawn(lambda parallel: inspect(parallel, (X, Y))) == drawn(lambda parallel: None)

@@ -10,10 +10,10 @@ from comparison import assert_same, largest_difference, twins, values
 from keras import layers
 
 import keras_dp
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.partition import step
 from keras_dp.partition.running import packing
 from keras_dp.partition.tracing.names import data_inputs, source_of
-from keras_dp.steps.graph_optimizer import graph_optimizer
 
 RNG = np.random.default_rng(5)
 IMAGES, CLASSES = RNG.normal(size=(11, 8, 8, 3)), RNG.integers(0, 4, 11)

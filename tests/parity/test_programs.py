@@ -13,7 +13,7 @@ from programs import adversarial, contrastive, distillation, generative, sequenc
 from programs.catalogue import PROGRAMS
 
 import keras_dp
-from keras_dp.steps.graph_optimizer import graph_optimizer
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.steps.partitioned import StepOnSlices
 
 PAGE = (

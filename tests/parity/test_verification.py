@@ -51,9 +51,9 @@ def compared(monkeypatch):
     names = []
     of_step = Verification.of_step
 
-    def remembering(self, name, batch):
+    def remembering(self, name, types, batch):
         names.append(name)
-        return of_step(self, name, batch)
+        return of_step(self, name, types, batch)
 
     monkeypatch.setattr(Verification, "of_step", remembering)
     return names
@@ -127,3 +127,17 @@ def test_refuses_other_values_of_the_environment_variable(monkeypatch):
     monkeypatch.setenv("KERAS_DP_VERIFY", "yes")
     with pytest.raises(ValueError, match="KERAS_DP_VERIFY must be 0 or 1.*'yes'"):
         keras_dp.DataParallelModel(build(), devices=2)
+
+
+def test_a_first_step_that_fails_is_compared_when_it_works(compared):
+    def finite(y, prediction):
+        with tf.control_dependencies([tf.debugging.assert_all_finite(prediction, "not finite")]):
+            return tf.reduce_mean((y - prediction) ** 2, -1)
+
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), devices=2, verify=True)
+    parallel.compile("sgd", finite)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+        parallel.train_on_batch(np.full_like(X, np.nan), Y)
+    parallel.train_on_batch(X, Y)
+    parallel.train_on_batch(X, Y)
+    assert compared == ["train", "train"]

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.lite.python import lite
+from tensorflow.python.eager import context
 from worker_processes import free_ports
 
 import keras_dp
 from keras_dp.keras_internals import extension_types, keras_batch_norms, keras_models, keras_optimizers, tensorflow_runtime
+from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 
 PACKAGE = Path(keras_dp.__file__).parent
 
@@ -429,3 +432,40 @@ def test_extension_types_are_taken_apart_and_put_together():
         assert tf.type_spec_from_value(made) == specs[5]
         assert extension_types.with_components(one, components(specs[5])) == specs[5]
     assert not any(map(extension_types.is_extension_type, (tf.ones(2), None, tf.TensorSpec([]), tf.ragged.range(3), 1, int)))
+
+
+def optimizes(name):
+    """Returns what functions that this thread calls are told of an option of the graph optimizer: 0 if nothing."""
+    config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
+    return getattr(config.graph_options.rewrite_options, name)
+
+
+def test_options_of_the_graph_optimizer_are_those_of_one_thread_for_a_time():
+    before = tf.config.optimizer.get_experimental_options()
+    with graph_optimizer(remapping=False, disable_meta_optimizer=True):
+        assert (optimizes("remapping"), optimizes("disable_meta_optimizer")) == (RewriterConfig.OFF, True)
+        in_a_thread = []
+        thread = threading.Thread(target=lambda: in_a_thread.append(optimizes("remapping")))
+        thread.start()
+        thread.join()
+        assert in_a_thread == [RewriterConfig.DEFAULT]
+        with graph_optimizer(remapping=True):
+            assert (optimizes("remapping"), optimizes("disable_meta_optimizer")) == (RewriterConfig.ON, True)
+        assert optimizes("remapping") == RewriterConfig.OFF
+    assert (optimizes("remapping"), optimizes("disable_meta_optimizer")) == (RewriterConfig.DEFAULT, False)
+    assert tf.config.optimizer.get_experimental_options() == before
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_steps_and_reports_leave_the_random_numbers_of_other_functions_alone(jit_compile):
+    """They set an option of the graph optimizer to its default, which had not been set, and all functions began again."""
+    keras.utils.set_random_seed(1)
+    draw = tf.function(lambda: tf.random.normal(()))
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    draws = [float(draw()), float(draw())]
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((2,)), layers.Dense(1)]), devices=2)
+    parallel.compile("sgd", "mse", jit_compile=jit_compile)
+    for call in (parallel.train_on_batch, lambda x, y: parallel.report((x, y)), parallel.test_on_batch):
+        call(x, y)
+        draws += [float(draw()), float(draw())]
+    assert len(set(draws)) == 8
