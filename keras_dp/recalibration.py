@@ -1,6 +1,7 @@
 """Recompute the moving statistics of batch normalizations after training."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -164,12 +165,17 @@ def _population(calls: Sequence[Moments]) -> tuple[Any, Any]:
     return population_mean, np.sum(squares, axis=0) / total
 
 
+# The setting is that of all threads.
+_SETTING = threading.RLock()
+
+
 @contextlib.contextmanager
 def _compiled_functions() -> Iterator[None]:
     """Makes TensorFlow compile functions, even if it was told to run them eagerly: steps are partitioned as graphs."""
-    eager = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(False)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(eager)
+    with _SETTING:
+        eager = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(False)
+        try:
+            yield
+        finally:
+            tf.config.run_functions_eagerly(eager)

@@ -200,11 +200,15 @@ def restored_state(parallel: Wrapped) -> Iterator[None]:
         yield
 
 
+class UnrepeatableStepError(ValueError):
+    """Says that a step cannot be run once more, since it changes other state than variables."""
+
+
 def refuse_other_state(traced: Traced) -> None:
-    """Raises a ValueError if a step changes other state than variables, which one run more would leave changed."""
+    """Raises an UnrepeatableStepError if a step changes other state than variables, which one run more would leave changed."""
     change = change_of_other_state(traced)
     if change is not None:
-        raise ValueError(
+        raise UnrepeatableStepError(
             "This call runs a step that is not part of the training, and can restore variables alone. The step also changes "
             "other state, such as an iterator, a queue or a table, from which training would go on. Let the batches hold what "
             "the step takes, or make the call for a model of its own, with state of its own. explain() does not run the step. "

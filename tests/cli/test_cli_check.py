@@ -146,6 +146,22 @@ class DrawsByItself(keras.layers.Layer):
         return x * self.generator.uniform(tf.shape(x))
 
 
+def test_a_step_that_cannot_run_twice():
+    """It counts its rows in a table, and was called wrong."""
+    counts = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+
+    class Counting(keras.Sequential):
+        def train_step(self, data):
+            counts.insert(tf.constant(0, tf.int64), counts.lookup(tf.constant(0, tf.int64)) + 1)
+            return super().train_step(data)
+
+    parallel = keras_dp.DataParallelModel(Counting([keras.Input((4,)), keras.layers.Dense(1)]), devices=2)
+    parallel.compile("sgd", "mse")
+    found = training.result(parallel, (np.ones((8, 4)), np.ones((8, 1))))
+    assert found.verdict == "warn"
+    assert "an iterator, a queue or a table" in found.advice
+
+
 def test_a_layer_that_draws_its_own_randomness(monkeypatch):
     def build():
         parallel = keras_dp.DataParallelModel(

@@ -1,8 +1,10 @@
 """Run a step on one device and on towers, and measure how far its tensors differ."""
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,27 +138,24 @@ class BothWays:
         before = [np.asarray(variable.numpy()) for variable in variables]
         before_otherwise = list(map(self._rounded_otherwise, variables, before))
         received: list[list[np.ndarray]] = []
-        is_rounded = tf.config.experimental.tensor_float_32_execution_enabled()
-        # GPUs round the factors of products in float32 to 10 bits, and XLA multiplies others than TensorFlow's kernels do.
-        tf.config.experimental.enable_tensor_float_32_execution(False)
-        try:
-            for way in (on_one_device, on_towers, rounded_otherwise):
-                if way is rounded_otherwise:
-                    _assign(variables, before_otherwise)
-                try:
-                    tensors = [np.asarray(tensor.numpy()) for tensor in way()]
-                except tf.errors.OpError:
-                    if way is not rounded_otherwise:
-                        raise
-                    # A check of the program may refuse such numbers. Then they explain nothing.
-                    received.append(received[0])
-                    before_otherwise = before
-                    break
-                received.append([*tensors, *(np.asarray(variable.numpy()) for variable in variables)])
+        with _unrounded_factors():
+            try:
+                for way in (on_one_device, on_towers, rounded_otherwise):
+                    if way is rounded_otherwise:
+                        _assign(variables, before_otherwise)
+                    try:
+                        tensors = [np.asarray(tensor.numpy()) for tensor in way()]
+                    except tf.errors.OpError:
+                        if way is not rounded_otherwise:
+                            raise
+                        # A check of the program may refuse such numbers. Then they explain nothing.
+                        received.append(received[0])
+                        before_otherwise = before
+                        break
+                    received.append([*tensors, *(np.asarray(variable.numpy()) for variable in variables)])
+                    _assign(variables, before)
+            finally:
                 _assign(variables, before)
-        finally:
-            tf.config.experimental.enable_tensor_float_32_execution(is_rounded)
-            _assign(variables, before)
         handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
         outputs = [output_of(name)[0] for name in traced.outputs]
         ends = len(outputs), len(outputs) + len(wanted)
@@ -187,6 +186,25 @@ class BothWays:
         # A variable keeps most of its value in a step: only what the step adds to it is rounded.
         explained = max(self._rounding.times * change.own, self._rounding.of_sums(name, change.plain, change.start))
         return Measured(difference(change.plain, change.on_towers), change.excess(self._tolerance, explained), change.own)
+
+
+# The setting is that of all threads.
+_SETTING = threading.RLock()
+
+
+@contextlib.contextmanager
+def _unrounded_factors() -> Iterator[None]:
+    """Switches TensorFloat-32 off for a time.
+
+    GPUs round the factors of products in float32 to 10 bits, and XLA multiplies others than TensorFlow's kernels do.
+    """
+    with _SETTING:
+        is_rounded = tf.config.experimental.tensor_float_32_execution_enabled()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        try:
+            yield
+        finally:
+            tf.config.experimental.enable_tensor_float_32_execution(is_rounded)
 
 
 def _unique(names: Sequence[str]) -> list[str]:
