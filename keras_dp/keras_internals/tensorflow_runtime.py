@@ -10,6 +10,7 @@ from tensorflow.core.protobuf import device_properties_pb2, meta_graph_pb2, tens
 from tensorflow.python.eager import context
 from tensorflow.python.framework import kernels, op_def_registry
 from tensorflow.python.grappler import cluster, item
+from tensorflow.python.ops import summary_ops_v2
 
 
 def start_server(jobs: dict[str, list[str]], job: str, task: int, leader: str) -> None:
@@ -50,6 +51,11 @@ def before_prefetch(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int] | N
     """Returns the dataset that a dataset reads ahead, and how many of its elements; None if it does not end with a prefetch."""
     ends_with_prefetch = isinstance(dataset, type(dataset.prefetch(1)))
     return (dataset._input_dataset, int(dataset._buffer_size)) if ends_with_prefetch else None
+
+
+def is_collecting_graphs() -> bool:
+    """Returns whether TensorFlow collects the graphs that it runs, as `tf.summary.trace_on` asks."""
+    return summary_ops_v2._current_trace_context is not None
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from keras_dp.batches.slicing import Slice, row_spec
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.keras_internals.replacing import replaced
-from keras_dp.keras_internals.tensorflow_runtime import definition_of
+from keras_dp.keras_internals.tensorflow_runtime import definition_of, is_collecting_graphs
 from keras_dp.partition.inspecting.other_state import change_of_other_state
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder
 from keras_dp.partition.tracing.graph import Traced
@@ -235,7 +235,16 @@ def partition_graphs(function: Callable[[Any], Any], argument: Any, mark: str) -
         function: the function, made of one `with_marked_argument`.
         argument: its argument.
         mark: the argument's name. It tells the function's graphs from others, which may run meanwhile in other threads.
+
+    Raises:
+        RuntimeError: if TensorFlow collects graphs already.
     """
+    if is_collecting_graphs():
+        raise RuntimeError(
+            "TensorFlow collects the graphs that run already, as tf.summary.trace_on() or TensorBoard(profile_batch=...) ask, "
+            "and a report would end that. Call tf.summary.trace_export() or trace_off() first, or report after these steps. "
+            "explain() does not run the step."
+        )
     with tempfile.TemporaryDirectory() as directory:
         writer = tf.summary.create_file_writer(directory)
         with writer.as_default():

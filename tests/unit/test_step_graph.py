@@ -1,7 +1,11 @@
 """The graphs of a step are its own, whatever runs beside it."""
 
+import keras
+import numpy as np
+import pytest
 import tensorflow as tf
 
+import keras_dp
 from keras_dp.reports.step_graph import partition_graphs, with_marked_argument
 
 
@@ -24,3 +28,18 @@ def test_graphs_of_another_function_are_not_taken():
     larger(argument)
     graphs = partition_graphs(at_once, argument, mark)
     assert [node.op for graph in graphs for node in graph.node].count("Square") == 1
+
+
+def test_the_users_own_trace_goes_on(tmp_path):
+    """A report had ended it: `trace_export` said that none had begun."""
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=2)
+    parallel.compile("sgd", "mse")
+    batch = np.ones((8, 4)), np.ones((8, 1))
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        tf.summary.trace_on(graph=True)
+        parallel.train_on_batch(*batch)
+        with pytest.raises(RuntimeError, match=r"already.*trace_export"):
+            parallel.report(batch)
+        tf.summary.trace_export("own", step=0)
+    assert list(tmp_path.iterdir())
+    assert parallel.report(batch).batch_rows == 8
