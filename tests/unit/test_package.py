@@ -86,6 +86,9 @@ PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "examples" / "README.m
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    if not (ROOT / "keras_dp").exists():
+        # The package is installed elsewhere, without its pages for developers.
+        targets = [target for target in targets if "../keras_dp/" not in target]
     missing = [target for target in targets if not target.startswith("http") and not (page.parent / target).exists()]
     assert missing == []
 
