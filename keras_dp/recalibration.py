@@ -39,8 +39,9 @@ def recalibrate_batch_norm(
     of means and, by the law of total variance, the variance of the whole population. Each batch is weighted by the number of
     its entries ("PreciseBN": Wu and Johnson 2021, "Rethinking 'Batch' in BatchNorm", section 3, arXiv 2105.07576).
 
-    Frozen layers take no moments, and keep their statistics. Apart from the statistics, only the state of random generators
-    changes. Dropout is active, as in training. Masked entries and sample weights are ignored.
+    Frozen layers take no moments, and keep their statistics. Of Keras's variables, only the statistics and the states of random
+    generators change. A `tf.Variable` or a table that a layer writes changes as in any call of the model. Dropout is active, as
+    in training. Masked entries and sample weights are ignored.
 
     >>> import keras, keras_dp, numpy as np
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization()])
@@ -135,7 +136,7 @@ class _MomentsModel(keras.Model):
         return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
 
     def moments_of(self, data: Any) -> list[list[Moments]]:
-        """Returns the moments of a batch. Only the variables of random generators are updated."""
+        """Returns the moments of a batch. Of Keras's variables, only those of random generators change."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         if not keras_models.is_built(self.model):
             # No variables can be made in a stateless scope.
