@@ -210,8 +210,9 @@ def refuse_other_state(traced: Traced) -> None:
     if change is not None:
         raise UnrepeatableStepError(
             "This call runs a step that is not part of the training, and can restore variables alone. The step also changes "
-            "other state, such as an iterator, a queue or a table, from which training would go on. Let the batches hold what "
-            "the step takes, or make the call for a model of its own, with state of its own. explain() does not run the step. "
+            "other state, from which training would go on: an iterator, a queue, a table or the like, or a variable that it "
+            "writes and does not read. Let the batches hold what the step takes, or make the call for a model of its own, with "
+            "state of its own. explain() does not run the step. "
             f"Received: {change}"
         )
 

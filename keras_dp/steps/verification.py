@@ -66,8 +66,8 @@ class Verification:
             unrepeatable = change_of_other_state(both.traced) or call_of_python(both.traced)
             if unrepeatable is not None:
                 logger.warning(
-                    "verify=True does not compare the %s step: to run it once more would change other state than variables, "
-                    "at %s.",
+                    "verify=True does not compare the %s step: to run it once more may change state that cannot be brought "
+                    "back, by %s.",
                     name,
                     unrepeatable,
                 )

@@ -159,7 +159,7 @@ def test_a_step_that_cannot_run_twice():
     parallel.compile("sgd", "mse")
     found = training.result(parallel, (np.ones((8, 4)), np.ones((8, 1))))
     assert found.verdict == "warn"
-    assert "an iterator, a queue or a table" in found.advice
+    assert "an iterator, a queue, a table" in found.advice
 
 
 def test_a_layer_that_draws_its_own_randomness(monkeypatch):

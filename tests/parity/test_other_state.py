@@ -151,7 +151,7 @@ def test_training_with_verify_goes_on_as_without(kind, caplog):
 @pytest.mark.parametrize("kind", KINDS)
 def test_refused_and_as_before(kind, inspect):
     def refused(parallel):
-        with pytest.raises(ValueError, match=r"a queue or a table.*Received: .*at .*test_other_state\.py"):
+        with pytest.raises(ValueError, match=r"a queue, a table.*Received: .*at .*test_other_state\.py"):
             inspect(parallel, (X[:7], Y[:7]))
 
     def on_towers(model):
