@@ -18,14 +18,89 @@ from keras_dp.large_batches.accumulation import AccumulatedRows, scale
 from keras_dp.partition.own import own_part, total_of_own
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import current_workers
-from keras_dp.wrapping.proxy import Proxy
-from keras_dp.wrapping.wrapper import refuse_keras_2
+from keras_dp.wrapping.one_state import Behind, Front, OwnName, own_of, with_state_of
+from keras_dp.wrapping.refusals import refuse_keras_2
 
 Tensor = Any
 Gradient = Any
 
 
-class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
+class Combining:
+    """Applies gradients with an optimizer of the user's, where each variable lives.
+
+    Args:
+        inside: the optimizer.
+        parameter_device: see `DataParallelOptimizer` for this argument and the next one.
+        accumulate: how gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        inside: keras.optimizers.Optimizer,
+        parameter_device: str | None = None,
+        accumulate: choices.Accumulation = "batches",
+    ):
+        self.inside = inside
+        self.parameter_device = parameter_device
+        self.accumulate = accumulate
+        self._rows = AccumulatedRows(innermost(inside)) if accumulate == "rows" else None
+
+    @classmethod
+    def of(cls, optimizer: keras.optimizers.Optimizer) -> "Combining":
+        """Returns how an optimizer applies gradients."""
+        return own_of(optimizer) if isinstance(optimizer, DataParallelOptimizer) else cls(optimizer)
+
+    def wrap(self, optimizer: keras.optimizers.Optimizer) -> "DataParallelOptimizer":
+        """Returns another optimizer, wrapped with the same arguments."""
+        return DataParallelOptimizer(optimizer, self.parameter_device, accumulate=self.accumulate)
+
+    def apply(
+        self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None, rows: Tensor | None = None
+    ) -> Any:
+        """Applies gradients; see `DataParallelOptimizer.apply_tower_gradients`."""
+        inside = self.inside
+        with variable_homes.beside_inputs(), keras_optimizers.reduced_gradients(inside):
+            if self._rows is not None:
+                if trainable_variables is not None and not inside.built:
+                    inside.build(trainable_variables)
+                skips_infinite = isinstance(inside, keras.optimizers.LossScaleOptimizer)
+                variables = [None] * len(grads) if trainable_variables is None else trainable_variables
+                grads = self._rows.weight(grads, variables, rows, skips_infinite)
+            return inside.apply(grads, trainable_variables)
+
+    @contextlib.contextmanager
+    def in_step(self, rows: Tensor | None) -> Iterator[None]:
+        """Makes a step that is traced apply gradients so, whether it calls the optimizer or the one around it.
+
+        Args:
+            rows: B, the number of rows in the global batch, for `accumulate="rows"`.
+        """
+        own = self.inside.apply
+
+        def apply(grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> Any:
+            if trainable_variables is not None:
+                grads = [_beside(gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)]
+            with replaced(self.inside, "apply", own):
+                return self.apply(grads, trainable_variables, rows)
+
+        with replaced(self.inside, "apply", apply):
+            yield
+
+
+class _InFront(Front):
+    """Stands in front of the class of the user's optimizer."""
+
+    __slots__ = ()
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(
+        self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None, rows: Tensor | None = None
+    ) -> Any:
+        """Applies gradients with the user's optimizer, where each variable lives; `rows` as in `apply_tower_gradients`."""
+        return own_of(self).apply(grads, trainable_variables, rows)
+
+
+class DataParallelOptimizer(Behind, keras.optimizers.Optimizer):
     """Applies the gradient of the global batch once, on the parameter device, with any Keras optimizer.
 
     `DataParallelModel.compile` wraps its optimizer in one. In the model's step, the towers' parts of each gradient are summed
@@ -40,12 +115,11 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
     [0.0, 1.5]
 
     The inner optimizer works on the combined gradient as on one device: clipping, accumulation, loss scaling, moving averages
-    and weight decay. Its learning rate, variables and all other public names are accessible on this optimizer.
+    and weight decay. This optimizer is of its class, too, and all its attributes are the same.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or its name.
         parameter_device: the device where gradients are summed, such as "GPU:0"; None sums each where its variable lives.
-        name: the optimizer's name; None for the inner optimizer's name.
         accumulate: how an optimizer with `gradient_accumulation_steps` averages gradients. "batches" is Keras's own mean over
             the batches, in which a batch with fewer rows counts as much as the others. "rows" is the mean weighted by rows,
             which is the gradient of all rows as one batch, if the loss is a mean over rows. It is not saved with a model.
@@ -54,33 +128,44 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
         ValueError: if `accumulate` is unknown, or is "rows" for an optimizer that does not accumulate.
     """
 
-    _inside = "inner_optimizer"
-    _own = frozenset({"parameter_device", "accumulate"})
+    _keras_dp: Combining
 
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        parameter_device: str | None = None,
-        name: str | None = None,
-        accumulate: choices.Accumulation = "batches",
-    ):
+    def __new__(cls, inner_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes an optimizer of the user's class, too."""
         refuse_keras_2("optimizer", inner_optimizer)
-        inner_optimizer = keras.optimizers.get(inner_optimizer)
-        if isinstance(inner_optimizer, DataParallelOptimizer):
+        optimizer = keras.optimizers.get(inner_optimizer)
+        if isinstance(optimizer, DataParallelOptimizer):
             raise ValueError("The optimizer is a DataParallelOptimizer already. Wrap the Keras optimizer inside it only once.")
+        made = with_state_of(optimizer, _InFront, cls)
+        made._keras_dp = Combining(optimizer)
+        return made
+
+    def __init__(self, inner_optimizer: Any, parameter_device: str | None = None, accumulate: choices.Accumulation = "batches"):
         refuse_unknown("accumulate", accumulate, choices.Accumulation)
-        if accumulate == "rows" and not innermost(inner_optimizer).gradient_accumulation_steps:
+        inside = own_of(self).inside
+        if accumulate == "rows" and not innermost(inside).gradient_accumulation_steps:
             raise ValueError(
                 'accumulate="rows" weights the batches that one optimizer accumulates. This optimizer accumulates none, or is '
                 "made of several. Give a single optimizer with gradient_accumulation_steps. "
-                f"Received: inner_optimizer={inner_optimizer!r}"
+                f"Received: inner_optimizer={inside!r}"
             )
-        super().__init__(learning_rate=0.0, name=name or inner_optimizer.name)
-        self.accumulate = accumulate
-        self._rows = AccumulatedRows(innermost(inner_optimizer)) if accumulate == "rows" else None
-        self.parameter_device = None if parameter_device is None else existing_device(parameter_device)
-        self.inner_optimizer = inner_optimizer
-        self._remember(parameter_device=self.parameter_device, accumulate=accumulate)
+        device = None if parameter_device is None else existing_device(parameter_device)
+        self._keras_dp = Combining(inside, device, accumulate)
+
+    @OwnName
+    def inner_optimizer(self) -> keras.optimizers.Optimizer:
+        """The user's optimizer. In mixed precision it is inside a `LossScaleOptimizer`, whose `inner_optimizer` it is, too."""
+        return own_of(self).inside
+
+    @OwnName
+    def parameter_device(self) -> str | None:
+        """The device where gradients are summed; None sums each where its variable lives."""
+        return own_of(self).parameter_device
+
+    @OwnName
+    def accumulate(self) -> choices.Accumulation:
+        """How an optimizer with `gradient_accumulation_steps` averages gradients."""
+        return own_of(self).accumulate
 
     @tf.autograph.experimental.do_not_convert
     def apply_tower_gradients(
@@ -104,7 +189,7 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
         Raises:
             ValueError: if the lists do not match, the reduction is unknown, or `accumulate="rows"` and `rows` is None.
         """
-        self.apply(self.combine(tower_gradients, variables, reduction), variables, rows)
+        own_of(self).apply(DataParallelOptimizer.combine(self, tower_gradients, variables, reduction), variables, rows)
 
     @tf.autograph.experimental.do_not_convert
     def combine(
@@ -124,7 +209,7 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
             )
         combined = []
         for variable, *gradients in zip(variables, *tower_gradients, strict=True):
-            with tf.device(self.parameter_device or variable_homes.home(variable)), tf.name_scope("gradients"):
+            with tf.device(own_of(self).parameter_device or variable_homes.home(variable)), tf.name_scope("gradients"):
                 if getattr(variable, "overwrite_with_gradient", False):
                     combined.append(_largest(gradients))
                     continue
@@ -134,44 +219,6 @@ class DataParallelOptimizer(Proxy, keras.optimizers.Optimizer):
                     total if total is None or reduction == "sum" else scale(total, tf.constant(1 / parts, tf.float64))
                 )
         return sum_over_workers(combined, variables, workers.collectives)
-
-    @tf.autograph.experimental.do_not_convert
-    def apply(
-        self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None, rows: Tensor | None = None
-    ) -> Any:
-        """Applies gradients with the inner optimizer, where each variable lives; `rows` as in `apply_tower_gradients`."""
-        with variable_homes.beside_inputs(), keras_optimizers.reduced_gradients(self.inner_optimizer):
-            if self._rows is not None:
-                if trainable_variables is not None and not self.inner_optimizer.built:
-                    self.inner_optimizer.build(trainable_variables)
-                skips_infinite = isinstance(self.inner_optimizer, keras.optimizers.LossScaleOptimizer)
-                variables = [None] * len(grads) if trainable_variables is None else trainable_variables
-                grads = self._rows.weight(grads, variables, rows, skips_infinite)
-            return self.inner_optimizer.apply(grads, trainable_variables)
-
-    @contextlib.contextmanager
-    def in_step(self, rows: Tensor | None) -> Iterator[None]:
-        """Makes a step that is traced, and calls the inner optimizer, apply gradients as this optimizer does.
-
-        Args:
-            rows: B, the number of rows in the global batch, for `accumulate="rows"`.
-        """
-        inner_optimizer = self.inner_optimizer
-        own = inner_optimizer.apply
-
-        def apply(grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> Any:
-            if trainable_variables is not None:
-                grads = [_beside(gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)]
-            with replaced(inner_optimizer, "apply", own):
-                return self.apply(grads, trainable_variables, rows)
-
-        with replaced(inner_optimizer, "apply", apply):
-            yield
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The inner optimizer's class, for `isinstance` and for tools that save a class with its configuration."""
-        return type(self) if self._shown() is None else type(self._shown())
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from keras_dp.model import DataParallelModel
 from keras_dp.steps.partitioned import on_slices
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.synchronization import synchronize
-from keras_dp.wrapping.wrapper import refuse_strategy
+from keras_dp.wrapping.one_state import own_of
+from keras_dp.wrapping.refusals import refuse_strategy
 
 
 def recalibrate_batch_norm(
@@ -69,9 +70,9 @@ def recalibrate_batch_norm(
     has_all_names, named = whole is not None, chosen_whole(() if whole is None else whole)
     if isinstance(model, DataParallelModel):
         # "first" normalizes as "local" does: they differ only in the moments that update the statistics.
-        mode = "sync" if model.tower_steps.batch_norm == "sync" else "local"
-        named = named if has_all_names else model.tower_steps.inputs.named
-        model, devices = model.inner_model, model.devices
+        mode = "sync" if own_of(model).steps.batch_norm == "sync" else "local"
+        named = named if has_all_names else own_of(model).steps.inputs.named
+        model, devices = own_of(model).inside, own_of(model).devices
     elif isinstance(model, keras.Model):
         mode, devices = "sync", tower_devices(None)
     else:
@@ -115,7 +116,9 @@ class _MomentsModel(keras.Model):
         self.devices = list(devices)
         self.batch_norm = batch_norm
         self.collectives = current_workers().collectives
-        self.feed = InputStrategy(self.devices, lambda: False, self.prepare, self.collectives, whole)
+        self.feed = InputStrategy(
+            self.devices, lambda: False, self.prepare, self.moments_on_slices, collectives=self.collectives, whole=whole
+        )
         self.feed.has_all_names = has_all_names
         # XLA would compile the step of several devices for one of them.
         self.jit_compile = False
@@ -129,7 +132,7 @@ class _MomentsModel(keras.Model):
         """Makes the model's variables equal on all workers."""
         synchronize(current_workers(), [*self.model.variables, *keras_models.seed_states(self.model)])
 
-    def predict_step(self, slices: Any) -> list[list[Moments]]:
+    def moments_on_slices(self, _: Any, slices: Any) -> list[list[Moments]]:
         """Returns the moments of one batch for each call of each batch normalization, with an axis for the batches."""
         step = on_slices(self.moments_of, slices, slices[0].whole, self.devices, self.collectives)
         moments, _ = step.run(self.devices[0])

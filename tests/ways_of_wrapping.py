@@ -1,7 +1,7 @@
 """List the ways in which tests of exactness wrap their models, and wrap models in one of them."""
 
 import keras_dp
-from keras_dp import compiled, model
+from keras_dp import trainer
 from keras_dp.batches import input_strategy
 from keras_dp.devices import variable_homes
 from keras_dp.steps import slow_steps
@@ -16,7 +16,7 @@ WAYS = {
     "xla": {},
     "gpus": {},
 }
-DEFAULTS_OF_GPUS = [compiled, input_strategy, model, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
+DEFAULTS_OF_GPUS = [trainer, input_strategy, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
 ROTATING = {
     "test_accumulation",
     "test_compatibility_losses",
@@ -41,7 +41,7 @@ ROTATING = {
 
 def wrap_in_the_way(name, monkeypatch):
     """Gives all wrapped models the defaults of a way, where a test does not say otherwise."""
-    wrap, compile_towers = keras_dp.DataParallelModel.__init__, keras_dp.DataParallelModel._compile_towers
+    wrap, compile_towers = keras_dp.DataParallelModel.__init__, trainer.TowerTrainer.compiled
 
     def with_defaults(self, *arguments, **named):
         # The third argument is the device of the variables.
@@ -49,12 +49,12 @@ def wrap_in_the_way(name, monkeypatch):
 
     def with_xla(self, *arguments, **named):
         compile_towers(self, *arguments, **named)
-        self._steps.jit_compile = True
+        self.steps.jit_compile = True
 
     if name == "gpus":
         for module in DEFAULTS_OF_GPUS:
             monkeypatch.setattr(module, "are_gpus", lambda devices: True)
     elif name == "xla":
-        monkeypatch.setattr(keras_dp.DataParallelModel, "_compile_towers", with_xla)
+        monkeypatch.setattr(trainer.TowerTrainer, "compiled", with_xla)
     elif name != "plain":
         monkeypatch.setattr(keras_dp.DataParallelModel, "__init__", with_defaults)

@@ -1,16 +1,27 @@
 """Cut each global batch into slices in the input pipeline, in place of a `tf.distribute` strategy."""
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.other_rows import FoundWhole, refuse_other_rows
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
-from keras_dp.batches.slicing import SameBatch, Shard, Slice, cut, is_cut, whole_batch
+from keras_dp.batches.slicing import (
+    SameBatch,
+    Shard,
+    Slice,
+    cut,
+    is_cut,
+    typed_by_batch,
+    whole_batch,
+    with_known_rows,
+)
 from keras_dp.batches.waiting import Waiting
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
 from keras_dp.devices.available import are_gpus
@@ -39,11 +50,12 @@ def empty_prediction_refused(method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
-    """Adds a note to errors of a model: the elements of its dataset may be single rows instead of batches."""
+    """Adds a note to errors of a model that name a shape of its data: the elements may be single rows instead of batches."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if shapes and all(shape[0] is not None for shape in shapes):
+        names_shape = any(text in str(error) for shape in shapes for text in (str(tuple(shape)), str(list(shape))))
+        if names_shape and all(shape[0] is not None for shape in shapes):
             add_note(error, "keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32).")
         raise
 
@@ -59,6 +71,8 @@ class InputStrategy:
         devices: the devices of the N towers; a batch is cut into one slice for each.
         is_eager: a function that returns whether steps run eagerly; batches then stay whole.
         prepare: a function that is called before a step is traced.
+        run_on_slices: runs a step on N slices, in the function that is being traced.
+        call_step: runs a step that is called eagerly, in a function; None if none is.
         collectives: the collectives of the workers; each worker cuts its own part of every batch.
         whole: the tensors of a batch that the user does not want to be cut.
 
@@ -81,12 +95,16 @@ class InputStrategy:
         devices: Sequence[str],
         is_eager: Callable[[], bool],
         prepare: Callable[[], None],
+        run_on_slices: Callable[[Callable[[Any], Any], Sequence[Slice]], Any],
+        call_step: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] | None = None,
         collectives: OneWorker | None = None,
         whole: WholeTensors | None = None,
     ):
         self.devices = tuple(devices)
         self.is_eager = is_eager
         self.prepare = prepare
+        self._run_on_slices = run_on_slices
+        self._call_step = call_step
         self.collectives = collectives or OneWorker()
         self.named = self.whole = whole or WholeTensors()
         self.takes_shards = False
@@ -186,34 +204,43 @@ class InputStrategy:
             of_towers = self.num_towers, self.collectives.index, self.collectives.count, self.whole
             # tf.data passes a batch that is a tuple as several arguments.
             is_tuple = type(types) is tuple
-            function = tf.function(lambda *batch: _cut_own_rows(batch if is_tuple else batch[0], *of_towers), autograph=False)
+            function = tf.function(
+                lambda *batch: typed_by_batch(_cut_own_rows(batch if is_tuple else batch[0], *of_towers)), autograph=False
+            )
             kept = key, function
             self._cut_functions.append(kept)
         return kept[1]
 
-    def run(self, step: Callable[[Any], Any], args: tuple[Any]) -> Any:
-        """Runs a step on N slices; a batch that did not come through the input pipeline is cut first."""
-        (batch,) = args
+    def run(self, step: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Runs a step on N slices of its arguments; arguments that did not come through the input pipeline are cut first."""
+        if self.is_eager():
+            args = [whole_batch([part.data for part in arg], arg, arg[0].whole) if is_cut(arg) else arg for arg in args]
+            self.waiting.batch_is_there(args)
+            result = step(*args, **(kwargs or {}))
+            self.waiting.step_ends(result)
+            return result
+        if tf.executing_eagerly() and self._call_step is not None:
+            return self._call_step(step, args, kwargs or {})
+        step, batch = _step_of_batch(step, args, kwargs or {})
         self.waiting.batch_is_there(batch)
-        if not self.is_eager():
-            if is_cut(batch):
-                self.whole = batch[0].whole
-            elif not self.cuts_in_step:
-                self.whole = self.named
-            # The model may have changed since its data were distributed: a callback may have compiled it again.
-            with outside_of_traces():
-                self.prepare()
-            with tf.device(HOST):
-                batch = batch if is_cut(batch) else self.cut(batch)
-        elif is_cut(batch):
-            batch = whole_batch([part.data for part in batch], batch, batch[0].whole)
         if is_cut(batch):
-            with tf.device(HOST):
-                batch = self._joined(batch)
+            self.whole = batch[0].whole
+        elif not self.cuts_in_step:
+            self.whole = self.named
+        # The model may have changed since its data were distributed: a callback may have compiled it again.
+        with outside_of_traces():
+            self.prepare()
+        with tf.device(HOST):
+            slices = self._joined(self._with_known_rows(batch) if is_cut(batch) else self.cut(batch))
         with _single_rows_explained(self._shapes):
-            result = step(batch)
+            result = self._run_on_slices(step, slices)
         self.waiting.step_ends(result)
         return result
+
+    def _with_known_rows(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
+        if isinstance(slices[0].source, Shard):
+            return slices
+        return with_known_rows(slices, self.num_towers * self.collectives.index, self.num_towers * self.collectives.count)
 
     def _joined(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
         """Returns slices of the global batch; the workers first compare or join their batches where necessary."""
@@ -223,6 +250,42 @@ class InputStrategy:
         if isinstance(source, SameBatch) and self.different_batches is not None:
             return self.different_batches.note(source, slices)
         return slices
+
+
+def _step_of_batch(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[Any], Any], Any]:
+    """Turns a step and its arguments into a step of one batch, and that batch.
+
+    One argument is the batch. Several are a tuple of it, with named ones as a dictionary at its end. Arguments that are no
+    tensors or arrays are part of the step.
+    """
+    given = args[0] if len(args) == 1 and not kwargs else (*args, *([dict(kwargs)] if kwargs else []))
+    if is_cut(given):
+        return step, given
+    if given is args[0] and holds_arrays(given):
+        return step, given
+    is_data = [_is_data(leaf) for leaf in flatten(given)]
+
+    @functools.wraps(step, updated=())
+    def of_batch(batch: Any) -> Any:
+        leaves = zip(is_data, flatten(given), flatten(batch), strict=True)
+        filled = pack(given, [leaf if is_of_batch else constant for is_of_batch, constant, leaf in leaves])
+        if len(args) == 1 and not kwargs:
+            return step(filled)
+        return step(*filled[: len(args)], **(filled[-1] if kwargs else {}))
+
+    return of_batch, pack(given, [leaf if kept else None for kept, leaf in zip(is_data, flatten(given), strict=True)])
+
+
+def holds_arrays(batch: Any) -> bool:
+    """Returns whether a nested batch holds tensors and arrays alone, and no numbers of Python or other objects."""
+    return all(map(_is_data, flatten(batch)))
+
+
+def _is_data(leaf: Any) -> bool:
+    is_absent = leaf is None or isinstance(leaf, tf.experimental.Optional)
+    return is_absent or bool(tf.is_tensor(leaf)) or hasattr(leaf, "__array__")
 
 
 def _read_ahead(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int | None]:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves, pack
 from keras_dp.batches.other_rows import refuse_other_rows, refuse_other_rows_at_run_time
-from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.batches.whole_tensors import WholeTensors, leaves_of
 from keras_dp.partition.tensorflow_internals import HOST
 
 Tensor = Any
@@ -50,6 +50,8 @@ class Slice(NamedTuple):
         whole_paths: the paths of the tensors that were not cut although they have an axis, as the keys of a dictionary without
             values. A dataset and a function keep them so, as a part of a batch's structure.
         worker_rows: the number of rows that each worker has brought, W numbers, int32; empty for a batch that all workers have.
+        unknown_paths: the paths of the tensors that have any number of rows although that of `batch` is known, as in
+            `whole_paths`.
     """
 
     data: Any
@@ -59,6 +61,7 @@ class Slice(NamedTuple):
     source: SameBatch | Shard | tuple[()] = ()
     whole_paths: dict[str, tuple[()]] | tuple[()] = ()
     worker_rows: Tensor | tuple[()] = ()
+    unknown_paths: dict[str, tuple[()]] | tuple[()] = ()
 
     @property
     def whole(self) -> WholeTensors:
@@ -124,6 +127,52 @@ def cut(
         numbers = tf.convert_to_tensor(begin), tf.convert_to_tensor(end - begin)
         slices.append(Slice(pack(batch, own), *numbers, whole_rows, whole_paths=whole_paths))
     return tuple(slices)
+
+
+def typed_by_batch(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+    """Returns slices of which only `batch` says how many rows they have.
+
+    TensorFlow traces a step by the types of its slices, and where sizes differ, leaves open those that differ. The sizes of
+    slices are others than those of the batch, by which one device traces: batches of 8, 9 and 5 rows give a tower 4, 4 and 2.
+    """
+    is_known = slices[0].batch.shape[0] is not None
+    leaves = slices[0].whole.cut_leaves(slices[0].data) if is_known else {}
+    unknown: dict[str, tuple[()]] = {path: () for path, leaf in leaves.items() if leaf.shape.rank and leaf.shape[0] is None}
+
+    def with_any_rows(leaf: Any, stays: bool) -> Any:
+        is_known = isinstance(leaf, tf.Tensor) and not stays and leaf.shape.rank and leaf.shape[0] is not None
+        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]]) if is_known else leaf
+
+    return tuple(
+        part._replace(
+            data=pack(part.data, map(with_any_rows, flatten(part.data), part.whole.of(part.data))), unknown_paths=unknown
+        )
+        for part in slices
+    )
+
+
+def with_known_rows(slices: Sequence[Slice], first: int, count: int) -> tuple[Slice, ...]:
+    """Returns slices of `typed_by_batch` whose own types say again how many rows they have.
+
+    Args:
+        slices: consecutive slices.
+        first: the index of the first one.
+        count: the number of all slices of the batch.
+    """
+    batch_rows = slices[0].batch.shape[0]
+    if batch_rows is None:
+        return tuple(slices)
+
+    def of(index: int, part: Slice) -> Slice:
+        rows = max(1, batch_rows * (index + 1) // count - batch_rows * index // count)
+        known = set(part.whole.cut_leaves(part.data)) - set(part.unknown_paths)
+        leaves = [
+            tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]) if path in known and isinstance(leaf, tf.Tensor) else leaf
+            for path, leaf in leaves_of(part.data)
+        ]
+        return part._replace(data=pack(part.data, leaves))
+
+    return tuple(of(first + i, part) for i, part in enumerate(slices))
 
 
 def _in_own_memory(leaf: Any) -> Any:

@@ -5,9 +5,8 @@ import re
 from collections import Counter
 from typing import Any
 
-import keras
-
 from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep, place_step
+from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
@@ -125,14 +124,8 @@ def _kinds(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> 
         found = (names.get(id(variable.value.handle)) for variable in variables)
         return [placed.graph.get_tensor_by_name(name) for name in found if name in there]
 
-    state = [variable for optimizer in _optimizers(parallel) for variable in optimizer.variables]
+    state = [variable for optimizer in optimizers_of(parallel.inner_model) for variable in optimizer.variables]
     return KindsOfCopies(placed.graph, set(step.names_of_slices), handles(parallel.trainable_weights), handles(state))
-
-
-def _optimizers(parallel: DataParallelModel) -> list[Any]:
-    """Returns the optimizer that the model was compiled with, and those that it holds for a step of its own."""
-    own = [value for value in vars(parallel.inner_model).values() if isinstance(value, keras.optimizers.Optimizer)]
-    return own + ([parallel.optimizer] if parallel.optimizer is not None else [])
 
 
 def _types(copy: Copy, placed: PlacedStep) -> tuple[str, str]:

@@ -7,6 +7,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
+from keras_dp.keras_internals.keras_optimizers import optimizers_of
+
 
 def is_of_keras_2(value: Any) -> bool:
     """Returns whether an object is from Keras 2, which is in other packages than Keras 3."""
@@ -73,6 +75,14 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     states = [generator.state for layer in flatten_layers(model) for generator in layer._seed_generators]
     without_seed = global_state.get_global_attribute("global_seed_generator")
     return states if without_seed is None else [*states, without_seed.state]
+
+
+def all_variables(model: keras.Model) -> list[keras.Variable]:
+    """Lists the variables of a model, its optimizers, its metrics and its random number generators, once each."""
+    of_optimizers = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+    of_metrics = [variable for metric in model.metrics for variable in metric.variables]
+    variables = [*model.variables, *of_optimizers, *of_metrics, *seed_states(model)]
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def move_variable(variable: keras.Variable, device: str) -> None:

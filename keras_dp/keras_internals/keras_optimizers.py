@@ -1,12 +1,29 @@
 """Read Keras's optimizers through their private names."""
 
+import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
 from keras_dp.keras_internals.replacing import replaced
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Lists the optimizers among the attributes of a model and of models inside it, also in lists and dictionaries."""
+    models = [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
+    found: dict[int, Any] = {}
+    waiting = collections.deque(value for one in models for value in vars(one).values())
+    seen = set()
+    while waiting:
+        value = waiting.popleft()
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, Mapping | list | tuple | set | frozenset) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(value.values() if isinstance(value, Mapping) else value)
+    return list(found.values())
 
 
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:
@@ -19,6 +36,12 @@ def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.V
             if is_state and all(isinstance(variable, keras.Variable) for variable in kept):
                 pairs += zip(kept, weights, strict=True)
     return pairs
+
+
+def optimized_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Lists the variables for which a built optimizer keeps state."""
+    inner = innermost(optimizer)
+    return list(getattr(inner, "_trainable_variables", []))
 
 
 @contextlib.contextmanager

@@ -49,7 +49,8 @@ def abort_collectives(reason: str) -> None:
 
 def before_prefetch(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int] | None:
     """Returns the dataset that a dataset reads ahead, and how many of its elements; None if it does not end with a prefetch."""
-    ends_with_prefetch = isinstance(dataset, type(dataset.prefetch(1)))
+    # In the debug mode of tf.data there are no such datasets.
+    ends_with_prefetch = isinstance(dataset, type(dataset.prefetch(1))) and hasattr(dataset, "_buffer_size")
     return (dataset._input_dataset, int(dataset._buffer_size)) if ends_with_prefetch else None
 
 

@@ -5,11 +5,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
+from keras_dp import choices
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.devices.available import short_name
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
+from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.partition.tensorflow_internals import HOST
@@ -18,12 +21,11 @@ from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
 from keras_dp.reports.step_graph import (
     make_variables,
     partition_graphs,
-    refuse_what_has_no_graph,
     restored_state,
     untouched,
     with_marked_argument,
 )
-from keras_dp.reports.wrapped import Wrapped
+from keras_dp.reports.wrapped import Wrapped, inspected
 
 Tensor = Any
 Graph = Any
@@ -131,8 +133,8 @@ class CommunicationReport(NamedTuple):
         return "\n".join(lines)
 
 
-def communication_report(parallel: Wrapped, batch: Any) -> CommunicationReport:
-    """Reports the bytes and copies that devices send each other in one training step, by kind and by pair of devices.
+def communication_report(parallel: Any, batch: Any = None, step: choices.Step = "train") -> CommunicationReport:
+    """Reports the bytes and copies that devices send each other in one step, by kind and by pair of devices.
 
     Runs the step once on the batch, in a function of its own, so that TensorFlow makes a graph for each device. All variables
     are restored afterwards. The report counts the tensors that these graphs send. Tensors between logical CPUs count as well,
@@ -146,28 +148,33 @@ def communication_report(parallel: Wrapped, batch: Any) -> CommunicationReport:
 
     Args:
         parallel: a compiled `DataParallelModel`.
-        batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`.
+        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight). None makes one of ones and zeros,
+            with the types of the batches for which the step was last traced.
+        step: "train", "test" or "predict".
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or its step changes other state than
-            variables.
+        ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or runs eagerly, or needs
+            another batch, or its step changes other state than variables.
     """
-    refuse_what_has_no_graph("communication_report()", parallel)
-    if not isinstance(batch, tuple):
-        batch = (batch,)
-    steps = parallel.tower_steps
+    trainer, batch = inspected("communication_report", parallel, batch, step)
+    return communication(trainer, batch if isinstance(batch, tuple) else (batch,), step)
+
+
+def communication(trainer: Wrapped, batch: Any, step: choices.Step) -> CommunicationReport:
+    """Reports what devices send each other in one step; see `communication_report`."""
+    steps = trainer.tower_steps
     batch = steps.on_host(batch, finds_whole=True)
     with tf.device(HOST):
         slices = steps.inputs.cut(batch)
-    make_variables(parallel, slices)
-    with untouched(parallel), replaced(steps, "jit_compile", False), node_by_node():
+    make_variables(trainer, step, slices)
+    with untouched(trainer), replaced(steps, "jit_compile", False), node_by_node():
         # XLA compiles within devices, and would rename tensors.
-        step, graphs = _run_and_collect(parallel, slices)
-    weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in parallel.trainable_weights]
-    copies, unsized = _copies(parallel, step, graphs)
+        concrete, graphs = _run_and_collect(trainer, step, slices)
+    weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in trainer.inside.trainable_weights]
+    copies, unsized = _copies(trainer.inside, concrete, graphs)
     return CommunicationReport(
         copies=copies,
-        num_towers=parallel.num_towers,
+        num_towers=len(trainer.devices),
         weight_bytes=sum(weights),
         largest_weight_bytes=max(weights, default=0),
         batch_bytes=sum(leaf.numpy().nbytes for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None),
@@ -175,31 +182,30 @@ def communication_report(parallel: Wrapped, batch: Any) -> CommunicationReport:
     )
 
 
-def _run_and_collect(parallel: Wrapped, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
-    """Runs the training step. Returns its concrete function, and the graph that TensorFlow ran on each device."""
+def _run_and_collect(trainer: Wrapped, step: choices.Step, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
+    """Runs a step. Returns its concrete function, and the graph that TensorFlow ran on each device."""
 
     def on_slices(data: list[Any]) -> Any:
         # The rows of each slice are constants here, so that the sizes of all tensors are known.
         with tf.name_scope("inputs"):
             rows = [(tf.constant(part.begin.numpy()), tf.constant(part.rows.numpy())) for part in slices]
             batch = without_entries(int(slices[0].batch.shape[0]))
-        return parallel.train_step(
-            tuple(
-                part._replace(data=own, begin=begin, rows=count, batch=batch)
-                for part, own, (begin, count) in zip(slices, data, rows, strict=True)
-            )
-        )
+        of_known_rows = [
+            part._replace(data=own, begin=begin, rows=count, batch=batch)
+            for part, own, (begin, count) in zip(slices, data, rows, strict=True)
+        ]
+        return trainer.on_slices(step, of_known_rows)
 
     marked, mark = with_marked_argument(on_slices)
     function = tf.function(marked, autograph=False)
     data = [part.data for part in slices]
     concrete = function.get_concrete_function(data)
     # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
-    with graph_optimizer(disable_meta_optimizer=True), restored_state(parallel):
+    with graph_optimizer(disable_meta_optimizer=True), restored_state(trainer, step):
         return concrete, partition_graphs(function, data, mark)
 
 
-def _copies(parallel: Wrapped, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
+def _copies(model: keras.Model, concrete: Any, graphs: Sequence[Any]) -> tuple[list[Copies], tuple[str, ...]]:
     """Returns the copies, and the names of tensors of unknown size."""
     traced = concrete.graph
     slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}
@@ -209,8 +215,8 @@ def _copies(parallel: Wrapped, concrete: Any, graphs: Sequence[Any]) -> tuple[li
         found = (captured.get(id(variable.value.handle)) for variable in variables)
         return [handle for handle in found if handle is not None]
 
-    state = parallel.optimizer.variables if parallel.optimizer is not None else []
-    kinds = KindsOfCopies(traced, slices, handles(parallel.trainable_weights), handles(state))
+    state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+    kinds = KindsOfCopies(traced, slices, handles(model.trainable_weights), handles(state))
     receivers: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
         received = {node.name: _key(node) for node in graph.node if node.op == "_Recv"}

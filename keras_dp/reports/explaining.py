@@ -1,9 +1,7 @@
 """Explain how a step of a model is partitioned, and warn of rows that it gathers."""
 
-import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from keras_dp import choices
 from keras_dp.arithmetic.share import ArithmeticOfRows
@@ -15,14 +13,6 @@ from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps
 
 logger = logging.getLogger("keras_dp")
-
-
-def explanation_of(steps: TowerSteps, batch: Any, step: choices.Step) -> Explanation:
-    """Explains a step for a global batch, with the share of the arithmetic that towers divide."""
-    slices = steps.slices_of(batch)
-    partition, arithmetic = counted(steps, step, slices)
-    explanation = explained(partition, steps, int(slices[0].batch_rows))
-    return dataclasses.replace(explanation, share_of_arithmetic=arithmetic.share if arithmetic else None)
 
 
 def counted(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice]) -> tuple[Partition, ArithmeticOfRows | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dp import choices
 from keras_dp.arithmetic.share import ArithmeticOfRows
 from keras_dp.batch_normalization.synchronized import batch_norms
 from keras_dp.devices import variable_homes
@@ -16,64 +17,67 @@ from keras_dp.error_notes import add_note
 from keras_dp.keras_internals import keras_models
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tracing.user_lines import current_user_line, user_line
-from keras_dp.reports.communication import communication_report
+from keras_dp.reports.communication import communication
 from keras_dp.reports.explaining import counted
 from keras_dp.reports.report import NOTABLE, ComputedOnce, Report
-from keras_dp.reports.step_graph import refuse_what_has_no_graph
-from keras_dp.reports.wrapped import Wrapped
+from keras_dp.reports.wrapped import Wrapped, inspected
 
 _LARGE = 10**6  # bytes of a weight
 _WEIGHTS_LISTED = 3
 
 
-def report_of(parallel: Wrapped, batch: Any = None, batch_rows: int | None = None) -> Report:
-    """Reports how a training step runs on N devices.
+def report(parallel: Any, batch: Any = None, step: choices.Step = "train") -> Report:
+    """Reports how a step runs on the devices: what each computes and sends, and how much faster that can be.
 
-    Traces the step, and runs it once to see what devices send each other. All variables are restored afterwards.
+    Traces the step, and runs it once; all variables are restored afterwards. With several workers, all must call it.
+
+    >>> import keras, keras_dp, numpy as np
+    >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)
+    >>> parallel.compile("sgd", "mse")
+    >>> parallel.report((np.ones((8, 4)), np.ones((8, 1)))).verdict
+    'There is one device, which computes all.'
 
     Args:
         parallel: a compiled `DataParallelModel`.
         batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight). None makes one of ones and zeros,
-            with the types of the batches of the last training.
-        batch_rows: B of the last training, if it is known.
+            with the types of the batches for which the step was last traced.
+        step: "train", "test" or "predict".
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or no batch can be made up, or
-            its step changes other state than variables.
+        ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or runs eagerly, or needs
+            another batch, or its step changes other state than variables.
     """
-    refuse_what_has_no_graph("report()", parallel)
+    trainer, given = inspected("report", parallel, batch, step)
+    steps = trainer.tower_steps
     if batch is not None:
-        return _report(parallel, batch)
-    types = parallel.tower_steps.batch_types.get("train")
-    if types is None:
-        raise ValueError("The model was not trained yet: pass a batch, report((x, y)). Received: batch=None")
+        return _report(trainer, given, step)
+    is_assumed = steps.batch_types[step].batch_rows is None and steps.inputs.usual_rows is None
     try:
-        report = _report(parallel, types.stand_in(batch_rows))
+        return dataclasses.replace(_report(trainer, given, step), is_assumed=is_assumed)
     except tf.errors.OpError as error:
         add_note(error, "keras_dp: report() has run the step on ones and zeros. Pass a batch that fits: report((x, y)).")
         raise
-    return dataclasses.replace(report, is_assumed=types.batch_rows is None and batch_rows is None)
 
 
-def _report(parallel: Wrapped, batch: Any) -> Report:
-    sent = communication_report(parallel, batch)
-    steps, model = parallel.tower_steps, parallel.inner_model
+def _report(trainer: Wrapped, batch: Any, step: choices.Step) -> Report:
+    sent = communication(trainer, batch, step)
+    steps, model = trainer.tower_steps, trainer.inside
     own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
     slices = steps.slices_of(batch)
-    partition, arithmetic = counted(steps, "train", slices)
+    partition, arithmetic = counted(steps, step, slices)
     kinds: Counter[str] = Counter()
     for row in sent.copies:
         kinds[row.kind] += row.bytes
     layers = [layer for layer in keras_models.flatten_layers(model) if layer.weights and layer is not model]
     policies = {layer.dtype_policy.name for layer in layers}
     return Report(
-        devices=parallel.devices,
+        devices=list(trainer.devices),
         batch_rows=int(slices[0].batch_rows),
         workers=steps.inputs.collectives.count,
         rows=[int(part.rows) for part in own],
         weight_bytes=_weight_bytes(model.weights),
         largest_weights=_largest(model.weights),
-        should_spread=variable_homes.should_spread(model, parallel.devices),
+        should_spread=variable_homes.should_spread(model, list(trainer.devices)),
         batch_norms=len(batch_norms(model)),
         batch_norm=steps.batch_norm,
         precisions=sorted(policies) or [keras.config.floatx()],

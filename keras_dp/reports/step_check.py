@@ -3,17 +3,13 @@
 import dataclasses
 from typing import Any
 
-import keras
-
 from keras_dp import choices
-from keras_dp.choices import refuse_unknown
 from keras_dp.partition.inspecting.agreement import Agreement, Comparison
 from keras_dp.partition.inspecting.comparison import compare
 from keras_dp.reports.step_graph import refuse_other_state
-from keras_dp.reports.wrapped import Wrapped, is_wrapped
+from keras_dp.reports.wrapped import inspected
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.verification import tolerance as tolerance_of_floats
-from keras_dp.wrapping.wrapper import has_own_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +65,7 @@ class StepCheck:
         return f"{words}: on one device, rounding the batch and the variables otherwise changes up to {agreement.rounding:.1e}"
 
 
-def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tolerance: float | None = None) -> StepCheck:
+def check_step(parallel: Any, batch: Any = None, step: choices.Step = "train", tolerance: float | None = None) -> StepCheck:
     """Runs one step on one device and partitioned on towers, from the same state, and compares the two.
 
     Compares results, variables, and tensors that are spread over the step. If anything differs, looks further until it can name
@@ -88,41 +84,22 @@ def check_step(parallel: Wrapped, batch: Any, step: choices.Step = "train", tole
 
     Args:
         parallel: a compiled `DataParallelModel`.
-        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight).
+        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight). None makes one of ones and zeros,
+            with the types of the batches for which the step was last traced.
         step: "train", "test" or "predict".
         tolerance: the largest difference that counts as none; None for 1e-9 in float64, 1e-4 in float32. For a variable, as a
             share of its largest change in the step, so that small variables count as much as large ones.
 
     Raises:
-        ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or the batch has no targets for
-            its loss, or the step changes other state than variables, such as a table or an iterator.
+        ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or runs eagerly, or needs
+            another batch, or its step changes other state than variables, such as a table or an iterator.
     """
-    refuse_unknown("step", step, choices.Step)
-    _refuse_incomparable(parallel, batch, step)
+    trainer, batch = inspected("check_step", parallel, batch, step)
     within = tolerance or tolerance_of_floats()
-    steps = parallel.tower_steps
+    steps = trainer.tower_steps
     slices = steps.slices_of(batch)
     steps.make_layers(step, slices)
     with same_random_states():
         both = steps.both_ways(step, slices, within)
         refuse_other_state(both.traced)
         return StepCheck(step, compare(both), within)
-
-
-def _refuse_incomparable(parallel: Any, batch: Any, step: choices.Step) -> None:
-    """Raises a ValueError unless there is a compiled DataParallelModel, and a batch with what its step takes."""
-    if not is_wrapped(parallel):
-        raise ValueError(
-            "check_step() compares the towers of a keras_dp.DataParallelModel with one device: wrap the model, compile it, and "
-            f"pass the wrapper. Received: {parallel!r} of type {type(parallel)}"
-        )
-    model = parallel.inner_model
-    if step != "predict" and not has_own_step(model):
-        if not model.compiled:
-            raise ValueError(f"Compile the model before check_step(). Received: {parallel!r}, which is not compiled")
-        has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
-        if model.loss is not None and not has_own_loss and not (isinstance(batch, tuple | list) and len(batch) > 1):
-            raise ValueError(
-                "The loss of the model needs targets: pass a batch as fit() feeds it, (x, y) or (x, y, sample_weight). "
-                f"Received: a batch of type {type(batch)} without targets"
-            )

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
+from keras_dp import choices
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.slicing import Slice, row_spec
 from keras_dp.keras_internals import keras_models
@@ -24,7 +25,7 @@ from keras_dp.partition.inspecting.other_state import change_of_other_state
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder
 from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import source_of
-from keras_dp.reports.wrapped import Wrapped, is_wrapped
+from keras_dp.reports.wrapped import Wrapped, inspected
 from keras_dp.steps.random_states import same_random_states
 
 Tensor = Any
@@ -88,29 +89,27 @@ class StepGraph:
             yield tf.zeros([rows, 0], tf.int32, name=next(names))
 
 
-def graph_of_step(parallel: Wrapped, batch: Any) -> StepGraph:
+def graph_of_step(parallel: Any, batch: Any) -> StepGraph:
     """Runs the training step once, and collects its graph. All variables are restored afterwards.
 
     The slices are on the towers' devices before the step begins: the graph has no copies of the batch from the host.
 
     Args:
-        parallel: a compiled `DataParallelModel` that does not run eagerly.
-        batch: one global batch as `fit` takes it from a dataset: `x`, `(x, y)` or `(x, y, sample_weight)`. The graph does not
-            depend on its number of rows.
+        parallel: see `inspected`.
+        batch: see `inspected`. The graph does not depend on its number of rows.
 
     Raises:
-        ValueError: if the model is not a compiled `DataParallelModel`, or runs eagerly, or its step changes other state than
-            variables.
+        ValueError: see `inspected`; or if the step changes other state than variables.
     """
-    refuse_what_has_no_graph("graph_of_step()", parallel)
-    steps = parallel.tower_steps
+    trainer, batch = inspected("graph_of_step", parallel, batch, "train")
+    steps = trainer.tower_steps
     on_host = steps.slices_of(batch if isinstance(batch, tuple) else (batch,))
-    make_variables(parallel, on_host)
-    with untouched(parallel), replaced(steps, "jit_compile", False):
+    make_variables(trainer, "train", on_host)
+    with untouched(trainer), replaced(steps, "jit_compile", False):
         return collect(
-            lambda parts: parallel.train_step(tuple(parts)),
-            on_devices(on_host, parallel.devices),
-            lambda: restored_state(parallel),
+            lambda parts: trainer.on_slices("train", tuple(parts)),
+            on_devices(on_host, trainer.devices),
+            lambda: restored_state(trainer, "train"),
         )
 
 
@@ -146,31 +145,20 @@ def collect(
     return StepGraph(_merged(parts), concrete, tuple(specs))
 
 
-def refuse_what_has_no_graph(name: str, parallel: Any) -> None:
-    """Raises a ValueError unless a model is a compiled `DataParallelModel` that does not run eagerly."""
-    if not is_wrapped(parallel) or not parallel.compiled or parallel.run_eagerly:
-        raise ValueError(
-            f"{name} takes a compiled DataParallelModel that does not run eagerly; eager steps use one device. "
-            f"Received: {parallel!r}"
-        )
-
-
-def make_variables(parallel: Wrapped, slices: Sequence[Slice]) -> None:
-    """Makes the variables of a model's training step, unless they exist, by a trace of the step."""
-    parallel.tower_steps.make_layers("train", slices)
-    parts = (parallel.inner_model.optimizer, keras_models.compile_metrics(parallel.inner_model))
+def make_variables(trainer: Wrapped, step: choices.Step, slices: Sequence[Slice]) -> None:
+    """Makes the variables of a model's step, unless they exist, by a trace of the step."""
+    trainer.tower_steps.make_layers(step, slices)
+    model = trainer.inside
+    parts = (getattr(model, "optimizer", None), keras_models.compile_metrics(model))
     if not all(part is None or part.built for part in parts):
         with same_random_states():
-            parallel.tower_steps.trace("train", slices)
+            trainer.tower_steps.trace(step, slices)
 
 
 @contextlib.contextmanager
-def untouched(parallel: Wrapped) -> Iterator[None]:
+def untouched(trainer: Wrapped) -> Iterator[None]:
     """Restores the model's variables afterwards, Python's and NumPy's random states, and what is known of batches."""
-    optimizer = parallel.optimizer.variables if parallel.optimizer is not None else []
-    metrics = [variable for metric in parallel.metrics for variable in metric.variables]
-    variables = [*parallel.variables, *optimizer, *metrics, *keras_models.seed_states(parallel.inner_model)]
-    steps = parallel.tower_steps
+    steps, variables = trainer.tower_steps, keras_models.all_variables(trainer.inside)
     with restored(variables), same_random_states(), replaced(steps, "batch_types", dict(steps.batch_types)):
         yield
 
@@ -187,13 +175,13 @@ def restored(variables: Sequence[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restored_state(parallel: Wrapped) -> Iterator[None]:
-    """Restores the variables that the training step uses, as it was last traced: a step may have any of its own.
+def restored_state(trainer: Wrapped, step: choices.Step) -> Iterator[None]:
+    """Restores the variables that a step uses, as it was last traced: a step may have any of its own.
 
     Raises:
         ValueError: if the step changes other state.
     """
-    partition = parallel.tower_steps.partition("train")
+    partition = trainer.tower_steps.partition(step)
     if partition is not None:
         refuse_other_state(partition.traced)
     with restored(() if partition is None else partition.variables):

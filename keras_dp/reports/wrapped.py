@@ -1,40 +1,70 @@
-"""Define the face of a `DataParallelModel` that reports look at."""
+"""Find what reports look at in a `DataParallelModel`, or refuse it."""
 
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import keras
 
-from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp import choices
+from keras_dp.batches.slicing import Slice
+from keras_dp.choices import refuse_unknown
 from keras_dp.steps.towers import TowerSteps
+from keras_dp.wrapping.one_state import is_made, own_of
+from keras_dp.wrapping.own_training import has_own_step
 
 
 class Wrapped(Protocol):
-    """Names the part of `DataParallelModel`, a room above, that reports use; see there."""
+    """Names the part of `TowerTrainer`, a room above, that reports use; see there."""
 
-    inner_model: keras.Model
-    optimizer: DataParallelOptimizer | None
-    compiled: bool
-    run_eagerly: bool
-    trainable_weights: list[keras.Variable]
-    variables: list[keras.Variable]
-    metrics: list[keras.metrics.Metric]
+    inside: keras.Model
+    devices: tuple[str, ...]
+
+    def on_slices(self, step: choices.Step, slices: Sequence[Slice]) -> Any:
+        """Runs a step on N slices, in the function that is being traced."""
 
     @property
     def tower_steps(self) -> TowerSteps:
-        """The inner model's steps on N towers."""
-
-    @property
-    def devices(self) -> list[str]:
-        """The N devices that run towers."""
-
-    @property
-    def num_towers(self) -> int:
-        """N, the number of towers."""
-
-    def train_step(self, data: Any) -> Any:
-        """Runs one training step on N slices."""
+        """The model's steps on N towers."""
 
 
-def is_wrapped(model: Any) -> TypeGuard[Wrapped]:
-    """Returns whether a model is a `DataParallelModel`."""
-    return hasattr(type(model), "tower_steps")
+def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tuple[Wrapped, Any]:
+    """Returns what a report looks at: the trainer behind a `DataParallelModel`, and a batch.
+
+    Args:
+        asked: the name of the report.
+        parallel: a compiled `DataParallelModel`. A step of the user's own, or "predict", needs no `compile`.
+        batch: a global batch of B rows, as `fit` feeds it: (x, y) or (x, y, sample_weight). None makes one of ones and zeros,
+            with the types of the batches for which the step was last traced.
+        step: "train", "test" or "predict".
+
+    Raises:
+        ValueError: if there is no such step, model or batch, or the model runs eagerly.
+    """
+    refuse_unknown("step", step, choices.Step)
+    if not isinstance(parallel, keras.Model) or not is_made(parallel):
+        raise ValueError(
+            f"{asked}() looks at the towers of a keras_dp.DataParallelModel: wrap the model, compile it, and pass the wrapper. "
+            f"Received: {parallel!r} of type {type(parallel)}"
+        )
+    trainer = own_of(parallel)
+    model = trainer.inside
+    if trainer.is_eager():
+        raise ValueError(
+            f"{asked}() looks at towers, and eager steps use one device. Received: {parallel!r} with run_eagerly=True"
+        )
+    is_of_keras = step != "predict" and not has_own_step(model)
+    if is_of_keras and not model.compiled:
+        raise ValueError(f"Compile the model before {asked}(). Received: {parallel!r}, which is not compiled")
+    if batch is None:
+        types = trainer.tower_steps.batch_types.get(step)
+        if types is None:
+            raise ValueError(f"The model was not trained yet: pass a batch, {asked}((x, y)). Received: batch=None")
+        return trainer, types.stand_in(trainer.feed.usual_rows)
+    has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    has_targets = isinstance(batch, tuple | list) and len(batch) > 1
+    if is_of_keras and model.loss is not None and not has_own_loss and not has_targets:
+        raise ValueError(
+            f"The loss of the model needs targets: pass {asked}() a batch as fit() feeds it, (x, y) or (x, y, sample_weight). "
+            f"Received: a batch of type {type(batch)} without targets"
+        )
+    return trainer, batch

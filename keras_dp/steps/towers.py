@@ -26,6 +26,7 @@ from keras_dp.steps.partitioned import StepOnSlices, on_slices
 from keras_dp.steps.plain import plain_step
 from keras_dp.steps.slow_steps import SlowSteps
 from keras_dp.workers.collectives import OneWorker
+from keras_dp.wrapping.one_state import own_of
 
 
 class TowerSteps:
@@ -54,6 +55,7 @@ class TowerSteps:
         calls: how often the steps of training and evaluation were called, and found a batch.
         slow_steps: tells if training could be faster.
         batch_types: the types of the last batches that each step was traced for.
+        running: the step whose function Keras's trainer is calling; None if a program calls one.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class TowerSteps:
         self.calls = 0
         self.slow_steps = SlowSteps(inputs.waiting.seconds)
         self.batch_types: dict[str, BatchTypes] = {}
+        self.running: choices.Step | None = None
         self._partitions: dict[str, Partition] = {}
 
     @property
@@ -90,18 +93,21 @@ class TowerSteps:
         weights = self.model.weights
         return variable_homes.home(weights[0]) if weights else self.inputs.devices[0]
 
-    def run(self, name: choices.Step, slices: Sequence[Slice], result_rows: choices.Rows = "all") -> tuple[Any, Partition]:
+    def run(
+        self, name: choices.Step, slices: Sequence[Slice], step: Callable[[Any], Any], result_rows: choices.Rows = "all"
+    ) -> tuple[Any, Partition]:
         """Runs a step on N slices of a batch, in the function that is being traced.
 
         Args:
-            name: the step.
+            name: the step's name.
             slices: the slices.
+            step: the step, a function of a batch.
             result_rows: as in `on_slices`.
 
         Returns:
             The step's result for the whole batch, and the step's partition.
         """
-        traced = self.trace(name, slices, self.inputs.collectives, result_rows)
+        traced = self.trace(name, slices, self.inputs.collectives, result_rows, step)
         self.batch_types[name] = BatchTypes.of(slices[0])
         result, self._partitions[name] = traced.run(self.home, self.jit_compile, self.pack_copies)
         return result, self._partitions[name]
@@ -112,6 +118,7 @@ class TowerSteps:
         slices: Sequence[Slice],
         collectives: OneWorker | None = None,
         result_rows: choices.Rows = "all",
+        step: Callable[[Any], Any] | None = None,
     ) -> StepOnSlices:
         """Traces a step as one device does, to run it on N slices of a batch. It may make variables.
 
@@ -120,9 +127,10 @@ class TowerSteps:
             slices: the slices.
             collectives: as in `on_slices`.
             result_rows: as in `on_slices`.
+            step: the step, a function of a batch; None for the model's own of this name.
         """
         whole = slices[0].whole
-        plain, devices, usual = self.plain(name, whole), self.inputs.devices, self.inputs.usual_rows
+        plain, devices, usual = self.plain(name, whole, step), self.inputs.devices, self.inputs.usual_rows
         return on_slices(plain, slices, whole, devices, collectives, self.variables_made, usual, result_rows)
 
     def make_layers(self, name: choices.Step, slices: Sequence[Slice]) -> None:
@@ -177,15 +185,17 @@ class TowerSteps:
         """Returns a step for N slices of an eager batch, on one device and on towers, to be compared."""
         return self.trace(name, slices).both_ways(self.home, tolerance, self.pack_copies, self.jit_compile)
 
-    def plain(self, name: choices.Step, whole: WholeTensors) -> Callable[[Any], Any]:
-        """Returns the model's own step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.
+    def plain(self, name: choices.Step, whole: WholeTensors, step: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
+        """Returns a step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.
 
         Args:
             name: the step's name.
             whole: the tensors of the batch that are not cut.
+            step: the step; None for the model's own of this name.
         """
-        optimizer = self.optimizer if name == "train" else None
-        return plain_step(self.model, name, optimizer, self.batch_norm, self.gradient_dtype, whole)
+        optimizer = None if name in ("test", "predict") or self.optimizer is None else own_of(self.optimizer)
+        step = step or getattr(self.model, f"{name}_step")
+        return plain_step(self.model, step, optimizer, self.batch_norm, self.gradient_dtype, whole)
 
     def on_host(self, batch: Any, finds_whole: bool = False) -> Any:
         """Returns an eager batch as tensors on the host.

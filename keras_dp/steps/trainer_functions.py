@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Shard, Slice
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
+from keras_dp.keras_internals.replacing import replaced
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification, iterator_of, types_of
 
@@ -18,10 +19,11 @@ _EARLY_CALLS = 4
 
 
 @contextlib.contextmanager
-def _call(steps: TowerSteps, executions: int) -> Iterator[None]:
-    """Surrounds a call of a function that runs a number of steps."""
+def _call(steps: TowerSteps, executions: int, name: choices.Step | None = None) -> Iterator[None]:
+    """Surrounds a call of a function that runs a number of steps; of the name of a step, or of one that has its own name."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(steps.naming_failures())
+        stack.enter_context(replaced(steps, "running", name))
         stack.enter_context(steps.inputs.waiting.in_call(executions))
         if steps.jit_compile:
             # On GPUs, it adds transposes around convolutions, which cut the piece that XLA compiles: 115 pieces in a step of
@@ -50,7 +52,7 @@ class PredictFunction:
     def __call__(self, batches: Any) -> Any:
         """Returns the outputs, in the order of the rows."""
         self._steps.refuse_moved()
-        with _call(self._steps, len(batches)), self._verified(batches[0]):
+        with _call(self._steps, len(batches), "predict"), self._verified(batches[0]):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
             if isinstance(first, Slice) and isinstance(first.source, Shard):
                 self._trace_for_any_sizes(len(batches))
@@ -100,7 +102,7 @@ class StepFunction:
     def __call__(self, iterator: Any) -> Any:
         """Runs the steps, and returns the result of the last one."""
         self._steps.refuse_moved()
-        with _call(self._steps, len(self._executions)):
+        with _call(self._steps, len(self._executions), self._name):
             if isinstance(iterator, tf.data.Iterator):
                 result = self._of_dataset(iterator)
             else:
@@ -128,3 +130,23 @@ class StepFunction:
         if self._verification is None or not self._verification.is_new(self._name, types):
             return contextlib.nullcontext()
         return self._verification.of_step(self._name, types, batch)
+
+
+class CalledStep:
+    """Runs a step that a program calls by itself, with arguments of its own.
+
+    Args:
+        step: the step.
+        steps: the steps on towers.
+    """
+
+    def __init__(self, step: Callable[..., Any], steps: TowerSteps):
+        self._steps = steps
+        run = steps.inputs.run
+        self._function = tf.function(lambda args, kwargs: run(step, args, kwargs), autograph=False, reduce_retracing=True)
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the step."""
+        self._steps.refuse_moved()
+        with _call(self._steps, 1):
+            return self._function(tuple(args), dict(kwargs))

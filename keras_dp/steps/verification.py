@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Slice, own_spec
 from keras_dp.batches.whole_tensors import leaves_of
+from keras_dp.keras_internals.keras_models import all_variables
 from keras_dp.partition.inspecting.comparison import compare, compare_ends
 from keras_dp.partition.inspecting.other_state import call_of_python, change_of_other_state
 from keras_dp.steps.random_states import same_random_states
@@ -57,7 +58,7 @@ class Verification:
         Raises:
             RuntimeError: if a result, a variable or a tensor differs. The variables are as before the step.
         """
-        before = [(variable, np.array(variable)) for variable in self._variables()]
+        before = [(variable, np.array(variable)) for variable in all_variables(self._steps.model)]
         yield
         is_cut = isinstance(batch, tuple) and batch and isinstance(batch[0], Slice)
         slices: Sequence[Slice] = batch if is_cut else self._steps.slices_of(batch)
@@ -93,12 +94,6 @@ class Verification:
             "are as before the step. This is a fault of keras_dp: please report it with the program, and train with "
             f"{instead} until it is mended. Received: verify=True"
         )
-
-    def _variables(self) -> list[keras.Variable]:
-        optimizer = self._steps.optimizer
-        metrics = [variable for metric in self._steps.model.metrics for variable in metric.variables]
-        found = [*self._steps.model.variables, *metrics, *(optimizer.variables if optimizer is not None else [])]
-        return list({id(variable): variable for variable in found}.values())
 
 
 def verification(verify: bool | None, steps: TowerSteps) -> Verification | None:

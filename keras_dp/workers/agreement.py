@@ -1,6 +1,7 @@
 """Describe the facts of a model and its data that must be the same on all workers."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,6 +19,22 @@ def described_model(model: keras.Model) -> dict[str, Any]:
         return facts
     optimizer = {} if model.optimizer is None else _configuration(model.optimizer)
     return facts | {"the optimizer": optimizer, "the loss": _written(model.loss)}
+
+
+def described_graph(nodes: Sequence[Any], variables: Sequence[tf.Variable], model: keras.Model) -> str:
+    """Describes which operations a step has, in which order, on which of the model's variables; not their names and sizes.
+
+    Args:
+        nodes: the NodeDefs of the step, each after those that it takes.
+        variables: the variables of the step.
+        model: the model.
+    """
+    numbers = {node.name: number for number, node in enumerate(nodes)}
+    of_model = {variable.value.ref(): number for number, variable in enumerate(keras_models.all_variables(model))}
+    taken = [[numbers.get(name.lstrip("^").partition(":")[0]) for name in node.input] for node in nodes]
+    operations = [f"{node.op}{inputs}" for node, inputs in zip(nodes, taken, strict=True)]
+    described = f"{operations} {[of_model.get(variable.ref()) for variable in variables]}"
+    return f"{len(nodes)} operations, checksum {hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
 
 
 def described_data(value: Any) -> Any:

@@ -1,17 +1,18 @@
-"""Make all workers begin `fit`, set learning rates and stop training together."""
+"""Make all workers begin `fit`, change state and stop training together."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from keras_dp.keras_internals import keras_models, keras_optimizers
-from keras_dp.keras_internals.keras_optimizers import innermost_optimizers
+from keras_dp.keras_internals import keras_models
+from keras_dp.keras_internals.keras_optimizers import optimized_variables, optimizers_of
 from keras_dp.keras_internals.versions import callback_classes
 from keras_dp.workers.group import WorkerGroup, share_random_state
-from keras_dp.workers.synchronization import all_variables, synchronize
-from keras_dp.wrapping.wrapper import listed
+from keras_dp.workers.synchronization import refuse_different, synchronize
+from keras_dp.wrapping.own_training import listed
 
 # These write files, or send data to a server.
 _WRITERS = callback_classes(
@@ -19,52 +20,73 @@ _WRITERS = callback_classes(
 )
 
 
-class WorkersCallback(keras.callbacks.Callback):
-    """Begins training on all workers with the chief's variables and epoch, and ends it on all where one worker ends it.
+State = Callable[[], Sequence[keras.Variable | tf.Variable]]
 
-    It is the last callback, so that the chief has restored its backup before all workers begin.
+
+class SameStateCallback(keras.callbacks.Callback):
+    """Checks, when an epoch ends, that all workers have trained the same model: nothing must have changed state on one alone.
+
+    It is the first callback, so that those of the user's have not changed anything at the end of the epoch.
 
     Args:
         group: the workers.
+        state: returns all variables that training uses.
     """
 
-    def __init__(self, group: WorkerGroup):
+    def __init__(self, group: WorkerGroup, state: State):
         super().__init__()
-        self._group = group
+        self._group, self._state = group, state
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Raises a RuntimeError if variables differ."""
+        refuse_different(self._group, self._state())
+
+
+class WorkersCallback(keras.callbacks.Callback):
+    """Gives all workers the chief's state and epoch as training begins, and after the callbacks of each epoch.
+
+    It is the last callback, so that the chief has restored its backup before all workers begin. Training ends on all workers
+    where one worker ends it.
+
+    Args:
+        group: the workers.
+        model: the model inside the wrapper.
+        state: returns all variables that training uses.
+    """
+
+    def __init__(self, group: WorkerGroup, model: keras.Model, state: State):
+        super().__init__()
+        self._group, self._model, self._state = group, model, state
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the chief's variables and initial epoch to all workers."""
-        self._build_optimizer()
-        synchronize(self._group, all_variables(self.model.inner_model))
+        self._build_optimizers()
+        synchronize(self._group, self._state())
         (begin, *_) = self._exchange(keras_models.initial_epoch(self.model))
         keras_models.set_initial_epoch(self.model, begin)
 
-    def _build_optimizer(self) -> None:
-        """Makes the optimizer's variables on all workers if one has them, such as a chief that has restored a backup."""
-        model = self.model.inner_model
-        optimizer = getattr(model, "optimizer", None)
-        is_built = optimizer is not None and bool(optimizer.built)
-        if any(self._exchange(is_built)) and optimizer is not None and not is_built:
-            optimizer.build(model.trainable_variables)
+    def _build_optimizers(self) -> None:
+        """Makes the variables of optimizers on all workers if one has them, such as a chief that has restored a backup."""
+        optimizers, weights = optimizers_of(self._model), self._model.trainable_variables
+        numbers = {id(weight): number for number, weight in enumerate(weights)}
+        own = [optimized_variables(optimizer) if optimizer.built else None for optimizer in optimizers]
+        built = [None if kept is None else [numbers.get(id(variable)) for variable in kept] for kept in own]
+        everywhere = self._exchange(built)
+        self._group.agree({"the number of optimizers": len(built)})
+        for optimizer, of_workers in zip(optimizers, zip(*everywhere, strict=True), strict=True):
+            known = next((kept for kept in of_workers if kept is not None and None not in kept), None)
+            if known is not None and not optimizer.built:
+                optimizer.build([weights[number] for number in known])
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the chief's random state, with which Keras shuffles, to all workers."""
         share_random_state(self._group)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends training on all workers if a callback of any worker ends it, and sets the chief's learning rates on all."""
+        """Ends training on all workers if a callback of any worker ends it, and gives all the chief's state."""
         self.model.distribute_strategy.different_batches.report()
-        optimizers = [
-            optimizer
-            for optimizer in innermost_optimizers(self.model.optimizer)
-            if keras_optimizers.has_learning_rate_variable(optimizer)
-        ]
-        rates = [float(optimizer.learning_rate) for optimizer in optimizers]
-        everywhere = self._exchange([bool(self.model.stop_training), rates])
-        self.model.stop_training = any(stops for stops, _ in everywhere)
-        for optimizer, own, first in zip(optimizers, rates, everywhere[0][1], strict=True):
-            if own != first:
-                optimizer.learning_rate = first
+        self.model.stop_training = any(self._exchange(bool(self.model.stop_training)))
+        synchronize(self._group, self._state())
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that training makes progress."""
@@ -83,15 +105,24 @@ class WorkersCallback(keras.callbacks.Callback):
             return [json.loads(message) for message in self._group.collectives.exchange(json.dumps(value).encode())]
 
 
-def with_workers_callback(callbacks: Any, group: WorkerGroup, model: keras.Model) -> Any:
-    """Appends `WorkersCallback` to the callbacks of a call, and removes those that write files, except on the chief."""
-    together = WorkersCallback(group)
+def with_workers_callbacks(callbacks: Any, group: WorkerGroup, wrapper: keras.Model, model: keras.Model, state: State) -> Any:
+    """Puts the workers' own callbacks around those of a call, and removes those that write files, except on the chief.
+
+    Args:
+        callbacks: the argument of the call.
+        group: the workers.
+        wrapper: the model that is called.
+        model: the model inside it.
+        state: returns all variables that training uses.
+    """
+    first, last = SameStateCallback(group, state), WorkersCallback(group, model, state)
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        together.set_model(model)
-        kept = [callback for callback in callbacks.callbacks if not isinstance(callback, WorkersCallback)]
-        callbacks.callbacks = [*_without_writers(kept, group), together]
+        first.set_model(wrapper)
+        last.set_model(wrapper)
+        kept = [callback for callback in callbacks.callbacks if not isinstance(callback, SameStateCallback | WorkersCallback)]
+        callbacks.callbacks = [first, *_without_writers(kept, group), last]
         return callbacks
-    return [*_without_writers(listed(callbacks), group), together]
+    return [first, *_without_writers(listed(callbacks), group), last]
 
 
 def _without_writers(callbacks: Sequence[keras.callbacks.Callback], group: WorkerGroup) -> list[keras.callbacks.Callback]:

@@ -1,17 +1,18 @@
 """Make all workers run the same calls, with the same variables."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dp import choices
+from keras_dp.keras_internals.keras_models import all_variables
 from keras_dp.workers.agreement import described_data, described_model
-from keras_dp.workers.callback import with_workers_callback
+from keras_dp.workers.callback import with_workers_callbacks
 from keras_dp.workers.group import WorkerGroup, share_random_state
-from keras_dp.workers.synchronization import all_variables, synchronize
+from keras_dp.workers.synchronization import synchronize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,9 @@ class SingleCalls:
     def synchronize_others(self, known: Collection[Any], variables: Sequence[tf.Variable]) -> None:
         """Does nothing."""
 
+    def agree_on_graph(self, step: str, described: Callable[[], str]) -> None:
+        """Does nothing."""
+
 
 class JointCalls(SingleCalls):
     """Makes all workers run the same calls, with the same variables.
@@ -69,7 +73,8 @@ class JointCalls(SingleCalls):
     def __init__(self, group: WorkerGroup):
         self._group = group
         self._are_synchronized = False
-        self._others: set[Any] = set()
+        self._others: dict[Any, tf.Variable] = {}  # by their references
+        self._agreed: set[str] = set()  # steps whose graphs are the same
 
     def begin(self, call: Call, model: keras.Model, wrapper: keras.Model, arguments: dict[str, Any]) -> None:
         """Checks that all workers begin the same call, and prepares it.
@@ -89,7 +94,8 @@ class JointCalls(SingleCalls):
         share_random_state(self._group)
         # fit() synchronizes when training begins, after the chief has restored a backup.
         self._are_synchronized = call.method == "fit"
-        arguments["callbacks"] = with_workers_callback(arguments.get("callbacks"), self._group, wrapper)
+        callbacks = arguments.get("callbacks")
+        arguments["callbacks"] = with_workers_callbacks(callbacks, self._group, wrapper, model, lambda: self._state(model))
         if not self._group.is_chief:
             arguments.setdefault("verbose", 0)
 
@@ -97,12 +103,13 @@ class JointCalls(SingleCalls):
         """Synchronizes all variables again in the next call: the model was compiled."""
         self._are_synchronized = False
         self._others.clear()
+        self._agreed.clear()
 
     def synchronize(self, model: keras.Model) -> None:
         """Gives all workers the chief's variables, once after they were created, and once in each call."""
         if not self._are_synchronized:
             self._are_synchronized = True
-            synchronize(self._group, all_variables(model))
+            synchronize(self._group, self._state(model))
 
     def variables_of(self, model: keras.Model) -> set[Any]:
         """Returns references to the variables that `synchronize` covers."""
@@ -119,9 +126,28 @@ class JointCalls(SingleCalls):
         """
         others = [variable for variable in variables if variable.ref() not in self._others and variable.ref() not in known]
         if others:
-            self._others.update(variable.ref() for variable in others)
+            self._others |= {variable.ref(): variable for variable in others}
             with tf.init_scope():
                 synchronize(self._group, others)
+
+    def agree_on_graph(self, step: str, described: Callable[[], str]) -> None:
+        """Checks that all workers have traced the same graph, the first time that they trace a step together.
+
+        Args:
+            step: the step's name.
+            described: returns a text that two graphs have in common only if they compute the same in the same order.
+
+        Raises:
+            ValueError: on all workers, if the graphs differ.
+        """
+        if step not in self._agreed:
+            self._agreed.add(step)
+            with tf.init_scope():
+                self._group.agree({f"the operations of the {step} step, which may follow the order of a set": described()})
+
+    def _state(self, model: keras.Model) -> list[keras.Variable | tf.Variable]:
+        """Lists the variables of a model, its optimizers, its metrics and its steps."""
+        return [*all_variables(model), *self._others.values()]
 
 
 def calls_of(group: WorkerGroup) -> SingleCalls:

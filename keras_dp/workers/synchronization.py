@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.keras_internals import keras_models
 from keras_dp.workers.group import WorkerGroup
 
 
@@ -42,12 +41,22 @@ def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Vari
         )
 
 
-def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """Lists the variables of a model, its optimizer, its metrics and its random number generators."""
-    optimizer = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
-    metrics = [variable for metric in model.metrics for variable in metric.variables]
-    variables = [*model.variables, *optimizer, *metrics, *keras_models.seed_states(model)]
-    return list({id(variable): variable for variable in variables}.values())
+def refuse_different(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Variable]) -> None:
+    """Raises a RuntimeError, on all workers, if their values of variables differ. It names the first variable that does."""
+    native = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    if _same_everywhere(group, native):
+        return
+    own = b"".join(zlib.crc32(variable.numpy().tobytes()).to_bytes(4, "little") for variable in native)
+    with group.reporting_lost_workers():
+        everywhere = group.collectives.exchange(own)
+    differs = [len({sums[4 * i : 4 * i + 4] for sums in everywhere}) > 1 for i in range(len(native))]
+    path = getattr(variables[differs.index(True)], "path", native[differs.index(True)].name)
+    raise RuntimeError(
+        f"The workers' values of {path!r}, and of {sum(differs) - 1} other variables, differ at the end of an epoch: something "
+        "has changed state on one worker alone while they trained, such as a callback that one worker alone runs between "
+        "batches. Change state on all workers; or at the end of an epoch, after which all go on with the chief's state. The "
+        "weights are this worker's own."
+    )
 
 
 def _same_everywhere(group: WorkerGroup, variables: Sequence[tf.Variable]) -> bool:

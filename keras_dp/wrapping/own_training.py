@@ -1,4 +1,4 @@
-"""Warn when a method that a model's class adds trains the model on one device."""
+"""Warn when a method of a model's own class trains or evaluates the model on one device."""
 
 import functools
 import inspect
@@ -8,56 +8,70 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
+
+from keras_dp.wrapping.one_state import own_of
+
+CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 logger = logging.getLogger("keras_dp")
 
 
-class OwnTraining:
-    """Watches the methods that a user's class adds to `keras.Model`, such as a `train(dataset)`.
+def is_own(model: keras.Model, name: str) -> bool:
+    """Returns whether a model overrides a method of `keras.Model`."""
+    method = getattr(model, name)
+    return getattr(method, "__func__", method) is not getattr(keras.Model, name)
 
-    They run as they are, on the model itself: a step that they call is eager Python there, and may be any function. So they
-    train on one device.
 
-    Args:
-        model: the inner model.
+def has_own_step(model: keras.Model) -> bool:
+    """Returns whether a model overrides its training, test or prediction step."""
+    return any(is_own(model, name) for name in ("train_step", "test_step", "predict_step"))
+
+
+def listed(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """Lists the callbacks in an argument of `fit`: None, one, several however nested, or a `CallbackList`."""
+    inside = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
+    return list(keras.tree.flatten(inside))
+
+
+def watched_methods(model: keras.Model) -> dict[str, Callable[..., Any]]:
+    """Returns the methods of a user's class, by name, so that each warns, once, if all that it computes is on one device.
+
+    Methods that override others of Keras are left out, except `fit`, `evaluate`, `predict` and `*_on_batch`.
+    """
+    named: dict[str, Any] = {}
+    for base in type(model).__mro__:
+        if base not in keras.Model.__mro__ and not base.__module__.startswith("keras."):
+            named = {**vars(base), **named}
+    return {
+        name: _watched(member)
+        for name, member in named.items()
+        if isinstance(member, types.FunctionType)
+        and not name.startswith("_")
+        and (name in CALLS or not hasattr(keras.Model, name))
+        and not _runs_later(member)
+    }
+
+
+def _watched(function: types.FunctionType) -> Callable[..., Any]:
+    """Wraps a method. It has computed on one device if optimizers have made updates, or nothing else can be seen of it.
+
+    A method that has once used towers may call functions that were traced then, and whose steps cannot be seen any more.
     """
 
-    def __init__(self, model: keras.Model):
-        self._model = model
-        self._told = False
-        self._watched = functools.cache(self._watch)
+    @functools.wraps(function)
+    def method(parallel: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = own_of(parallel)
+        uses, updates = trainer.uses, trainer.updates()
+        result = function(parallel, *args, **kwargs)
+        if trainer.uses > uses:
+            trainer.methods_on_towers.add(function.__name__)
+        elif function.__name__ in CALLS or trainer.updates() > updates:
+            if function.__name__ not in trainer.methods_on_towers:
+                trainer.tell_alone(function.__name__)
+            trainer.methods_on_towers.add(function.__name__)
+        return result
 
-    def watched(self, method: types.MethodType) -> types.MethodType:
-        """Returns a method of the model that warns, the first time that optimizers of the model make updates in it."""
-        function = method.__func__
-        is_plain = isinstance(function, types.FunctionType) and not _runs_later(function)
-        if not is_plain or method.__self__ is not self._model or hasattr(keras.Model, function.__name__):
-            return method
-        return types.MethodType(self._watched(function), self._model)
-
-    def _watch(self, function: types.FunctionType) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self._updates()
-            result = function(model, *args, **kwargs)
-            if not self._told and self._updates() > before:
-                self._told = True
-                logger.warning(
-                    "The model's own %s() trained on one device: it ran on the model itself. To train on the towers, call "
-                    "fit(dataset) of the DataParallelModel, or its train_step(data) in a loop outside of the model, where data "
-                    "may be any nested structure of tensors with rows; see docs/own_steps.md.",
-                    function.__name__,
-                )
-            return result
-
-        return method
-
-    def _updates(self) -> int:
-        """Returns how many updates the optimizers that are attributes of the model have made; 0 while a function is traced."""
-        if not tf.executing_eagerly():
-            return 0
-        return sum(int(one.iterations) for one in vars(self._model).values() if isinstance(one, keras.optimizers.Optimizer))
+    return method
 
 
 def _runs_later(function: Any) -> bool:

@@ -12,6 +12,7 @@ from comparison import assert_same_script
 from keras import layers
 
 import keras_dp
+from keras_dp.wrapping.one_state import own_of
 
 pytestmark = pytest.mark.thorough
 
@@ -155,7 +156,7 @@ def test_a_loop_of_ones_own_around_steps_trains_on_the_towers(build, caplog):
 
     _, parallel = assert_same_script(built, lambda model: compiled(model).fit(epochs=2), 3)
     assert "ran on one device" not in caplog.text
-    assert parallel._calls_on_towers
+    assert own_of(parallel).uses
 
 
 class LoopOfItsOwn(Network):
@@ -244,8 +245,8 @@ def four_arguments():
     return [(x, y, tf.square(x[:, :1]), tf.square(y)) for x, y in batches()]
 
 
-def test_methods_of_ones_own_train_on_one_device_and_say_so(caplog):
-    """Their steps are eager Python, and take any arguments. The warning names the method that was called, once."""
+def test_methods_of_ones_own_train_by_steps_on_towers(caplog):
+    """They call the step of the wrapper, also in a function that they compile, with any arguments."""
 
     def script(model):
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
@@ -258,10 +259,38 @@ def test_methods_of_ones_own_train_on_one_device_and_say_so(caplog):
         ]
         return [*results, model.step(*four_arguments()[0][:3])]
 
-    assert_same_script(Adversaries, script, 3)
-    (record,) = [record for record in caplog.records if "one device" in record.message]
-    assert record.message.startswith("The model's own train() trained on one device")
-    assert "train_step(data)" in record.message
+    _, parallel = assert_same_script(Adversaries, script, 3)
+    assert "one device" not in caplog.text
+    assert own_of(parallel).steps.partition("train") is not None
+
+
+class AdversariesWithTapes(Adversaries):
+    """Updates by itself, in a method that calls no step."""
+
+    def update(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.one(x) - y) ** 2)
+        self.optimizers["one"].apply(tape.gradient(loss, self.one.trainable_variables), self.one.trainable_variables)
+        return float(loss)
+
+    def train(self, data):
+        self.optimizers = {"one": keras.optimizers.SGD(0.1)}
+        return [self.update(x, y) for x, y, _, _ in data]
+
+
+def test_methods_of_ones_own_that_compute_by_themselves_say_so(caplog):
+    """The warning names the method that was called, once, wherever the model keeps its optimizer."""
+
+    def script(model):
+        model.compile("sgd")
+        return [model.train(four_arguments()), model.train(four_arguments()), model.get_weights()]
+
+    assert_same_script(AdversariesWithTapes, script, 3)
+    records = [record for record in caplog.records if "one device" in record.message]
+    assert [record.message.partition(":")[0] for record in records] == [
+        f"The model's own {name}() ran on one device" for name in ("update", "train")
+    ]
+    assert "train_step()" in records[0].message
 
 
 def test_methods_of_ones_own_are_the_models(caplog):
@@ -270,7 +299,7 @@ def test_methods_of_ones_own_are_the_models(caplog):
     model.compile("sgd")
     parallel = keras_dp.DataParallelModel(model, devices=3)
     assert parallel.train == parallel.train
-    assert parallel.train.__self__ is model
+    assert parallel.train.__self__ is parallel
     assert parallel.compiled_step.get_concrete_function is not None
     assert parallel.forget.__doc__ == "Forgets what the first network has learned."
     parallel.forget()
@@ -332,5 +361,5 @@ def test_own_loops_leave_the_model_as_it_was():
     before = set(vars(inner))
     parallel = keras_dp.DataParallelModel(inner, devices=2)
     parallel.fit(X, Y, shift=1.0, verbose=0)
-    assert set(vars(inner)) - before <= {"shift"}
+    assert set(vars(inner)) - before <= {"shift", "history", "_eval_epoch_iterator"}
     assert type(inner) is Preprocessing

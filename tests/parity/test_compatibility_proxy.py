@@ -1,4 +1,4 @@
-"""All other attributes and methods of a `keras.Model` are the inner model's on the wrapper, or are refused."""
+"""A wrapper has all attributes and methods of the model inside."""
 
 import contextlib
 import copy
@@ -505,14 +505,17 @@ def sequential():
     return keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(2)])
 
 
-@pytest.mark.parametrize("clone", [keras.models.clone_model, lambda model: model.__class__.from_config(model.get_config())])
 @pytest.mark.parametrize("build", [build, sequential, registered], ids=["functional", "sequential", "subclassed"])
-def test_clones(build, clone):
+def test_clones(build):
     """A clone of a wrapper is a wrapper, with the same settings around a clone of the inner model."""
+    clone = keras.models.clone_model
 
     def script(model):
         clones = [compiled(clone(compiled(model)))]
         clones.append(compiled(clone(clones[0])))
+        of_class = model.__class__.from_config(model.get_config())
+        assert type(of_class) is type(inner(model))
+        clones.append(compiled(of_class))
         for each in clones:
             each(X)
             each.set_weights(model.get_weights())
@@ -528,10 +531,19 @@ def test_clones(build, clone):
     assert (cloned.devices, cloned.parameter_device) == (["CPU:2", "CPU:0"], "sharded")
 
 
-def test_clones_with_a_function_for_each_layer_are_made_of_the_inner_model():
-    parallel = keras_dp.DataParallelModel(build(), devices=2)
-    with pytest.raises(ValueError, match="only supported for Sequential models or Functional models.*DataParallelModel"):
-        keras.models.clone_model(parallel, clone_function=lambda layer: layer)
+def test_clones_with_a_function_for_each_layer():
+    """Keras takes one for its own classes alone, of which it knows a wrapper to be."""
+
+    def wider(layer):
+        config = layer.get_config()
+        return layer.__class__.from_config({**config, "units": 2} if "units" in config else config)
+
+    def script(model):
+        clone = compiled(keras.models.clone_model(compiled(model), clone_function=wider))
+        assert (inner(clone) is clone) == (inner(model) is model)
+        return [weight.shape for weight in clone.get_weights()], train(clone)
+
+    assert_same_script(build, script, 3)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
@@ -935,9 +947,10 @@ def test_quantizing():
 
 
 def test_what_the_wrapper_is():
-    """It is a `keras.Model`, not an instance of the inner model's class, and appears under its own name in errors."""
+    """It is a `DataParallelModel` and an instance of the inner model's class, and appears under its own name in errors."""
     parallel = keras_dp.DataParallelModel(build(), devices=2)
-    assert isinstance(parallel, keras.Model)
-    assert not isinstance(parallel, type(parallel.inner_model))
+    assert isinstance(parallel, keras_dp.DataParallelModel)
+    assert isinstance(parallel, type(parallel.inner_model))
+    assert issubclass(type(parallel), type(parallel.inner_model))
     assert repr(parallel) == str(parallel) == "<DataParallelModel name=users, built=True, 2 towers on CPU:0 and CPU:1>"
     assert {parallel: 1}[parallel] == 1

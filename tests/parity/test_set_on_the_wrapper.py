@@ -80,19 +80,32 @@ def test_steps_that_call_those_they_replace(eagerly):
 
 @pytest.mark.parametrize("name", ["train", "test", "predict"])
 @pytest.mark.parametrize("calls_before", [0, 1])
-def test_functions_that_are_set_are_refused(name, calls_before):
+def test_functions_that_are_set_take_whole_batches(name, calls_before):
     """Before the first call, they were once ignored; after it, they got slices in place of batches."""
-    model = on_towers()(keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
-    model.compile("sgd", "mse")
-    method = getattr(model, {"train": "fit", "test": "evaluate", "predict": "predict"}[name])
-    data = (X,) if name == "predict" else (X, Y)
-    for _ in range(calls_before):
-        method(*data, verbose=0)
-    setattr(model, f"{name}_function", lambda iterator: {"loss": 0.0})
-    with pytest.raises(ValueError, match=f"{name}_function was set.*Set {name}_step in place of it"):
-        method(*data, verbose=0)
-    setattr(model, f"{name}_function", None)
-    method(*data, verbose=0)
+
+    def run(wrap):
+        keras.utils.set_random_seed(1)
+        model = wrap(keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
+        model.compile("sgd", "mse")
+        method = getattr(model, {"train": "fit", "test": "evaluate", "predict": "predict"}[name])
+        arguments = {"batch_size": 4, "verbose": 0} | ({"shuffle": False} if name == "train" else {})
+        data = (X,) if name == "predict" else (X, Y)
+        results = [method(*data, **arguments) for _ in range(calls_before)]
+        seen = []
+
+        def function(iterator):
+            batch = iterator[0] if name == "predict" else next(iterator)
+            seen.append(batch[0])
+            return getattr(model, f"{name}_step")(batch)
+
+        setattr(model, f"{name}_function", function)
+        results.append(method(*data, **arguments))
+        setattr(model, f"{name}_function", None)
+        results.append(method(*data, **arguments))
+        results = [getattr(result, "history", result) for result in results]
+        return [*results, seen, model.get_weights()]
+
+    assert_same(run(plain), run(on_towers()), 1e-9)
 
 
 def test_a_step_may_be_set_to_another_one_of_the_wrapper():

@@ -162,11 +162,7 @@ def test_a_plain_model_compiled_with_it_is_saved_without_it(tmp_path):
     assert values(loaded.optimizer) == values(model.optimizer)
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, lambda optimizer: type(optimizer).from_config(optimizer.get_config())],
-    ids=["copy", "deepcopy", "clone"],
-)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
 def test_copies_stay_what_they_are(copied):
     optimizer = keras_dp.DataParallelOptimizer(
         keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), parameter_device="CPU:1", accumulate="rows"
@@ -179,7 +175,7 @@ def test_copies_stay_what_they_are(copied):
 
 
 def test_a_configuration_alone_does_not_make_one():
-    with pytest.raises(ValueError, match=r"of the object inside. .*wrap it: keras_dp.DataParallelOptimizer\(inner_opt"):
+    with pytest.raises(ValueError, match=r"of the object inside. .*wrap it: keras_dp.DataParallelOptimizer"):
         keras_dp.DataParallelOptimizer.from_config(trained_optimizer()[0].get_config())
 
 

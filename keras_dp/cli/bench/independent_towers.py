@@ -1,7 +1,7 @@
 """Run towers that exchange nothing, as the bound for a benchmark."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from keras_dp.partition.tracing.trace import Trace
 from keras_dp.steps.partitioned import arguments_of, rows_of
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.workers.collectives import OneWorker
+from keras_dp.wrapping.one_state import own_of
 
 Tensor = Any
 
@@ -35,7 +36,7 @@ def independent_towers(inner_model: keras.Model, **arguments: Any) -> DataParall
     """
     parallel = DataParallelModel(inner_model, **arguments)
     steps = parallel.tower_steps
-    parallel.tower_steps = _IndependentSteps(
+    own_of(parallel).steps = _IndependentSteps(
         steps.model, steps.inputs, steps.batch_norm, steps.gradient_dtype, optimizer=lambda: steps.optimizer
     )
     return parallel
@@ -48,10 +49,12 @@ class _IndependentSteps(TowerSteps):
         super().__init__(*args, **kwargs)
         self._copies: dict[tuple[str, int], tf.Variable] = {}
 
-    def run(self, name: choices.Step, slices: Sequence[Slice], result_rows: choices.Rows = "all") -> tuple[Any, Partition]:
+    def run(
+        self, name: choices.Step, slices: Sequence[Slice], step: Callable[[Any], Any], result_rows: choices.Rows = "all"
+    ) -> tuple[Any, Partition]:
         """Runs a step on each slice, and returns the result of the first."""
         batches = [_as_batch(part) for part in slices]
-        steps = [arguments_of(self.plain(name, batch.whole), [batch], batch.whole, OneWorker()) for batch in batches]
+        steps = [arguments_of(self.plain(name, batch.whole, step), [batch], batch.whole, OneWorker()) for batch in batches]
         of_batch, arguments = steps[0]
         trace = Trace(of_batch, [argument.spec for argument in arguments], self.variables_made)
         traced = traced_step(trace.concrete)

@@ -117,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
             count = len(members.places)
             shares = [frozenset[int]()] * count if options.share_cores else cores.shares(count)
             addresses = _free_addresses(count)
-            shared = {**os.environ, "PYTHONUNBUFFERED": "1", "KERAS_DP_RESTART": str(restart)}
+            # All workers iterate over sets in one order, which is the order of their collectives.
+            shared = {"PYTHONHASHSEED": "0", **os.environ, "PYTHONUNBUFFERED": "1", "KERAS_DP_RESTART": str(restart)}
             environments = [
                 {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[place]}
                 for index, place in enumerate(members.places)
