@@ -1,11 +1,41 @@
 """Train Keras 3 models on several devices with one device's result."""
 
-import sys
-from pathlib import Path
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from keras_dp.version import __version__ as __version__
 
-# The command `keras-dp` answers at once: TensorFlow is imported by the processes that it starts.
-if Path(sys.argv[0]).stem != "keras-dp":
+if TYPE_CHECKING:
     from keras_dp.api import *  # noqa: F403
-    from keras_dp.api import __all__ as __all__
+
+__all__ = [
+    "DataParallelModel",
+    "DataParallelOptimizer",
+    "SyncBatchNormalization",
+    "WorkerGroup",
+    "WorkerLostError",
+    "callbacks",
+    "check_step",
+    "communication_report",
+    "connect_workers",
+    "convert_batch_norm",
+    "explain",
+    "optimizers",
+    "recalibrate_batch_norm",
+    "report",
+    "schedules",
+    "use_logical_cpus",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports Keras and TensorFlow when the first of the public names is used: the command `keras-dp` answers at once."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    api = importlib.import_module("keras_dp.api")
+    globals().update({public: getattr(api, public) for public in __all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

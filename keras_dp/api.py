@@ -1,4 +1,4 @@
-"""List the public names, and refuse Keras on another backend than TensorFlow."""
+"""Import the public names, and refuse Keras on another backend than TensorFlow."""
 
 import os
 
@@ -23,31 +23,19 @@ from keras_dp.keras_internals import versions
 
 versions.refuse_old_versions()
 
-from keras_dp import callbacks, console, optimizers, schedules
-from keras_dp.batch_normalization.synchronized import SyncBatchNormalization, convert_batch_norm
-from keras_dp.devices.available import use_logical_cpus
-from keras_dp.model import DataParallelModel
-from keras_dp.optimizer import DataParallelOptimizer
-from keras_dp.recalibration import recalibrate_batch_norm
-from keras_dp.reports.communication import communication_report
-from keras_dp.reports.step_check import check_step
-from keras_dp.workers.group import WorkerGroup, WorkerLostError, connect_workers
-
-__all__ = [
-    "DataParallelModel",
-    "DataParallelOptimizer",
-    "SyncBatchNormalization",
-    "WorkerGroup",
-    "WorkerLostError",
-    "callbacks",
-    "check_step",
-    "communication_report",
-    "connect_workers",
-    "convert_batch_norm",
-    "optimizers",
-    "recalibrate_batch_norm",
-    "schedules",
-    "use_logical_cpus",
-]
-
-console.show_messages()
+from keras_dp import callbacks as callbacks
+from keras_dp import optimizers as optimizers
+from keras_dp import schedules as schedules
+from keras_dp.batch_normalization.synchronized import SyncBatchNormalization as SyncBatchNormalization
+from keras_dp.batch_normalization.synchronized import convert_batch_norm as convert_batch_norm
+from keras_dp.devices.available import use_logical_cpus as use_logical_cpus
+from keras_dp.model import DataParallelModel as DataParallelModel
+from keras_dp.optimizer import DataParallelOptimizer as DataParallelOptimizer
+from keras_dp.recalibration import recalibrate_batch_norm as recalibrate_batch_norm
+from keras_dp.reports.communication import communication_report as communication_report
+from keras_dp.reports.explain import explain as explain
+from keras_dp.reports.reporting import report as report
+from keras_dp.reports.step_check import check_step as check_step
+from keras_dp.workers.group import WorkerGroup as WorkerGroup
+from keras_dp.workers.group import WorkerLostError as WorkerLostError
+from keras_dp.workers.group import connect_workers as connect_workers

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_dp import choices
+from keras_dp import choices, console
 from keras_dp.argument_names import suggesting_names
 from keras_dp.batches.input_strategy import empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
@@ -84,7 +84,7 @@ class DataParallelModel(Behind, keras.Model):
             # Python says which argument is missing.
             return object.__new__(cls)
         refuse_what_cannot_train(model)
-        _wrap_clones()
+        _begin()
         return with_state_of(model, InFront, cls, **watched_methods(model))
 
     @suggesting_names
@@ -412,8 +412,9 @@ class DataParallelModel(Behind, keras.Model):
 
 
 @functools.cache
-def _wrap_clones() -> None:
-    """Makes a clone of a wrapper a wrapper, with the same arguments. Nothing else of Keras is changed for good."""
+def _begin() -> None:
+    """Shows the messages of keras_dp, and makes a clone of a wrapper a wrapper: nothing else outside is changed for good."""
+    console.show_messages()
     pass_clones_through(lambda model, clone: own_of(model).wrap(clone) if is_made(model) else clone)
 
 

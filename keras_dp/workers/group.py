@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dp import choices
+from keras_dp import choices, console
 from keras_dp.choices import refuse_unknown
 from keras_dp.devices.available import use_logical_cpus
 from keras_dp.keras_internals import tensorflow_runtime
@@ -289,6 +289,7 @@ def connect_workers(
         WorkerLostError: if a worker is lost.
     """
     global _current
+    console.show_messages()
     refuse_unknown("communication", communication, choices.Communication)
     for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
         if not isinstance(seconds, int | float) or seconds <= 0:

@@ -1,7 +1,5 @@
 """List the tests of Keras that pass as they are and fail wrapped, with a reason for each, and the error that each raises."""
 
-import pytest
-
 _BY_REASON = {
     ("compares the names of a wrapper with those of its copy, which is a plain model", AssertionError): """
         functional_test::test_serialization

@@ -29,8 +29,10 @@ def test_public_names_have_docstrings():
         "communication_report",
         "connect_workers",
         "convert_batch_norm",
+        "explain",
         "optimizers",
         "recalibrate_batch_norm",
+        "report",
         "schedules",
         "use_logical_cpus",
     ]
@@ -39,7 +41,7 @@ def test_public_names_have_docstrings():
 
 @pytest.mark.processes
 def test_another_backend_is_refused():
-    script = "import keras; keras.config.backend = lambda: 'jax'; import keras_dp"
+    script = "import keras; keras.config.backend = lambda: 'jax'; import keras_dp; keras_dp.callbacks"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode != 0
     assert "ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow" in result.stderr
@@ -52,7 +54,9 @@ def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
     """Keras alone fails with Python's import error."""
     (tmp_path / f"{backend}.py").write_text(f"raise ModuleNotFoundError('No module named {backend}', name={backend!r})")
     environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", "import keras_dp"], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", "import keras_dp; keras_dp.callbacks"], capture_output=True, text=True, env=environment
+    )
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow")
     assert last.endswith(f"Received: backend '{backend}', which needs a package that is missing: {backend}")
