@@ -5,6 +5,7 @@
 
 import argparse
 import io
+import os
 import platform
 import shlex
 import sys
@@ -52,9 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.command = shlex.join(["keras-dp", *arguments])
     try:
-        return options.run(options)
+        code: int = options.run(options)
+        sys.stdout.flush()
     except argparse.ArgumentError as error:
         parser.error(str(error))
+    except BrokenPipeError:
+        # Whoever reads the output, such as `head`, has read enough. Python would fail once more to write the rest as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 def versions() -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import numbers
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -65,8 +66,8 @@ def tower_devices(devices: int | Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: if a device does not exist, or is named twice.
     """
-    if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):
-        return _first_devices(devices)
+    if devices is None or (isinstance(devices, numbers.Integral) and not isinstance(devices, bool)):
+        return _first_devices(devices if devices is None else int(devices))
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not all(isinstance(d, str) for d in devices):
         hint = _names_of_numbers(devices)
         raise ValueError(

@@ -157,7 +157,7 @@ def communication_report(parallel: Any, batch: Any = None, step: choices.Step = 
             another batch, or its step changes other state than variables.
     """
     trainer, batch = inspected("communication_report", parallel, batch, step)
-    return communication(trainer, batch if isinstance(batch, tuple) else (batch,), step)
+    return communication(trainer, batch, step)
 
 
 def communication(trainer: Wrapped, batch: Any, step: choices.Step) -> CommunicationReport:

@@ -103,7 +103,7 @@ def graph_of_step(parallel: Any, batch: Any) -> StepGraph:
     """
     trainer, batch = inspected("graph_of_step", parallel, batch, "train")
     steps = trainer.tower_steps
-    on_host = steps.slices_of(batch if isinstance(batch, tuple) else (batch,))
+    on_host = steps.slices_of(batch)
     make_variables(trainer, "train", on_host)
     with untouched(trainer), replaced(steps, "jit_compile", False):
         return collect(

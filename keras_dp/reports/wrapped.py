@@ -60,8 +60,10 @@ def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tupl
         if types is None:
             raise ValueError(f"The model was not trained yet: pass a batch, {asked}((x, y)). Received: batch=None")
         return trainer, types.stand_in(trainer.feed.usual_rows)
+    # Keras takes a list for a tuple.
+    batch = tuple(batch) if isinstance(batch, list) else batch
     has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
-    has_targets = isinstance(batch, tuple | list) and len(batch) > 1
+    has_targets = isinstance(batch, tuple) and len(batch) > 1
     if is_of_keras and model.loss is not None and not has_own_loss and not has_targets:
         raise ValueError(
             f"The loss of the model needs targets: pass {asked}() a batch as fit() feeds it, (x, y) or (x, y, sample_weight). "

@@ -54,9 +54,8 @@ def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
     """Keras alone fails with Python's import error."""
     (tmp_path / f"{backend}.py").write_text(f"raise ModuleNotFoundError('No module named {backend}', name={backend!r})")
     environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", "import keras_dp; keras_dp.callbacks"], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, "-c", "import keras_dp; keras_dp.callbacks"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow")
     assert last.endswith(f"Received: backend '{backend}', which needs a package that is missing: {backend}")

@@ -82,7 +82,7 @@ def _training(question: Question, devices: list[str], count: int) -> tuple[Calla
         rows = question.batch or _ROWS_OF_A_TOWER * len(devices) * count
         return build, synthetic.dataset(build().inner_model, rows)
     given = models.function_named(question.data)()
-    batches = given if isinstance(given, tf.data.Dataset) else tf.data.Dataset.from_tensors(tuple(given))
+    batches = given if isinstance(given, tf.data.Dataset) else tf.data.Dataset.from_tensors(_first_batch(given))
     return build, batches.repeat()
 
 
@@ -97,3 +97,10 @@ def _of(name: str, check: Callable[[], Finding | None]) -> Iterator[Finding]:
 
 def _failed(name: str, error: Exception) -> Finding:
     return Finding(name, "fail", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+
+
+def _first_batch(given: Any) -> Any:
+    """Returns the first batch of a generator, which may be endless, or of a `PyDataset`; and any other batch itself."""
+    batch = given[0] if isinstance(given, keras.utils.PyDataset) else given
+    batch = next(iter(batch)) if isinstance(batch, Iterator) else batch
+    return tuple(batch) if isinstance(batch, list) else batch

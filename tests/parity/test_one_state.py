@@ -1,0 +1,746 @@
+"""A wrapper is the model: an instance of the user's class, whose attributes, private ones and special methods are one.
+
+Each program once gave other results than in plain Keras, silently or by an error, or is of the same kind.
+"""
+
+import dataclasses
+import gc
+import pickle
+import threading
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparison import assert_same
+from keras import layers
+
+import keras_dp
+from keras_dp.keras_internals.keras_optimizers import optimizers_of
+
+draw = np.random.default_rng(0)
+X, Y = draw.normal(size=(22, 3)), draw.normal(size=(22, 2))
+
+PROGRAMS = {}
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def plain(model, **options):
+    return model
+
+
+def on_towers(model, **options):
+    return keras_dp.DataParallelModel(model, devices=3, **options)
+
+
+def dense(kind=keras.Sequential, *arguments):
+    return kind([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)], *arguments)
+
+
+def own_update(model, x, y, scale=1.0):
+    with tf.GradientTape() as tape:
+        loss = scale * tf.reduce_mean((model(x, training=True) - y) ** 2)
+    model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return {"loss": loss}
+
+
+def fitted(model, **arguments):
+    history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, **arguments)
+    return history.history, model.get_weights()
+
+
+@program
+def a_method_stops_training(wrap):
+    class Model(keras.Sequential):
+        def enough(self):
+            self.stop_training = True
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.enough() if epoch == 1 else None)
+    return fitted(model, epochs=5, callbacks=[stop])
+
+
+@program
+def observers_of_keras_stop_training(wrap):
+    """These callbacks once got the model inside, which does not train."""
+
+    class Average(keras.callbacks.SwapEMAWeights):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            self.model.stop_training = epoch == 1
+
+    model = wrap(dense())
+    model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+    return fitted(model, epochs=4, callbacks=[Average(swap_on_epoch=True)])
+
+
+@program
+def private_names_of_model_and_optimizer(wrap):
+    class Model(keras.Sequential):
+        _scale = 1.0
+
+        def train_step(self, batch):
+            return own_update(self, *batch, self._scale)
+
+        def _count(self):
+            return len(self.layers)
+
+    def change(logs):
+        model._scale = 0.1
+        model.optimizer._learning_rate = keras.Variable(0.5, trainable=False)
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    return model._count(), fitted(model, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=change)])
+
+
+@program
+def special_methods(wrap):
+    class Model(keras.Sequential):
+        def __len__(self):
+            return len(self.layers)
+
+        def __getitem__(self, index):
+            return self.layers[index].name
+
+        def __iter__(self):
+            return iter([layer.units for layer in self.layers])
+
+        def __contains__(self, name):
+            return any(layer.name == name for layer in self.layers)
+
+        def __enter__(self):
+            self.entered = True
+            return self
+
+        def __exit__(self, *error):
+            self.entered = False
+
+        def __add__(self, other):
+            return other + len(self)
+
+        def __getattr__(self, name):
+            if name == "made_up":
+                return "made up"
+            raise AttributeError(name)
+
+    model = wrap(dense(Model))
+    with model as entered:
+        inside = entered.entered
+    return [len(model), len(model[0]) > 0, list(model), "none" in model, inside, model.entered, model + 3, model.made_up]
+
+
+@program
+def an_own_summary_and_names_of_the_wrapper(wrap):
+    class Model(keras.Sequential):
+        devices = "mine"
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.num_towers = "my number"
+
+        def summary(self):
+            return len(self.layers)
+
+        def report(self):
+            return "my report"
+
+        def explain(self, what):
+            return f"{what}, explained"
+
+        @property
+        def tower_steps(self):
+            return 7
+
+    model = wrap(dense(Model))
+    model.parameter_device = "mine, too"
+    model.compile("sgd", "mse")
+    names = [model.devices, model.num_towers, model.report(), model.explain("x"), model.tower_steps, model.parameter_device]
+    return [model.summary(), *names, fitted(model)]
+
+
+@program
+def properties_and_descriptors(wrap):
+    class Kept:
+        """Keeps values by the instance that they belong to."""
+
+        def __init__(self):
+            self.values = weakref.WeakKeyDictionary()
+
+        def __get__(self, instance, owner=None):
+            return self if instance is None else self.values.get(instance, 1.0)
+
+        def __set__(self, instance, value):
+            self.values[instance] = value
+
+    class Model(keras.Sequential):
+        factor = Kept()
+
+        @property
+        def double(self):
+            return 2 * self._half
+
+        @double.setter
+        def double(self, value):
+            self._half = value / 2
+
+        def train_step(self, batch):
+            return own_update(self, *batch, self.factor * self.double)
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    model.double, model.factor = 0.5, 0.25
+    return model.double, model.factor, fitted(model)
+
+
+@program
+def attributes_in_slots(wrap):
+    class Mixin:
+        __slots__ = ()
+
+    class Model(keras.Sequential, Mixin):
+        __slots__ = ("scale",)
+
+        def train_step(self, batch):
+            return own_update(self, *batch, self.scale)
+
+    model = dense(Model)
+    model.scale = 0.3
+    model = wrap(model)
+    model.compile("sgd", "mse")
+    first = fitted(model)
+    model.scale = 0.7
+    model.train_function = None
+    return first, model.scale, fitted(model)
+
+
+@program
+def classes_that_count_their_subclasses(wrap):
+    counted = []
+
+    class Meta(type(keras.Sequential)):
+        def __new__(cls, *arguments, **named):
+            counted.append(arguments[0])
+            return super().__new__(cls, *arguments, **named)
+
+        def __call__(cls, *arguments, **named):
+            made = super().__call__(*arguments, **named)
+            made.made_by = "the metaclass"
+            return made
+
+    kinds = {}
+
+    class Registered(keras.Sequential, metaclass=Meta):
+        def __init_subclass__(cls, kind, **named):
+            super().__init_subclass__(**named)
+            kinds[kind] = cls
+
+    class Model(Registered, kind="small"):
+        pass
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    return counted, sorted(kinds), model.made_by, kinds["small"] is Model, isinstance(model, Model), fitted(model)
+
+
+@program
+def a_dataclass(wrap):
+    @dataclasses.dataclass(eq=False)
+    class Model(keras.Model):
+        units: int = 4
+        scale: float = 1.0
+
+        def __post_init__(self):
+            super().__init__()
+            self.inside = keras.Sequential([layers.Dense(self.units, "tanh"), layers.Dense(2)])
+
+        def call(self, x):
+            return self.scale * self.inside(x)
+
+    model = wrap(Model(units=5))
+    model.compile("sgd", "mse")
+    model.scale = 0.5
+    fields = [field.name for field in dataclasses.fields(model)]
+    return dataclasses.is_dataclass(model), fields, model.units, fitted(model)
+
+
+class Doubling:
+    """Changes results of methods that come after it in the method resolution order."""
+
+    def predict(self, *arguments, **named):
+        return 2 * super().predict(*arguments, **named)
+
+    def train_step(self, data):
+        return {name: 2 * value for name, value in super().train_step(data).items()}
+
+
+class Calling(Doubling, keras.Sequential):
+    """Overrides every method of a trainer, and calls that of `super()`."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.called = []
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+    def test_step(self, data):
+        return super().test_step(data)
+
+    def predict_step(self, data):
+        return super().predict_step(data)
+
+    def make_train_function(self, force=False):
+        self.called.append("make_train_function")
+        return super().make_train_function(force)
+
+    def make_test_function(self, force=False):
+        self.called.append("make_test_function")
+        return super().make_test_function(force)
+
+    def make_predict_function(self, force=False):
+        self.called.append("make_predict_function")
+        return super().make_predict_function(force)
+
+    def compile(self, *arguments, **named):
+        self.called.append("compile")
+        return super().compile(*arguments, **named)
+
+    def fit(self, *arguments, **named):
+        self.called.append("fit")
+        return super().fit(*arguments, **named)
+
+    def evaluate(self, *arguments, **named):
+        self.called.append("evaluate")
+        return super().evaluate(*arguments, **named)
+
+    def predict(self, *arguments, **named):
+        self.called.append("predict")
+        return super().predict(*arguments, **named)
+
+    def train_on_batch(self, *arguments, **named):
+        self.called.append("train_on_batch")
+        return super().train_on_batch(*arguments, **named)
+
+    def reset_metrics(self):
+        self.called.append("reset_metrics")
+        return super().reset_metrics()
+
+    def get_config(self):
+        return super().get_config()
+
+    def save(self, *arguments, **named):
+        self.called.append("save")
+        return super().save(*arguments, **named)
+
+
+@program
+def super_in_every_method_and_several_bases(wrap):
+    model = wrap(dense(Calling))
+    model.compile("sgd", "mse", metrics=["mae"])
+    results = [fitted(model, epochs=2, validation_data=(X, Y)), model.evaluate(X, Y, batch_size=8, verbose=0)]
+    results += [model.predict(X, batch_size=8, verbose=0), model.train_on_batch(X, Y)]
+    return [*results, model.called]
+
+
+@program
+def functions_of_the_trainer_of_ones_own(wrap):
+    class Model(keras.Sequential):
+        def make_train_function(self, force=False):
+            if self.train_function is None or force:
+
+                @tf.function
+                def step(iterator):
+                    return self.distribute_strategy.run(self.train_step, args=(next(iterator),), kwargs={})
+
+                self.train_function = step
+
+        def make_test_function(self, force=False):
+            if self.test_function is None or force:
+
+                @tf.function(reduce_retracing=True)
+                def step(batch):
+                    x, y = batch
+                    return self.test_step((x, y))
+
+                self.test_function = lambda iterator: step(next(iterator))
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse", metrics=["mae"])
+    return fitted(model, epochs=2), model.evaluate(X, Y, batch_size=8, verbose=0)
+
+
+@program
+def steps_of_several_arguments(wrap):
+    class Model(keras.Sequential):
+        def pair_step(self, x, y, scale=1.0, by=None):
+            scale = scale if by is None else scale * by["factor"]
+            return own_update(self, x, y, scale)
+
+        def fit(self, dataset):
+            run = self.distribute_strategy.run
+            step = tf.function(lambda x, y: run(self.pair_step, args=(x, y), kwargs={"scale": 0.5}))
+            losses = [float(step(x, y)["loss"]) for x, y in dataset]
+            by = {"factor": tf.constant(0.5, "float64")}
+            losses += [float(run(self.pair_step, (x, y, 2.0), {"by": by})["loss"]) for x, y in dataset]
+            return losses
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    return model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)), model.get_weights()
+
+
+@program
+def a_step_of_two_arguments_that_is_a_function(wrap):
+    class Model(keras.Sequential):
+        @tf.function
+        def train_step(self, x, y):
+            return own_update(self, x, y)["loss"]
+
+        def fit(self, dataset):
+            return [float(self.train_step(x, y)) for x, y in dataset]
+
+    model = wrap(dense(Model))
+    model.compile("sgd")
+    return model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(11)), model.get_weights()
+
+
+@program
+def compile_without_super(wrap):
+    class Model(keras.Sequential):
+        def compile(self, optimizer):
+            self.mine = optimizer
+
+        def fit(self, x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            self.mine.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return float(loss)
+
+    model = wrap(dense(Model))
+    model.compile(keras.optimizers.SGD(0.1))
+    return model.fit(X, Y), model.get_weights()
+
+
+@program
+def compiled_again_with_its_own_optimizer(wrap):
+    model = wrap(dense())
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    results = [fitted(model)]
+    model.compile(model.optimizer, "mae")
+    results.append(fitted(model))
+    (model.inner_model if isinstance(model, keras_dp.DataParallelModel) else model).compile(model.optimizer, "mse")
+    return [*results, fitted(model), int(model.optimizer.iterations)]
+
+
+@program
+def a_method_makes_its_train_function_anew(wrap):
+    class Model(keras.Sequential):
+        scale = 1.0
+
+        def set_stage(self, scale, by_force):
+            self.scale = scale
+            if by_force:
+                self.make_train_function(force=True)
+            else:
+                self.train_function = None
+
+        def train_step(self, data):
+            return own_update(self, *data, self.scale)
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    results = [fitted(model)]
+    for scale, by_force in ((0.01, True), (0.1, False)):
+        model.set_stage(scale, by_force)
+        results.append(fitted(model))
+    return results
+
+
+@program
+def steps_per_execution_set_by_a_method(wrap):
+    class Model(keras.Sequential):
+        def several(self):
+            self.steps_per_execution = 3
+            self.make_train_function(force=True)
+
+    ends = []
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    model.several()
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))
+    return fitted(model, callbacks=[count]), ends
+
+
+@program
+def batches_of_several_sizes(wrap):
+    """TensorFlow traces as often as in plain Keras: its random numbers begin again in each trace."""
+
+    class Noise(layers.Layer):
+        def call(self, x):
+            return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
+
+    x, y = draw.normal(size=(72, 3)), draw.normal(size=(72, 2))
+    tf.random.set_seed(1)
+    model = wrap(keras.Sequential([keras.Input((3,)), Noise(), layers.Dense(2, kernel_initializer="ones")]))
+    model.compile("sgd", "mse")
+    results = [model.fit(x, y, batch_size=size, shuffle=False, verbose=0).history for size in (8, 9, 5)]
+    results += [model.evaluate(x, y, batch_size=size, verbose=0) for size in (8, 9, 5)]
+    return [*results, [model.fit(x[:24], y[:24], batch_size=size, verbose=0, shuffle=False).history for size in (8, 6, 5)]]
+
+
+@program
+def a_checkpoint_restored_before_the_layers_exist(wrap, tmp_path):
+    class Lazy(keras.Model):
+        def build(self, shape):
+            self.dense = layers.Dense(2)
+            self.dense.build(shape)
+            self.built = True
+
+        def call(self, x):
+            return self.dense(x)
+
+    saved = Lazy()
+    saved(X)
+    path = tf.train.Checkpoint(model=saved).save(tmp_path / "lazy")
+    model = wrap(Lazy())
+    model.compile("sgd", "mse")
+    tf.train.Checkpoint(model=model).restore(path)
+    results = [model.predict(X, verbose=0), fitted(model)]
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "both")
+    fitted(model)
+    tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path).assert_consumed()
+    return [*results, fitted(model)]
+
+
+@program
+def the_model_holds_its_wrapper(wrap):
+    class Trainer:
+        def __init__(self, model):
+            self.model = model
+
+        def train(self):
+            return fitted(self.model)
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            return {**own_update(self, *data), "layers": len(self.me.layers)}
+
+    model = wrap(dense(Model))
+    model.me = model
+    model.trainer = Trainer(model)
+    model.compile("sgd", "mse")
+    return model.trainer.train(), len(model.trainable_variables)
+
+
+@program
+def two_models_in_each_others_steps(wrap):
+    class Student(keras.Sequential):
+        def train_step(self, data):
+            return own_update(self, data[0], self.teacher(data[0]))
+
+    teacher, student = wrap(dense()), dense(Student)
+    student.teacher = teacher
+    student = wrap(student)
+    teacher.compile("sgd", "mse")
+    student.compile("sgd", "mse")
+    return fitted(teacher), fitted(student), fitted(teacher)
+
+
+@program
+def threads(wrap):
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            return own_update(self, *data, self._scale)
+
+    results = {}
+
+    def train(scale):
+        model = models[scale]
+        model._scale = scale
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        results[scale] = fitted(model)
+
+    models = {scale: wrap(dense(Model)) for scale in (0.5, 1.0)}
+    running = [threading.Thread(target=train, args=(scale,)) for scale in models]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return [results[scale] for scale in models]
+
+
+@program
+def a_loss_scaled_optimizer(wrap):
+    """The user's optimizer is inside a LossScaleOptimizer, and not another layer below."""
+    model = wrap(dense())
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    model.optimizer.inner_optimizer.momentum = 0.9
+    return fitted(model, epochs=2), type(model.optimizer.inner_optimizer).__name__
+
+
+@program
+def what_a_step_computed_eagerly_keeps(wrap):
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            self.seen = getattr(self, "seen", 0) + 1
+            return own_update(self, *data)
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse", run_eagerly=True)
+    return fitted(model), model.seen
+
+
+@program
+def a_method_set_on_the_instance(wrap):
+    model = wrap(dense())
+    model.compile("sgd", "mse")
+    own = model.fit
+    model.fit = lambda *arguments, **named: own(*arguments, **{**named, "epochs": 2})
+    return fitted(model)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name, tmp_path):
+    def run(wrap, folder):
+        folder.mkdir()
+        keras.utils.set_random_seed(1)
+        draw = np.random.default_rng(3)
+        globals()["draw"] = draw
+        needs_folder = "tmp_path" in PROGRAMS[name].__code__.co_varnames
+        return PROGRAMS[name](wrap, folder) if needs_folder else PROGRAMS[name](wrap)
+
+    expected, found = run(plain, tmp_path / "plain"), run(on_towers, tmp_path / "towers")
+    assert [leaf for leaf in keras.tree.flatten(expected) if isinstance(leaf, str)] == [
+        leaf for leaf in keras.tree.flatten(found) if isinstance(leaf, str)
+    ]
+    numbers = [[leaf for leaf in keras.tree.flatten(result) if not isinstance(leaf, str)] for result in (expected, found)]
+    assert_same(*numbers, 1e-9)
+
+
+def test_our_names_are_functions_of_the_package_too():
+    class Model(keras.Sequential):
+        report = explain = check_step = communication_report = None
+
+    parallel = on_towers(dense(Model))
+    parallel.compile("sgd", "mse")
+    parallel.fit(X, Y, batch_size=8, verbose=0)
+    parallel.evaluate(X, Y, batch_size=8, verbose=0)
+    assert parallel.report is None
+    for batch in ((X[:8], Y[:8]), None):
+        assert keras_dp.report(parallel, batch).devices == ["CPU:0", "CPU:1", "CPU:2"]
+        assert keras_dp.explain(parallel, batch).once == []
+        assert keras_dp.check_step(parallel, batch).is_exact
+        assert keras_dp.communication_report(parallel, batch, "test").bytes_of("gradients") == 0
+
+
+DIAGNOSTICS = [keras_dp.report, keras_dp.explain, keras_dp.check_step, keras_dp.communication_report]
+
+
+@pytest.mark.parametrize("look", DIAGNOSTICS, ids=lambda look: look.__name__)
+def test_diagnostics_refuse_the_same_in_the_same_words(look):
+    model, name = dense(), look.__name__
+    with pytest.raises(
+        ValueError, match=rf"{name}\(\) looks at the towers of a keras_dp.DataParallelModel: wrap.*Received: <Seq"
+    ):
+        look(model, (X, Y))
+    parallel = on_towers(model)
+    with pytest.raises(ValueError, match=rf"Compile the model before {name}\(\)"):
+        look(parallel, (X, Y))
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=rf"not trained yet: pass a batch, {name}\(\(x, y\)\)"):
+        look(parallel)
+    with pytest.raises(ValueError, match=rf"needs targets: pass {name}\(\) a batch"):
+        look(parallel, X)
+    with pytest.raises(ValueError, match="`step` must be one of 'train', 'test', 'predict'"):
+        look(parallel, (X, Y), "fit")
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match=rf"{name}\(\) looks at towers, and eager steps use one device"):
+        look(parallel, (X, Y))
+
+
+def test_errors_of_the_users_own_keep_their_words():
+    """A note about single rows is for errors that name a shape of the data."""
+
+    class Layer(layers.Layer):
+        def call(self, x):
+            raise ValueError("my own configuration is wrong")
+
+    parallel = on_towers(keras.Sequential([Layer()]))
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="my own configuration is wrong") as error:
+        parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(11), shuffle=False, verbose=0)
+    assert "single rows" not in " ".join([str(error.value), *getattr(error.value, "__notes__", ())])
+
+
+class Adversaries(keras.Model):
+    """Keeps its optimizers in a list and a dictionary, as GANs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.Sequential([layers.Dense(4), layers.Dense(2)]), layers.Dense(2)
+
+    def compile(self, optimizers, named):
+        super().compile()
+        self.optimizers, self.named = optimizers, {"deeper": [named]}
+
+    def call(self, x):
+        return self.other(self.one(x)[:, :1])
+
+    def train_step(self, data):
+        x, y = data
+        parts = [(self.one, self.optimizers[0]), (self.other, self.named["deeper"][0])]
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        for part, optimizer in parts:
+            optimizer.apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+        return {"loss": loss}
+
+
+def adversaries(**options):
+    keras.utils.set_random_seed(1)
+    parallel = on_towers(Adversaries(), **options)
+    parallel.compile([keras.optimizers.Adam(0.1)], keras.optimizers.SGD(0.1, momentum=0.9))
+    history = parallel.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return parallel, [history, parallel.get_weights()]
+
+
+def test_optimizers_wherever_a_model_keeps_them():
+    """Their slots once stayed on the first device, and their gradients were sent in their own dtype."""
+    _, expected = adversaries()
+    parallel, spread = adversaries(parameter_device="sharded")
+    assert_same(expected, spread, 1e-9)
+    assert len(optimizers_of(parallel.inner_model)) == 3  # with the one that `compile` makes
+    homes = {weight.value.device for weight in parallel.weights}
+    assert len(homes) > 1
+    for optimizer in (parallel.optimizers[0], parallel.named["deeper"][0]):
+        slots = [variable for variable in optimizer.variables if variable.shape and "learning" not in variable.path]
+        assert {slot.value.device for slot in slots} <= homes
+    adam = parallel.optimizers[0]
+    for slot, weight in zip(adam._momentums, adam._trainable_variables, strict=True):
+        assert slot.value.device == weight.value.device
+    _, rounded = adversaries(gradient_dtype="bfloat16")
+    apart = [np.abs(a - b).max() for a, b in zip(expected[1], rounded[1], strict=True)]
+    assert min(apart) > 1e-9
+    assert max(apart) < 0.1
+
+
+def test_nothing_of_a_wrapper_stays_when_it_is_gone():
+    inner = dense()
+    parallel = on_towers(inner)
+    parallel.compile("sgd", "mse")
+    fitted(parallel)
+    kind, reference = weakref.ref(type(parallel)), weakref.ref(parallel)
+    del parallel
+    gc.collect()
+    assert reference() is None
+    assert kind() is None or kind() not in type(inner).__subclasses__()
+    assert type(pickle.loads(pickle.dumps(inner))) is type(inner)
