@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from keras_dp.batches.slicing import (
     Shard,
     Slice,
     cut,
+    holds_no_rows,
     is_cut,
     typed_by_batch,
     whole_batch,
@@ -29,6 +31,8 @@ from keras_dp.error_notes import add_note
 from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
 from keras_dp.partition.tensorflow_internals import HOST, outside_of_traces
 from keras_dp.workers.collectives import OneWorker
+
+logger = logging.getLogger("keras_dp")
 
 _CUT_FUNCTIONS = 16  # as many types of batches as training and evaluation are likely to alternate between
 
@@ -118,6 +122,7 @@ class InputStrategy:
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)
         self._found = FoundWhole()
+        self._told_no_rows = False
         self._default_strategy = tf.distribute.get_strategy()
 
     def __getattr__(self, name: str) -> Any:
@@ -146,6 +151,12 @@ class InputStrategy:
         """
         self._names.see(batch, self.has_all_names)
         self.whole = self._found.add_to(self.named, batch) if finds_whole else self.named
+        if not self._told_no_rows and self.num_towers > 1 and not self.named.names and holds_no_rows(batch):
+            self._told_no_rows = True
+            logger.warning(
+                "The batch holds numbers without rows, which towers cannot divide: one device computes the step, with the same "
+                "result. If these are single rows, make batches of them: dataset.batch(32)."
+            )
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
         """Returns this worker's N slices of a global batch."""

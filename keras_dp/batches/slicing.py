@@ -98,8 +98,8 @@ def cut(
             `tf.experimental.Optional` pass through.
         num_slices: N.
         wanted: the indices of the slices to make; None for all.
-        whole: the tensors that are not cut: every slice holds them whole. If they are all tensors, the batch counts as one
-            row, which the last slice has.
+        whole: the tensors that are not cut: every slice holds them whole. If they are all tensors, as numbers without rows are,
+            the batch counts as one row, which the last slice has.
         at_least: the smallest number of rows that a batch may have; the slices of a batch without rows have none.
 
     Raises:
@@ -108,7 +108,7 @@ def cut(
     """
     batch = map_leaves(as_tensor, batch)
     whole_paths: dict[str, tuple[()]] = {path: () for path, leaf in whole.whole_leaves(batch).items() if tf.is_tensor(leaf)}
-    is_all_whole = bool(whole_paths) and not whole.cut_leaves(batch)
+    is_all_whole = at_least > 0 and any(map(tf.is_tensor, flatten(batch))) and not whole.cut_leaves(batch)
     counted = tf.constant(1) if is_all_whole else count_rows(batch, at_least, whole)
     # With a number, TensorFlow knows how many rows each slice has.
     known = 1 if is_all_whole else known_rows(batch, whole)
@@ -199,6 +199,12 @@ def rows_of_checked(batch: Any, whole: WholeTensors) -> Tensor:
             f'accumulate="rows", which counts rows. Received: batch={batch}'
         )
     return _rows(cut_leaves[0])
+
+
+def holds_no_rows(batch: Any) -> bool:
+    """Returns whether all tensors of a batch, or their types, are numbers without an axis."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in flatten(batch) if hasattr(leaf, "shape")]
+    return bool(shapes) and all(shape.rank == 0 for shape in shapes)
 
 
 def count_rows(batch: Any, at_least: int = 1, whole: WholeTensors = _ALL_CUT) -> Tensor:

@@ -94,13 +94,18 @@ def list_of_rows(node: Node) -> Plan | None:
 
 @rule("TensorListPushBack", "TensorListSetItem")
 def put(node: Node) -> Plan | None:
-    """Plans adding or replacing an element of a list, which is placed like all others."""
+    """Plans adding or replacing an element of a list, which is placed like all others.
+
+    Elements may be parts of sums alone: entries that nothing has written, and the zeros and sums that gradients make of lists,
+    are no parts of a maximum, a product or a variance.
+    """
     listed, at = node.inputs[0].placement, len(node.inputs) - 1
-    if not isinstance(listed, ListOf):
+    placement = node.inputs[at].placement
+    if not isinstance(listed, ListOf) or (isinstance(placement, Partial) and placement.reduction != "sum"):
         return None
     # An entry of a list that nothing has written is zeros, whatever others are.
     entries = node.inputs[at].entries if node.type == "TensorListPushBack" else None
-    own = Facts(node.inputs[at].placement, entries, node.shape(at))
+    own = Facts(placement, entries, node.shape(at))
     element = own if listed.element is None else join_elements(listed.element, own, node.batch_rows)
     if element is None or (listed.element and not are_placed_alike(element.placement, listed.element.placement)):
         # Elements that are in the list already keep their placement.
