@@ -85,7 +85,21 @@ class DataParallelModel(Behind, keras.Model):
             return object.__new__(cls)
         refuse_what_cannot_train(model)
         _begin()
-        return with_state_of(model, InFront, cls, **watched_methods(model))
+        return with_state_of(model, InFront, cls, watched_methods)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses names of a subclass that the class of a wrapper has in front of it.
+
+        Raises:
+            TypeError: if there is one.
+        """
+        super().__init_subclass__(**kwargs)
+        hidden = sorted(name for name in vars(cls) if name in vars(InFront) and not name.startswith("_"))
+        if hidden:
+            raise TypeError(
+                f"A subclass of DataParallelModel has no {hidden[0]} of its own: steps are the model's. Define it in the class "
+                f"of the model, and wrap that. Received: {cls.__name__} with {', '.join(hidden)}"
+            )
 
     @suggesting_names
     def __init__(
@@ -156,6 +170,12 @@ class DataParallelModel(Behind, keras.Model):
         )
         own.warn_of_plain_training()
         own.compiled(is_told=jit_compile != "auto")
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles the model, and the towers, from a configuration that `get_compile_config()` returned."""
+        super().compile_from_config(config)
+        # A configuration has Keras's choice in the place of "auto".
+        own_of(self).compiled()
 
     @suggesting_names
     def fit(
@@ -421,6 +441,7 @@ def _begin() -> None:
 def _make(parallel: DataParallelModel, name: choices.Step, force: bool, make: Callable[..., None]) -> None:
     """Makes the function of a step on towers from the one that Keras makes, unless it exists."""
     own = own_of(parallel)
+    own.follow()
     if own.must_make(name, force):
         with own.read_by_keras():
             make(force=True)

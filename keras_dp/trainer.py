@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batch_normalization.synchronized import batch_norms
-from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy, holds_arrays
+from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy
 from keras_dp.batches.nesting import map_leaves
 from keras_dp.batches.other_rows import naming_other_rows
 from keras_dp.batches.shards import with_empty_batches
-from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_tensor, is_cut, own_rows, rows_of_batches
+from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_array, as_tensor, is_cut, own_rows, rows_of_batches
 from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import are_gpus, available_devices, parameter_device_name, tower_devices
@@ -25,13 +25,13 @@ from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.explaining import explained, warn_of_gathered_rows
-from keras_dp.steps.plain import in_trace, tracing
 from keras_dp.steps.towers import TowerSteps
-from keras_dp.steps.trainer_functions import CalledStep, PredictFunction, StepFunction
+from keras_dp.steps.trainer_functions import CalledStep, PredictFunction, StepFunction, running_step
 from keras_dp.steps.verification import verification
 from keras_dp.workers.agreement import described_graph
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
+from keras_dp.wrapping.in_trace import in_trace, tracing
 from keras_dp.wrapping.one_state import own_of
 from keras_dp.wrapping.own_training import CALLS, has_own_step, is_own
 from keras_dp.wrapping.plain_training import PlainTraining
@@ -121,6 +121,7 @@ class TowerTrainer:
             self.workers.collectives,
             chosen_whole(whole),
         )
+        self.feed.feeds_trainer = False
         packs = are_gpus(self.devices) if pack_copies is None else pack_copies
         self.steps = TowerSteps(
             inside, self.feed, batch_norm, gradient_dtype, packs, lambda: getattr(self, "optimizer", None), self._variables_made
@@ -219,7 +220,7 @@ class TowerTrainer:
                 # Keras has wrapped it for mixed precision.
                 self._combining_optimizer = own.wrap(optimizer)
         is_told = keras_models.was_told_to_use_xla(model) if is_told is None else is_told
-        self.steps.jit_compile = bool(model.jit_compile) and (is_told or are_gpus(self.devices))
+        self.steps.jit_compile = bool(model.jit_compile) and (is_told or are_gpus(self.feed.devices))
         self.forget_traces()
         self._compiled_with = weakref.ref(keras_models.loss_tracker(model))
         self._joint_calls.forget()
@@ -265,7 +266,7 @@ class TowerTrainer:
         """Returns how many updates the optimizers of the model have made; 0 while a function is traced."""
         return sum(int(one.iterations) for one in optimizers_of(self.inside)) if tf.executing_eagerly() else 0
 
-    def on_towers(self, parallel: keras.Model, step: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def on_towers(self, parallel: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a step of the model as the wrapper shows it.
 
         In the trace of a step it is the model's own, also after the program has set another one in its place.
@@ -273,9 +274,7 @@ class TowerTrainer:
         Args:
             parallel: the wrapper, which lives as long as the step.
             step: the model's own step.
-            name: the step's name.
         """
-        function = name.replace("step", "function")
 
         @functools.wraps(step, updated=())
         def on_towers(*args: Any, **kwargs: Any) -> Any:
@@ -286,19 +285,22 @@ class TowerTrainer:
                 return self._run_on_slices(on_towers, args[0])
             if self.is_eager():
                 return self._on_one_device(step, *args, **kwargs)
-            is_batch = len(args) == 1 and not kwargs and holds_arrays(args[0])
-            if not is_batch or self._has_own(function) or not tf.executing_eagerly():
-                return self.feed.run(on_towers, args, kwargs)
-            data = self.on_host(args[0])
-            getattr(parallel, f"make_{function}")()
-            return getattr(self, function)([data] if name == "predict_step" else iter([data]))
+            return self.feed.run(on_towers, args, kwargs)
 
+        on_towers.wrapper = parallel  # type: ignore[attr-defined]
         on_towers.step_of_model = step  # type: ignore[attr-defined]
         return on_towers
 
     def call(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a step that a program calls by itself, eagerly, in a function that is compiled for towers."""
-        key = getattr(step, "step_of_model", step)
+        """Runs a step that a program calls by itself, eagerly, in a function that is compiled for towers.
+
+        The function is made anew where the program has changed an attribute of the model that is a number or a text, or froze a
+        layer: an eager step would see that.
+        """
+        with tf.device(HOST):
+            args, kwargs = map_leaves(as_array, (tuple(args), dict(kwargs)))
+        self.follow()
+        key = getattr(step, "step_of_model", step), keras_models.plain_attributes(self.inside)
         if key not in self._called:
             if len(self._called) == _KEPT_FUNCTIONS:
                 self._called.pop(next(iter(self._called)))
@@ -352,6 +354,7 @@ class TowerTrainer:
             self.feed.cuts_in_step,
             method == "predict" or self._has_own(f"{_STEPS[method]}_function"),
         )
+        fed, self.feed.feeds_trainer = self.feed.feeds_trainer, True
         had_names, self.feed.has_all_names = self.feed.has_all_names, self._has_all_names(method)
         self._loops.append(method)
         try:
@@ -363,7 +366,7 @@ class TowerTrainer:
         finally:
             self._loops.pop()
             self.feed.takes_shards, self.feed.has_all_names = before, had_names
-            self.feed.cuts_in_step = cut_before
+            self.feed.cuts_in_step, self.feed.feeds_trainer = cut_before, fed
 
     def announce(self, arguments: dict[str, Any]) -> None:
         """Logs, once, where the model trains."""
@@ -439,7 +442,7 @@ class TowerTrainer:
     def _run_on_slices(self, step: Callable[..., Any], slices: Sequence[Slice]) -> Any:
         """Runs a step on N slices of a batch, in the function that is being traced."""
         self.uses += 1
-        name: Any = self.steps.running or getattr(step, "__name__", "step").removesuffix("_step")
+        name: Any = running_step(self.steps) or getattr(step, "__name__", "step").removesuffix("_step")
         known = self._joint_calls.variables_of(self.inside)
         shards = name == "predict" and self.predicts_shard
         result, partition = self.steps.run(name, slices, step, "shard" if shards else "all")

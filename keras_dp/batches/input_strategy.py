@@ -31,6 +31,7 @@ from keras_dp.error_notes import add_note
 from keras_dp.keras_internals.tensorflow_runtime import before_prefetch
 from keras_dp.partition.tensorflow_internals import HOST, outside_of_traces
 from keras_dp.workers.collectives import OneWorker
+from keras_dp.wrapping.in_trace import tracing
 
 logger = logging.getLogger("keras_dp")
 
@@ -84,6 +85,7 @@ class InputStrategy:
         named: the tensors of a batch that the user does not want to be cut.
         whole: the tensors of the current data that are not cut: those that are named, and those of which the data's types say
             that they have other rows.
+        feeds_trainer: whether Keras's trainer takes the next datasets. A program that takes one by itself sees whole batches.
         takes_shards: whether the next datasets hold only this worker's own batches.
         shard_types: the types of the slices of the last dataset that held only this worker's own batches.
         cuts_in_step: whether steps cut the batches of the next datasets. TensorFlow traces such a step by the type of the whole
@@ -111,6 +113,7 @@ class InputStrategy:
         self._call_step = call_step
         self.collectives = collectives or OneWorker()
         self.named = self.whole = whole or WholeTensors()
+        self.feeds_trainer = True
         self.takes_shards = False
         self.shard_types: Any = None
         self.cuts_in_step = False
@@ -176,7 +179,7 @@ class InputStrategy:
                 "The dataset is empty: there is no batch to train on, evaluate or predict. Check its source, and everything "
                 f"that filters or skips its elements. Received: {dataset.element_spec}"
             )
-        if self.is_eager():
+        if self.is_eager() or not self.feeds_trainer:
             return dataset
         shapes = [spec.shape for spec in self.named.cut_leaves(dataset.element_spec).values()]
         self._shapes = [shape for shape in shapes if shape.rank is not None]
@@ -224,6 +227,10 @@ class InputStrategy:
 
     def run(self, step: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Runs a step on N slices of its arguments; arguments that did not come through the input pipeline are cut first."""
+        if not any(map(is_array, flatten((args, kwargs)))) and not any(map(is_cut, args)):
+            # There is nothing to divide.
+            with tracing():
+                return step(*args, **(kwargs or {}))
         if self.is_eager():
             args = [whole_batch([part.data for part in arg], arg, arg[0].whole) if is_cut(arg) else arg for arg in args]
             self.waiting.batch_is_there(args)
@@ -274,7 +281,7 @@ def _step_of_batch(
     given = args[0] if len(args) == 1 and not kwargs else (*args, *([dict(kwargs)] if kwargs else []))
     if is_cut(given):
         return step, given
-    if given is args[0] and holds_arrays(given):
+    if given is args[0] and _holds_arrays(given):
         return step, given
     is_data = [_is_data(leaf) for leaf in flatten(given)]
 
@@ -289,14 +296,19 @@ def _step_of_batch(
     return of_batch, pack(given, [leaf if kept else None for kept, leaf in zip(is_data, flatten(given), strict=True)])
 
 
-def holds_arrays(batch: Any) -> bool:
+def _holds_arrays(batch: Any) -> bool:
     """Returns whether a nested batch holds tensors and arrays alone, and no numbers of Python or other objects."""
     return all(map(_is_data, flatten(batch)))
 
 
 def _is_data(leaf: Any) -> bool:
     is_absent = leaf is None or isinstance(leaf, tf.experimental.Optional)
-    return is_absent or bool(tf.is_tensor(leaf)) or hasattr(leaf, "__array__")
+    return is_absent or is_array(leaf)
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf of a batch is a tensor or an array."""
+    return bool(tf.is_tensor(leaf)) or hasattr(leaf, "__array__")
 
 
 def _read_ahead(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int | None]:

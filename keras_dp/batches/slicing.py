@@ -358,6 +358,11 @@ def _rows(leaf: Any) -> Tensor:
     return tf.shape(leaf)[0]
 
 
+def as_array(leaf: Any) -> Any:
+    """Converts an array to a tensor, and returns any other leaf of a batch as it is: numbers of Python adapt to their dtype."""
+    return as_tensor(leaf) if hasattr(leaf, "__array__") and not tf.is_tensor(leaf) else leaf
+
+
 def as_tensor(leaf: Any) -> Any:
     """Converts a leaf of a batch to a tensor, except None and `tf.experimental.Optional`.
 

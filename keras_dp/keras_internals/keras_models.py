@@ -1,5 +1,6 @@
 """Read, build and move Keras's models through their private names."""
 
+import functools
 import inspect
 from typing import Any
 
@@ -43,6 +44,18 @@ def forget_functions(layer: keras.Layer) -> None:
             for options in (function._variable_creation_config, function._no_variable_creation_config):
                 if options is not None and options.function_cache is not None:
                     options.function_cache.clear()
+
+
+@functools.cache
+def _names_of_keras() -> frozenset[str]:
+    return frozenset(vars(keras.Model()))
+
+
+def plain_attributes(model: keras.Model) -> tuple[Any, ...]:
+    """Returns the attributes of a model that a program set to numbers and texts, and whether layers are frozen, to compare."""
+    own = ((name, value) for name, value in vars(model).items() if name not in _names_of_keras())
+    plain = [(name, value) for name, value in own if isinstance(value, bool | int | float | str | bytes | None)]
+    return tuple(plain), tuple(layer.trainable for layer in flatten_layers(model))
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:

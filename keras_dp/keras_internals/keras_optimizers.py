@@ -22,8 +22,14 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             found[id(value)] = value
         elif isinstance(value, Mapping | list | tuple | set | frozenset) and id(value) not in seen:
             seen.add(id(value))
-            waiting.extend(value.values() if isinstance(value, Mapping) else value)
+            # The order of a set is another one in each process.
+            is_set = isinstance(value, set | frozenset)
+            waiting.extend(value.values() if isinstance(value, Mapping) else sorted(value, key=_name) if is_set else value)
     return list(found.values())
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "name", ""))
 
 
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, keras.Variable]]:

@@ -1,8 +1,7 @@
 """Prepare the model's own step to be traced, as one device runs it."""
 
 import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,24 +14,8 @@ from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.devices import variable_homes
 from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.keras_internals.replacing import replaced
-from keras_dp.optimizer import Combining, sending_gradients_as
-
-_in_trace = contextvars.ContextVar("_in_trace", default=False)
-
-
-def in_trace() -> bool:
-    """Returns whether the step of a model is being traced, as one device runs it, so that it calls the model's own steps."""
-    return _in_trace.get()
-
-
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Says that the step of a model is being traced, or run on one device."""
-    token = _in_trace.set(True)
-    try:
-        yield
-    finally:
-        _in_trace.reset(token)
+from keras_dp.optimizer import Combining, DataParallelOptimizer, sending_gradients_as
+from keras_dp.wrapping.in_trace import tracing
 
 
 def plain_step(
@@ -56,8 +39,8 @@ def plain_step(
     synchronized = [layer for layer in batch_norms(model) if is_synchronized(layer)]
 
     def step(data: Any) -> Any:
-        optimizers = optimizers_of(model)
-        kept = [variable for one in optimizers for variable in one.variables]
+        combinings = _combinings(model, optimizer)
+        kept = [variable for one in combinings for variable in one.inside.variables]
         is_spread = len({variable_homes.home(variable) for variable in (*model.trainable_weights, *kept)}) > 1
         with contextlib.ExitStack() as stack:
             stack.enter_context(tracing())
@@ -66,13 +49,20 @@ def plain_step(
                 stack.enter_context(replaced(layer, "synchronized", False))
             if batch_norm != "sync":
                 stack.enter_context(batch_norm_mode(batch_norm, synchronized))
-            for one in optimizers:
-                combining = optimizer if optimizer is not None and optimizer.inside is one else Combining.of(one)
-                accumulates_rows = combining.accumulate == "rows"
+            for one in combinings:
+                accumulates_rows = one.accumulate == "rows"
                 if accumulates_rows or is_spread:
-                    rows = rows_of_checked(data, whole) if accumulates_rows else None
-                    stack.enter_context(combining.in_step(rows))
-            stack.enter_context(sending_gradients_as(gradient_dtype, optimizers))
+                    stack.enter_context(one.in_step(rows_of_checked(data, whole) if accumulates_rows else None))
+            stack.enter_context(sending_gradients_as(gradient_dtype, [one.inside for one in combinings]))
             return run(data)
 
     return step
+
+
+def _combinings(model: keras.Model, optimizer: Combining | None) -> list[Combining]:
+    """Returns how each optimizer of a model applies gradients. A model may keep one, and another that is wrapped around it."""
+    found = optimizers_of(model)
+    wrapped = [one for one in found if isinstance(one, DataParallelOptimizer)]
+    combinings = [*map(Combining.of, [one for one in found if one not in wrapped] + wrapped)]
+    combinings += [] if optimizer is None else [optimizer]
+    return list({id(one.inside): one for one in combinings}.values())

@@ -55,7 +55,6 @@ class TowerSteps:
         calls: how often the steps of training and evaluation were called, and found a batch.
         slow_steps: tells if training could be faster.
         batch_types: the types of the last batches that each step was traced for.
-        running: the step whose function Keras's trainer is calling; None if a program calls one.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class TowerSteps:
         self.calls = 0
         self.slow_steps = SlowSteps(inputs.waiting.seconds)
         self.batch_types: dict[str, BatchTypes] = {}
-        self.running: choices.Step | None = None
         self._partitions: dict[str, Partition] = {}
 
     @property

@@ -1,6 +1,7 @@
 """Call the functions of Keras's trainer."""
 
 import contextlib
+import contextvars
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,12 +11,30 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Shard, Slice
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
-from keras_dp.keras_internals.replacing import replaced
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification, iterator_of, types_of
 
 # Workers that read different batches are told of it after so many steps, and not only after an epoch.
 _EARLY_CALLS = 4
+_KEPT_TRACES = 16  # of a step that a program calls by itself
+
+
+_running: contextvars.ContextVar[tuple[Any, Any]] = contextvars.ContextVar("_running", default=(None, None))
+
+
+def running_step(steps: TowerSteps) -> choices.Step | None:
+    """Returns the step of a model whose function Keras's trainer is calling; None if a program calls one by itself."""
+    owner, name = _running.get()
+    return name if owner is steps else None
+
+
+@contextlib.contextmanager
+def _running_as(steps: TowerSteps, name: choices.Step | None) -> Iterator[None]:
+    token = _running.set((steps, name))
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 @contextlib.contextmanager
@@ -23,7 +42,7 @@ def _call(steps: TowerSteps, executions: int, name: choices.Step | None = None) 
     """Surrounds a call of a function that runs a number of steps; of the name of a step, or of one that has its own name."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(steps.naming_failures())
-        stack.enter_context(replaced(steps, "running", name))
+        stack.enter_context(_running_as(steps, name))
         stack.enter_context(steps.inputs.waiting.in_call(executions))
         if steps.jit_compile:
             # On GPUs, it adds transposes around convolutions, which cut the piece that XLA compiles: 115 pieces in a step of
@@ -141,12 +160,18 @@ class CalledStep:
     """
 
     def __init__(self, step: Callable[..., Any], steps: TowerSteps):
-        self._steps = steps
-        run = steps.inputs.run
-        self._function = tf.function(lambda args, kwargs: run(step, args, kwargs), autograph=False, reduce_retracing=True)
+        self._steps, self._step = steps, step
+        self._function = self._made()
+
+    def _made(self) -> Any:
+        run, step = self._steps.inputs.run, self._step
+        return tf.function(lambda args, kwargs: run(step, args, kwargs), autograph=False, reduce_retracing=True)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the step."""
         self._steps.refuse_moved()
+        if self._function.experimental_get_tracing_count() >= _KEPT_TRACES:
+            # Each number of Python among the arguments has a trace of its own.
+            self._function = self._made()
         with _call(self._steps, 1):
             return self._function(tuple(args), dict(kwargs))

@@ -44,6 +44,7 @@ def synchronize(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Vari
 def refuse_different(group: WorkerGroup, variables: Sequence[keras.Variable | tf.Variable]) -> None:
     """Raises a RuntimeError, on all workers, if their values of variables differ. It names the first variable that does."""
     native = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    group.agree({"the number of variables of model and optimizer": len(native)})
     if _same_everywhere(group, native):
         return
     own = b"".join(zlib.crc32(variable.numpy().tobytes()).to_bytes(4, "little") for variable in native)

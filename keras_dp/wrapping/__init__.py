@@ -1,1 +1,1 @@
-"""Forward public names to an object inside, and refuse objects that cannot be wrapped."""
+"""Let an object stand in the place of a model or an optimizer, with the same state."""

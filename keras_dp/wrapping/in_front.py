@@ -34,7 +34,7 @@ class Step:
         if parallel is None:
             return getattr(users_class(owner), self._name)
         own = own_of(parallel)
-        return own.on_towers(parallel, getattr(own.inside, self._name), self._name)
+        return own.on_towers(parallel, getattr(own.inside, self._name))
 
     def __set__(self, parallel: Any, step: Any) -> None:
         """Sets a step of a whole batch. A step that was read from a wrapper before is the model's own again."""
@@ -80,4 +80,5 @@ class InFront(CheckpointedOptimizer, Front):
 
     def __dir__(self) -> list[str]:
         # Keras saves all parts that `dir` names, and the model inside is no part of itself.
-        return sorted({*dir(type(self)), *vars(self)} - {"inner_model"})
+        names = {*dir(type(self)), *vars(self)}
+        return sorted(names if hasattr(own_of(self).inside, "inner_model") else names - {"inner_model"})

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_dp.wrapping.one_state import own_of
+from keras_dp.wrapping.one_state import own_of, users_class
 
 CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -33,26 +33,26 @@ def listed(callbacks: Any) -> list[keras.callbacks.Callback]:
     return list(keras.tree.flatten(inside))
 
 
-def watched_methods(model: keras.Model) -> dict[str, Callable[..., Any]]:
+def watched_methods(own_class: type) -> dict[str, Callable[..., Any]]:
     """Returns the methods of a user's class, by name, so that each warns, once, if all that it computes is on one device.
 
     Methods that override others of Keras are left out, except `fit`, `evaluate`, `predict` and `*_on_batch`.
     """
-    named: dict[str, Any] = {}
-    for base in type(model).__mro__:
-        if base not in keras.Model.__mro__ and not base.__module__.startswith("keras."):
-            named = {**vars(base), **named}
+    own = [base for base in own_class.__mro__ if base not in keras.Model.__mro__ and not base.__module__.startswith("keras.")]
+    names = dict.fromkeys(name for base in own for name in vars(base))
+    found = ((name, inspect.getattr_static(own_class, name)) for name in names)
     return {
-        name: _watched(member)
-        for name, member in named.items()
+        name: _watched(name, member)
+        for name, member in found
         if isinstance(member, types.FunctionType)
+        and any(vars(base).get(name) is member for base in own)
         and not name.startswith("_")
         and (name in CALLS or not hasattr(keras.Model, name))
         and not _runs_later(member)
     }
 
 
-def _watched(function: types.FunctionType) -> Callable[..., Any]:
+def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
     """Wraps a method. It has computed on one device if optimizers have made updates, or nothing else can be seen of it.
 
     A method that has once used towers may call functions that were traced then, and whose steps cannot be seen any more.
@@ -62,13 +62,14 @@ def _watched(function: types.FunctionType) -> Callable[..., Any]:
     def method(parallel: Any, *args: Any, **kwargs: Any) -> Any:
         trainer = own_of(parallel)
         uses, updates = trainer.uses, trainer.updates()
-        result = function(parallel, *args, **kwargs)
+        # A program may have replaced the method of the class since.
+        result = getattr(users_class(type(parallel)), name)(parallel, *args, **kwargs)
         if trainer.uses > uses:
-            trainer.methods_on_towers.add(function.__name__)
-        elif function.__name__ in CALLS or trainer.updates() > updates:
-            if function.__name__ not in trainer.methods_on_towers:
-                trainer.tell_alone(function.__name__)
-            trainer.methods_on_towers.add(function.__name__)
+            trainer.methods_on_towers.add(name)
+        elif name in CALLS or trainer.updates() > updates:
+            if name not in trainer.methods_on_towers:
+                trainer.tell_alone(name)
+            trainer.methods_on_towers.add(name)
         return result
 
     return method

@@ -226,6 +226,18 @@ def test_gpus_that_tensorflow_sees(gpus, in_machine, verdict, advice, monkeypatc
     assert (found.verdict, found.advice[: len(advice)]) == (verdict, advice)
 
 
+@pytest.mark.parametrize(("capability", "verdict"), [((9, 0), "pass"), ((12, 0), "warn")])
+def test_gpus_that_tensorflow_has_no_kernels_for(capability, verdict, monkeypatch):
+    """Plain Keras fails on them, too, and says less."""
+    monkeypatch.setattr(machine, "environment", lambda: {"gpus": ["RTX 5090"]})
+    monkeypatch.setattr(nvidia, "count_gpus", lambda: 1)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": capability})
+    found = machine.devices_found()
+    assert (found.verdict, "Blackwell" in found.advice) == (verdict, verdict == "warn")
+    assert f"{capability[0]}.{capability[1]}" in found.seen or verdict == "pass"
+
+
 @pytest.mark.parametrize(("megabytes", "verdict"), [(3, "pass"), (9000, "warn")])
 def test_other_programs_on_a_gpu(megabytes, verdict, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])

@@ -14,6 +14,7 @@ from keras_dp.devices import variable_homes
 from keras_dp.keras_internals import keras_models
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.reports.communication import _run_and_collect
+from keras_dp.wrapping.one_state import own_of
 
 pytestmark = pytest.mark.thorough
 
@@ -187,13 +188,13 @@ def test_the_report_as_a_table():
 
 
 def test_refuses_what_has_no_step():
-    with pytest.raises(ValueError, match=r"takes a compiled DataParallelModel.*Received: <Sequential"):
+    with pytest.raises(ValueError, match=r"looks at the towers of a keras_dp.DataParallelModel.*Received: <Sequential"):
         keras_dp.communication_report(build(), np.ones((4, 12)))
-    with pytest.raises(ValueError, match="takes a compiled DataParallelModel"):
+    with pytest.raises(ValueError, match="Compile the model before communication_report"):
         keras_dp.communication_report(keras_dp.DataParallelModel(build(), devices=2), np.ones((4, 12)))
     eager = keras_dp.DataParallelModel(build(), devices=2)
     eager.compile("sgd", "mse", run_eagerly=True)
-    with pytest.raises(ValueError, match="does not run eagerly"):
+    with pytest.raises(ValueError, match="eager steps use one device"):
         keras_dp.communication_report(eager, (np.ones((4, 12)), np.ones((4, 4))))
 
 
@@ -214,7 +215,7 @@ def test_nothing_is_sent_in_the_rounds_of_a_loop():
     batch = np.ones((4, 7, 3)), np.ones((4, 2))
     parallel.train_on_batch(*batch)
     with node_by_node():
-        _, graphs = _run_and_collect(parallel, cut(batch, 2))
+        _, graphs = _run_and_collect(own_of(parallel), "train", cut(batch, 2))
     for graph in graphs:
         rounds = nodes_in_loops(graph)
         assert {"MatMul", "Sigmoid"} <= {node.op for node in rounds}

@@ -859,6 +859,33 @@ def test_refuses_what_keras_refuses():
         assert words[0] == words[1], what
 
 
+class DrawsItsPoints(keras.Model):
+    """Learns a function from points that the step draws itself, as networks for differential equations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential([keras.Input((1,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+
+    def train_step(self, largest):
+        x = largest * tf.random.stateless_uniform((20, 1), [1, 2], dtype="float64")
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.network(x) - tf.sin(x)) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own": loss}
+
+
+def test_batches_of_numbers_without_rows(caplog):
+    """They were once refused. There is nothing in them that towers could divide."""
+
+    def script(model):
+        numbers = tf.data.Dataset.from_tensor_slices(np.arange(1.0, 6.0))
+        return compiled(model, loss=None, metrics=None).fit(numbers, epochs=2, shuffle=False, verbose=0).history
+
+    assert_same_script(DrawsItsPoints, script, TOWERS)
+    (record,) = [record for record in caplog.records if "without rows" in record.message]
+    assert "one device computes the step" in record.message
+
+
 @runs_dry
 def test_refuses_batches_without_rows():
     """Plain Keras would take a step with a loss of 0, and would log nothing for validation data without batches."""

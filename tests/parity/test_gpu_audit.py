@@ -227,7 +227,7 @@ def test_the_audit_leaves_the_model_as_it_was_and_says_what_it_found():
 
 
 def test_a_model_that_is_not_compiled_is_refused():
-    with pytest.raises(ValueError, match=r"graph_of_step\(\) takes a compiled DataParallelModel.*Received: <Functional"):
+    with pytest.raises(ValueError, match=r"graph_of_step\(\) looks at the towers of a .*Received: <Functional"):
         graph_of_step(convolutions(), (IMAGES, CLASSES))
 
 

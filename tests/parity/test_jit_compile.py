@@ -12,6 +12,7 @@ from tensorflow.python.eager import context
 import keras_dp
 from keras_dp.batches.slicing import cut
 from keras_dp.reports.communication import _run_and_collect
+from keras_dp.wrapping.one_state import own_of
 
 pytestmark = pytest.mark.thorough
 
@@ -76,7 +77,7 @@ def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     parallel.compile("sgd", "mse", jit_compile=jit_compile)
     parallel.train_on_batch(X, Y)
-    _, graphs = _run_and_collect(parallel, cut((X, Y), 2))
+    _, graphs = _run_and_collect(own_of(parallel), "train", cut((X, Y), 2))
     compiled = {graph.node[0].device[-5:]: sum(node.op == "_XlaRun" for node in graph.node) for graph in graphs}
     convolutions = sum(node.op.startswith("Conv2D") for graph in graphs for node in graph.node)
     if jit_compile is True:
@@ -95,7 +96,7 @@ def test_the_update_is_compiled_with_a_tower_that_is_alone(devices, expected):
     parallel = keras_dp.DataParallelModel(build(), devices=devices)
     parallel.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=True)
     parallel.train_on_batch(X, Y)
-    _, graphs = _run_and_collect(parallel, cut((X, Y), devices))
+    _, graphs = _run_and_collect(own_of(parallel), "train", cut((X, Y), devices))
     updates = [node for graph in graphs for node in graph.node if node.op == "AssignSubVariableOp" or "sgd/Mul" in node.name]
     assert min(len(updates), 1) == expected
 

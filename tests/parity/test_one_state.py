@@ -3,11 +3,14 @@
 Each program once gave other results than in plain Keras, silently or by an error, or is of the same kind.
 """
 
+import abc
 import dataclasses
+import functools
 import gc
 import pickle
 import threading
 import weakref
+from unittest import mock
 
 import keras
 import numpy as np
@@ -608,6 +611,197 @@ def a_method_set_on_the_instance(wrap):
     return fitted(model)
 
 
+class Mixin:
+    """Comes after Keras's class, whose methods win."""
+
+    def fit(self, *arguments, **named):
+        return "the mixin's"
+
+    def more(self):
+        return "more"
+
+
+@program
+def a_mixin_after_the_class_of_keras(wrap):
+    class Model(keras.Sequential, Mixin):
+        pass
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    return fitted(model), model.more()
+
+
+@program
+def what_methods_set_on_the_class(wrap):
+    class Model(keras.Sequential, abc.ABC):
+        scale, count = 1.0, 0
+        registry = []  # noqa: RUF012
+
+        def warm(self):
+            type(self).scale = 0.25
+
+        @classmethod
+        def register(cls):
+            cls.count += 1
+            cls.registry.append(cls)
+
+        def like(self, other):
+            return isinstance(other, type(self))
+
+        def train_step(self, data):
+            return own_update(self, *data, self.scale)
+
+    class Other(Model):
+        pass
+
+    model, other = wrap(dense(Model)), dense(Other)
+    model.compile("sgd", "mse")
+    model.warm()
+    model.register()
+    is_alike = model.like(other)
+    isinstance(3, type(model))
+    return fitted(model), Model.scale, Model.count, Model.registry == [Model], is_alike, isinstance(other, Model)
+
+
+@program
+def tables_of_objects(wrap):
+    """Tables by identity are the only ones that have two entries."""
+    table = {}
+
+    class Model(keras.Sequential):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            table[self] = 0.5
+
+        @functools.lru_cache  # noqa: B019
+        def key(self):
+            calls.append(self.name)
+            return len(calls)
+
+        def train_step(self, data):
+            return own_update(self, *data, table[self] * self.key())
+
+    calls = []
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    first = model.key()
+    table[model] *= 3
+    return first, len(table), fitted(model), len(calls)
+
+
+@program
+def a_loop_that_makes_keras_functions_itself(wrap):
+    class Model(keras.Sequential):
+        def compile(self, *arguments, **named):
+            keras.Model.compile(self, *arguments, **named)
+
+        def fit(self, dataset):
+            self.make_train_function()
+            losses = []
+            for _ in range(2):
+                self.reset_metrics()
+                iterator = iter(dataset)
+                losses += [self.train_function(iterator)["loss"] for _ in range(2)]
+            return losses
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    return model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(11)), model.get_weights()
+
+
+@program
+def steps_without_tensors_and_with_attributes_that_change(wrap):
+    """An eager step sees each change of the program's."""
+
+    class Model(keras.Sequential):
+        alpha, calls = 1.0, 0
+
+        def step(self, x, y):
+            self.calls += 1
+            return own_update(self, x, y, self.alpha)
+
+        def draw(self, low=0.0):
+            return tf.constant(low + 1.0)
+
+        def loop(self, dataset):
+            run, losses = self.distribute_strategy.run, []
+            for number, (x, y) in enumerate(self.distribute_strategy.experimental_distribute_dataset(dataset)):
+                self.alpha = 1 / (number + 1)
+                losses.append(float(run(self.step, args=(x, y))["loss"]))
+            self.layers[0].trainable = False
+            losses.append(float(run(self.step, args=(x, y))["loss"]))
+            return losses, float(run(self.draw)), float(run(self.draw, args=(0.5,)))
+
+    model = wrap(dense(Model))
+    model.compile("sgd", "mse")
+    return model.loop(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)), model.calls, model.get_weights()
+
+
+@program
+def a_method_replaced_after_wrapping(wrap):
+    class Model(keras.Sequential):
+        def value(self):
+            return 1
+
+    model = wrap(dense(Model))
+    with mock.patch.object(Model, "value", return_value=2):
+        replaced = model.value()
+    return replaced, model.value()
+
+
+@program
+def an_optimizer_that_the_model_keeps_too(wrap):
+    """Its rows were weighted twice."""
+
+    class Model(keras.Sequential):
+        def compile(self, optimizer, loss):
+            super().compile(optimizer, loss)
+            self.mine = [optimizer]
+
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    model = wrap(dense(Model))
+    if wrap is plain:
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(X, Y, batch_size=22, shuffle=False, verbose=0)
+    else:
+        model.compile(keras_dp.DataParallelOptimizer(inner, accumulate="rows"), "mse")
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@program
+def data_that_call_another_model(wrap):
+    """A step once held a lock while it waited for its batch, which waited for the lock."""
+    teacher, student = wrap(dense()), wrap(dense())
+    student.compile("sgd", "mse")
+
+    def batches():
+        while True:
+            yield X[:8], teacher.predict(X[:8], verbose=0)
+
+    types = tf.TensorSpec((8, 3), "float64"), tf.TensorSpec((8, 2), "float64")
+    data = tf.data.Dataset.from_generator(batches, output_signature=types)
+    return student.fit(data, steps_per_epoch=4, epochs=2, shuffle=False, verbose=0).history
+
+
+@program
+def a_part_called_inner_model(wrap, tmp_path):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner_model = dense()
+
+        def call(self, x):
+            return self.inner_model(x)
+
+    model, other = wrap(Model()), Model()
+    model(X)
+    other(X)
+    model.save_weights(tmp_path / "a.weights.h5")
+    other.load_weights(tmp_path / "a.weights.h5")
+    return other.get_weights(), len(model.inner_model.layers)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name, tmp_path):
     def run(wrap, folder):
@@ -744,3 +938,17 @@ def test_nothing_of_a_wrapper_stays_when_it_is_gone():
     assert reference() is None
     assert kind() is None or kind() not in type(inner).__subclasses__()
     assert type(pickle.loads(pickle.dumps(inner))) is type(inner)
+
+
+def test_subclasses_of_the_wrapper_have_no_steps_of_their_own():
+    """They would be hidden by the model's."""
+    with pytest.raises(TypeError, match="has no train_step of its own.*Received: Own with train_step"):
+
+        class Own(keras_dp.DataParallelModel):
+            def train_step(self, data):
+                return {}
+
+
+def test_the_class_of_a_wrapper_is_made_once():
+    with pytest.raises(TypeError, match="Set the class of that object, and wrap it again"):
+        on_towers(dense()).__class__ = Mixin

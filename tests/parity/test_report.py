@@ -177,7 +177,7 @@ def test_eager_steps_have_no_report(batch):
     parallel = wrapped(layers.Dense(1))
     parallel.compile("sgd", "mse", run_eagerly=True)
     parallel.fit(X, Y, verbose=0)
-    with pytest.raises(ValueError, match=r"report\(\) takes a compiled DataParallelModel that does not run eagerly"):
+    with pytest.raises(ValueError, match=r"report\(\) looks at towers, and eager steps use one device"):
         parallel.report(batch)
 
 

@@ -17,6 +17,12 @@ from keras_dp.devices.platforms import current_platform
 from keras_dp.keras_internals import versions
 
 _BUSY_MEGABYTES = 500
+BLACKWELL = (10, 0)
+NOT_BUILT_FOR = (
+    "TensorFlow's packages up to 2.21 have no kernels for GPUs of the Blackwell kind, such as RTX 50: operations may fail or "
+    "end the process, those that XLA compiles first. Try compile(..., jit_compile=False), or a container of NVIDIA's: see "
+    "docs/install.md."
+)
 
 
 def versions_found() -> Finding:
@@ -48,9 +54,17 @@ def devices_found() -> Finding:
     if len(gpus) < in_machine:
         advice = f"CUDA_VISIBLE_DEVICES={visible} hides the others." if visible else "Is another version of CUDA installed?"
         return Finding("devices", "warn", f"{seen}, of {in_machine} in the machine", advice)
+    newest = max(map(_compute_capability, tf.config.list_physical_devices("GPU")), default=(0, 0))
+    if newest >= BLACKWELL:
+        return Finding("devices", "warn", f"{seen}, of compute capability {newest[0]}.{newest[1]}", NOT_BUILT_FOR)
     if len(set(gpus)) > 1:
         return Finding("devices", "warn", seen, "They differ, and each step waits for the slowest: leave it out with devices=.")
     return Finding("devices", "pass", f"{seen}; TensorFlow is {_wanted()}")
+
+
+def _compute_capability(gpu: tf.config.PhysicalDevice) -> tuple[int, int]:
+    """Returns the version of a GPU's instructions, such as (9, 0); (0, 0) if it is not known."""
+    return tuple(tf.config.experimental.get_device_details(gpu).get("compute_capability", (0, 0)))
 
 
 def _wanted() -> str:

@@ -15,7 +15,7 @@ from keras_dp.partition.building.builder import Built
 from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.inspecting.agreement import Agreement
-from keras_dp.partition.inspecting.changes import Change
+from keras_dp.partition.inspecting.changes import Change, below_rounding
 from keras_dp.partition.inspecting.rounding import LAST_PLACES, Rounding
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.step import Argument, build, given, propagate, run
@@ -166,7 +166,12 @@ class BothWays:
         plain, partitioned, otherwise = (one[ends[1] :] for one in received)
         changes = list(map(Change, before, plain, partitioned, before_otherwise, otherwise))
         own_names = [handles.get(id(one.handle), "") for one in variables]
-        judged = map(self._measure_change, own_names, changes)
+        kinds = ["" if one.trainable else one.name.rpartition("_")[2] for one in variables]
+        is_nothing = below_rounding(kinds, changes, self._rounding.half)
+        judged = [
+            measured._replace(excess=0.0) if is_small else measured
+            for measured, is_small in zip(map(self._measure_change, own_names, changes), is_nothing, strict=True)
+        ]
         of_variables = dict(zip(_unique([one.name for one in variables]), judged, strict=True))
         return agreement_of(results), agreement_of(of_variables), inside
 

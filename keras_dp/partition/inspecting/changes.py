@@ -1,6 +1,7 @@
 """Judge a variable by its change in a step, however small the variable is."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -60,6 +61,32 @@ class Change:
         scale = min(1.0, self.largest or size or 1.0)
         apart = _largest(self.plain, self.on_towers)
         return apart / max(tolerance * scale, explained, UNITS * LAST_PLACES[self.plain.dtype.name] * size)
+
+
+def below_rounding(kinds: Sequence[str], changes: Sequence[Change], half: float) -> list[bool]:
+    """Tells for each variable whether its change, on one device and on towers, is what rounding makes of nothing.
+
+    A gradient that is zero, as that of a bias before batch normalization, is a sum of numbers of half precision that cancel
+    each other. What rounding leaves of it may be any number up to the last place of other gradients; squares of it, as Adam
+    keeps them, any up to the square of that.
+
+    Args:
+        kinds: the kinds of the variables: a change is small beside the largest one of its kind.
+        changes: the changes.
+        half: the relative size of the last place in half precision; 0 if there is none.
+    """
+    known = [change.is_known for change in changes]
+    largest = dict.fromkeys(kinds, 0.0)
+    are_squares = dict.fromkeys(kinds, True)
+    for kind, change, is_known in zip(kinds, changes, known, strict=True):
+        if is_known:
+            largest[kind] = max(largest[kind], change.largest)
+            are_squares[kind] &= bool(change.plain.astype(np.float64).min() >= 0.0)
+    floors = {kind: size * half ** (2 if are_squares[kind] else 1) for kind, size in largest.items()}
+    return [
+        is_known and max(change.largest, _largest(change.on_towers, change.start)) < floors[kind]
+        for kind, change, is_known in zip(kinds, changes, known, strict=True)
+    ]
 
 
 def _change(after: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -30,12 +30,13 @@ class Rounding:
 
     Attributes:
         times: how many times as much as by this rounding a tensor may differ.
+        half: the relative size of the last place of numbers in half precision; 0 if the step has none.
     """
 
     def __init__(self, traced: Traced, batch_rows: int):
         dtypes = {static.dtype.name for node in traced.nodes for static in traced.statics[node.name]}
         half = [LAST_PLACES[name] for name in ("bfloat16", "float16") if name in dtypes]
-        self._half = half[0] if half else 0.0
+        self.half = half[0] if half else 0.0
         self._sums = _longest_sums(traced, batch_rows) if half else {}
         # Rounding by neighbours moves numbers as far as the step itself does; by units, only as far as the least that it may.
         self.times = 10 if half else 100
@@ -62,7 +63,7 @@ class Rounding:
     def _relative(self, dtype: np.dtype) -> float:
         units = UNITS * LAST_PLACES[dtype.name] if dtype.itemsize > 2 else 0.0
         # One number in four is then rounded to a neighbour in half precision.
-        return max(units, self._half / 8)
+        return max(units, self.half / 8)
 
     def of_sums(self, name: str, value: np.ndarray, start: np.ndarray | None) -> float:
         """Returns how far sums in half precision may move the tensor of a node: they round after each addition.
@@ -84,7 +85,7 @@ class Rounding:
         moved = made[made > 0.0]
         are_several = moved.size > 1 or made.size == moved.size == 1
         has_one_size = start is not None and are_several and np.median(moved) > 0.9 * largest
-        return (_WHOLE if has_one_size else min(max(UNITS, additions) * self._half, _WHOLE)) * largest
+        return (_WHOLE if has_one_size else min(max(UNITS, additions) * self.half, _WHOLE)) * largest
 
 
 def _moved(value: np.ndarray, by: np.ndarray) -> np.ndarray:
