@@ -1,6 +1,5 @@
 """Train Keras 3 models on several devices with one device's result."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from keras_dp.version import __version__ as __version__
@@ -32,7 +31,8 @@ def __getattr__(name: str) -> Any:
     """Imports Keras and TensorFlow when the first of the public names is used: the command `keras-dp` answers at once."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    api = importlib.import_module("keras_dp.api")
+    from keras_dp import api
+
     globals().update({public: getattr(api, public) for public in __all__})
     return globals()[name]
 

@@ -438,6 +438,10 @@ def _begin() -> None:
     pass_clones_through(lambda model, clone: own_of(model).wrap(clone) if is_made(model) else clone)
 
 
+# `inspect.signature` and documentation show the arguments.
+DataParallelModel.__new__.__wrapped__ = DataParallelModel.__init__  # type: ignore[attr-defined]
+
+
 def _make(parallel: DataParallelModel, name: choices.Step, force: bool, make: Callable[..., None]) -> None:
     """Makes the function of a step on towers from the one that Keras makes, unless it exists."""
     own = own_of(parallel)

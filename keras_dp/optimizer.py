@@ -221,6 +221,10 @@ class DataParallelOptimizer(Behind, keras.optimizers.Optimizer):
         return sum_over_workers(combined, variables, workers.collectives)
 
 
+# `inspect.signature` and documentation show the arguments.
+DataParallelOptimizer.__new__.__wrapped__ = DataParallelOptimizer.__init__  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def sending_gradients_as(dtype: str | None, optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
     """Makes a step that is traced send the gradients of `optimizers` in another dtype; None keeps their own dtype."""

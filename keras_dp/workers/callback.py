@@ -56,7 +56,7 @@ class WorkersCallback(keras.callbacks.Callback):
 
     def __init__(self, group: WorkerGroup, model: keras.Model, state: State):
         super().__init__()
-        self._group, self._model, self._state = group, model, state
+        self._group, self._inside, self._state = group, model, state
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the chief's variables and initial epoch to all workers."""
@@ -67,7 +67,7 @@ class WorkersCallback(keras.callbacks.Callback):
 
     def _build_optimizers(self) -> None:
         """Makes the variables of optimizers on all workers if one has them, such as a chief that has restored a backup."""
-        optimizers, weights = optimizers_of(self._model), self._model.trainable_variables
+        optimizers, weights = optimizers_of(self._inside), self._inside.trainable_variables
         numbers = {id(weight): number for number, weight in enumerate(weights)}
         own = [optimized_variables(optimizer) if optimizer.built else None for optimizer in optimizers]
         built = [None if kept is None else [numbers.get(id(variable)) for variable in kept] for kept in own]

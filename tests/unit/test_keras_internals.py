@@ -352,7 +352,7 @@ def test_tensorflow_lites_converter_takes_the_model_first():
     for given in (inner, keras_dp.DataParallelModel(inner, devices=2)):
         converter = tf.lite.TFLiteConverter.from_keras_model(given)
         assert isinstance(converter, lite.TFLiteKerasModelConverterV2)
-        assert converter._keras_model is inner
+        assert converter._keras_model is given
 
 
 def test_a_server_is_not_started_after_tensorflow():

@@ -9,12 +9,13 @@ import tensorflow as tf
 from keras import layers
 from worker_threads import on_workers
 
+from keras_dp.keras_internals.keras_models import all_variables
 from keras_dp.workers import callback as module
-from keras_dp.workers.agreement import described_data, described_model
-from keras_dp.workers.callback import WorkersCallback, with_workers_callback
+from keras_dp.workers.agreement import described_data, described_graph, described_model
+from keras_dp.workers.callback import SameStateCallback, WorkersCallback, with_workers_callbacks
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup
-from keras_dp.workers.synchronization import all_variables, synchronize
+from keras_dp.workers.synchronization import refuse_different, synchronize
 
 rng = np.random.default_rng(0)
 
@@ -265,9 +266,9 @@ def test_one_worker_writes_files(tmp_path):
         *((chief, mixed, mixed), (second, mixed, others), (WorkerGroup(), mixed, mixed)),
         *((second, [], []), (second, None, []), (second, writers[0], []), (second, others[0], others[:1])),
     ):
-        *kept, last = with_workers_callback(callbacks, group, fit)
+        first, *kept, last = with_workers_callbacks(callbacks, group, fit, None, list)
         assert kept == expected
-        assert isinstance(last, WorkersCallback)
+        assert (type(first), type(last)) == (SameStateCallback, WorkersCallback)
 
 
 def test_a_list_of_keras_is_in_lockstep_too():
@@ -276,19 +277,18 @@ def test_a_list_of_keras_is_in_lockstep_too():
     callbacks = keras.callbacks.CallbackList([writer, other], model=fit)
     second = WorkerGroup(Told(None, None, index=1))
     for _ in range(2):  # The list may be used again.
-        assert with_workers_callback(callbacks, second, fit) is callbacks
-        kept, last = callbacks.callbacks
+        assert with_workers_callbacks(callbacks, second, fit, None, list) is callbacks
+        first, kept, last = callbacks.callbacks
         assert kept is other
-        assert isinstance(last, WorkersCallback)
-        assert last.model is fit
+        assert (type(first), type(last)) == (SameStateCallback, WorkersCallback)
+        assert first.model is last.model is fit
 
 
 class FakeFit:
     """Holds the attributes of a model in `fit` that the callback uses."""
 
-    def __init__(self, inner_model, initial_epoch=None, optimizer=None):
+    def __init__(self, inner_model, initial_epoch=None):
         self.inner_model = inner_model
-        self.optimizer = optimizer or keras.optimizers.SGD()
         self.stop_training = False
         self.reports = 0
         self.distribute_strategy = self.different_batches = self
@@ -298,9 +298,10 @@ class FakeFit:
         self.reports += 1
 
 
-def callback_of(collectives, model):
-    callback = WorkersCallback(WorkerGroup(collectives))
-    callback.set_model(model)
+def callback_of(collectives, fit):
+    inner = fit.inner_model
+    callback = WorkersCallback(WorkerGroup(collectives), inner, lambda: [] if inner is None else all_variables(inner))
+    callback.set_model(fit)
     return callback
 
 
@@ -330,21 +331,73 @@ def test_all_end_when_one_ends(stops):
     assert [fit.reports for fit in fits] == [1] * 3
 
 
-def test_the_first_workers_learning_rate_is_that_of_all():
-    rates = [0.1, 0.1, 0.2]
-    wrapped = [FakeFit(None, optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))) for rate in rates]
-    scheduled = [FakeFit(None, optimizer=decay(10)) for _ in rates]
-    for fits in (wrapped, scheduled):
-        on_workers(3, lambda collectives, fits=fits: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
-    assert [float(fit.optimizer.inner_optimizer.learning_rate) for fit in wrapped] == [np.float32(0.1)] * 3
-    assert [fit.stop_training for fit in wrapped + scheduled] == [False] * 6
+class TwoOptimizers(keras.Model):
+    """Keeps optimizers of its own, as a GAN does."""
+
+    def __init__(self, rates):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.dense.build((None, 3))
+        self.built = True
+        self.optimizers = {"kernel": keras.optimizers.Adam(rates[0]), "bias": [keras.optimizers.SGD(rates[1], momentum=0.9)]}
+
+
+def test_the_first_workers_state_of_all_optimizers_is_that_of_all():
+    """The chief's callbacks, or a backup that it alone restores, may set rates and slots, also of optimizers of a GAN."""
+    fits = [FakeFit(TwoOptimizers(rates)) for rates in ((0.1, 0.2), (0.1, 0.3), (0.4, 0.2))]
+    adam = fits[0].inner_model.optimizers["kernel"]
+    adam.build([fits[0].inner_model.dense.kernel])
+    adam._momentums[0].assign(np.ones((3, 2)))
+    on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_train_begin())
+    for fit in fits:
+        kernel, (bias,) = fit.inner_model.optimizers.values()
+        assert (float(kernel.learning_rate), float(bias.learning_rate)) == (0.1, 0.2)
+        np.testing.assert_array_equal(kernel._momentums[0], np.ones((3, 2)))
+    adam.learning_rate = 0.01
+    on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
+    assert [float(fit.inner_model.optimizers["kernel"].learning_rate) for fit in fits] == [0.01] * 3
+    assert [fit.stop_training for fit in fits] == [False] * 3
+
+
+def test_state_that_one_worker_changes_between_batches_is_an_error():
+    """It is named on all workers. Callbacks at the end of an epoch may change state: they come later."""
+    models = [TwoOptimizers((0.1, 0.2)) for _ in range(2)]
+    for one in models:
+        one.set_weights(models[0].get_weights())
+
+    def check(collectives):
+        refuse_different(WorkerGroup(collectives), all_variables(models[collectives.index]))
+
+    on_workers(2, check)
+    models[1].optimizers["bias"][0].learning_rate = 0.5
+    errors = []
+
+    def checked(collectives):
+        with pytest.raises(RuntimeError, match="values of '.*learning_rate', and of 0 other variables, differ") as error:
+            check(collectives)
+        errors.append(str(error.value))
+
+    on_workers(2, checked)
+    assert len(errors) == 2
+
+
+def test_graphs_in_another_order_are_other_graphs():
+    """A step that follows the order of a set lets workers exchange tensors of different operations."""
+    one = TwoOptimizers((0.1, 0.2))
+
+    def known(order):
+        weights = [one.dense.kernel.value, one.dense.bias.value]
+        return described_graph([], [weights[i] for i in order], one)
+
+    assert known([0, 1]) == known([0, 1])
+    assert known([0, 1]) != known([1, 0])
 
 
 def test_epochs_begin_with_one_random_state(monkeypatch):
     shared = []
     monkeypatch.setattr(module, "share_random_state", shared.append)
     group = WorkerGroup()
-    WorkersCallback(group).on_epoch_begin(0)
+    WorkersCallback(group, None, list).on_epoch_begin(0)
     assert shared == [group]
 
 
@@ -352,7 +405,7 @@ def test_batches_are_progress():
     notes = []
     group = WorkerGroup()
     group.note_progress = lambda: notes.append(1)
-    callbacks = keras.callbacks.CallbackList([WorkersCallback(group)], model=FakeFit(None))
+    callbacks = keras.callbacks.CallbackList([WorkersCallback(group, None, list)], model=FakeFit(None))
     for method in (callbacks.on_train_batch_end, callbacks.on_test_batch_end, callbacks.on_predict_batch_end):
         method(0, {})
     assert len(notes) == 3

@@ -19,6 +19,7 @@ from keras_dp.workers import group as module
 from keras_dp.workers.cluster import Cluster
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup, current_workers, share_random_state
+from keras_dp.wrapping.one_state import own_of
 
 
 @pytest.fixture(autouse=True)
@@ -454,6 +455,6 @@ def test_eager_steps_are_refused_on_several_workers(monkeypatch):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     parallel = keras_dp.DataParallelModel(model, devices=1)
     parallel.compile("sgd", "mse", run_eagerly=True)
-    monkeypatch.setattr(parallel, "_workers", mock.Mock(count=2, reporting_lost_workers=contextlib.nullcontext))
+    monkeypatch.setattr(own_of(parallel), "workers", mock.Mock(count=2, reporting_lost_workers=contextlib.nullcontext))
     with pytest.raises(ValueError, match="run_eagerly=True is for debugging.*Received: run_eagerly=True on 2 workers"):
         parallel.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
