@@ -18,10 +18,13 @@ from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
 from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.partition.facts.operations import CALLS
 from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.inspecting.failures import failed_operation
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.partition.tracing.graph import Traced
+from keras_dp.partition.tracing.names import source_of
 from keras_dp.steps.partitioned import StepOnSlices, on_slices
 from keras_dp.steps.plain import plain_step
 from keras_dp.steps.slow_steps import SlowSteps
@@ -107,8 +110,10 @@ class TowerSteps:
         """
         traced = self.trace(name, slices, self.inputs.collectives, result_rows, step)
         self.batch_types[name] = BatchTypes.of(slices[0])
-        result, self._partitions[name] = traced.run(self.home, self.jit_compile, self.pack_copies)
-        return result, self._partitions[name]
+        result, partition = traced.run(self.home, self.jit_compile, self.pack_copies)
+        _refuse_compiled_across_devices(partition.traced)
+        self._partitions[name] = partition
+        return result, partition
 
     def trace(
         self,
@@ -214,3 +219,18 @@ class TowerSteps:
         batch = self.on_host(batch, finds_whole=True)
         with tf.device(HOST):
             return cut(batch, self.inputs.num_towers, whole=self.inputs.whole)
+
+
+def _refuse_compiled_across_devices(traced: Traced) -> None:
+    """Raises a ValueError if the user lets XLA compile a function that takes variables of several devices, which it cannot."""
+    for node in traced.nodes:
+        if node.op in CALLS and node.attr["_XlaMustCompile"].b:
+            homes = sorted({traced.places[name] for name in map(source_of, node.input) if name in traced.places})
+            if len(homes) > 1:
+                raise ValueError(
+                    "A function with jit_compile=True changes variables that are on several devices, and XLA compiles a "
+                    "function for one. Leave jit_compile out of tf.function, and give it to compile(..., jit_compile=True), so "
+                    "that XLA compiles what each tower computes; or leave the variables together, without "
+                    'parameter_device="sharded". '
+                    f"Received: {node.attr['f'].func.name} with variables on {', '.join(homes)}"
+                )

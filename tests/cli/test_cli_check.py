@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import keras_dp
 from keras_dp import tables
-from keras_dp.cli import main
+from keras_dp.cli import main, models
 from keras_dp.cli.check import checking, copying, machine, training, workers
 from keras_dp.cli.check.command import Question
 from keras_dp.cli.check.findings import Finding
@@ -88,6 +88,32 @@ def test_a_model_and_data_of_the_user(findings, tmp_path, monkeypatch):
     assert found["rows"].verdict == "warn"
     assert "1 rows for 2 towers, 0 or more for each" in found["rows"].seen
     assert found["result"].verdict == found["repeated"].verdict == "pass"
+
+
+GENERATORS = """
+import keras, numpy as np
+
+def endless():
+    while True:
+        yield [np.ones((4, 3), "float32"), np.zeros((4, 1), "float32")]
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.ones((4, 3), "float32"), np.zeros((4, 1), "float32")
+"""
+
+
+@pytest.mark.parametrize("name", ["endless", "Batches"])
+def test_data_of_a_generator_or_a_py_dataset(name, tmp_path, monkeypatch):
+    """The first batch is enough. An endless generator was once read to its end."""
+    (tmp_path / f"batches_of_{name}.py").write_text(GENERATORS)
+    monkeypatch.chdir(tmp_path)
+    given = models.function_named(f"batches_of_{name}:{name}")()
+    x, y = checking._first_batch(given)
+    assert (x.shape, y.shape) == ((4, 3), (4, 1))
 
 
 def test_copies_that_change_numbers(monkeypatch):

@@ -163,3 +163,32 @@ def test_the_plain_model_of_spread_variables_runs_without_xla():
         model.predict(X, verbose=0)
     model.compile("sgd", "mse", jit_compile=False)
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, atol=1e-12)
+
+
+class CompiledByTheUser(keras.Sequential):
+    @tf.function(jit_compile=True)
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own": loss}
+
+
+def test_a_step_that_the_user_compiles_has_its_variables_on_one_device():
+    """XLA's own error spoke of a resource, after the step had begun."""
+
+    def fitted(**options):
+        model = CompiledByTheUser([keras.Input((4,)), layers.Dense(8), layers.Dense(3)])
+        parallel = keras_dp.DataParallelModel(model, devices=2, **options)
+        parallel.compile("sgd")
+        before = parallel.get_weights()
+        try:
+            return parallel.fit(np.ones((8, 4)), np.ones((8, 3)), verbose=0).history
+        finally:
+            changed = any(np.any(a != b) for a, b in zip(before, parallel.get_weights(), strict=True))
+            assert changed == (not options)
+
+    assert fitted()["own"][0] > 0
+    with pytest.raises(ValueError, match=r"XLA compiles a function for one. Leave jit_compile out of.*CPU:0, CPU:1"):
+        fitted(parameter_device="sharded")

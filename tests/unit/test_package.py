@@ -62,6 +62,46 @@ def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
 
 
 @pytest.mark.processes
+def test_importing_the_package_changes_nothing_and_reads_no_command_line():
+    """It once left out all names in a script called keras-dp.py, failed without a command line, and patched Keras."""
+    script = """
+import sys
+import keras_dp
+assert "tensorflow" not in sys.modules
+sys.argv = []
+import logging, keras
+from keras.src.models import cloning
+from keras.src.saving import saving_lib
+before = dict(vars(cloning)), dict(vars(saving_lib))
+keras_dp.DataParallelModel
+assert before == (vars(cloning), vars(saving_lib))
+assert logging.getLogger("keras_dp").handlers == [] and logging.getLogger("keras_dp").level == logging.NOTSET
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.processes
+def test_a_closed_pipe_ends_a_command_without_a_traceback():
+    """As in `keras-dp plan ... | head -1`."""
+    script = """
+import sys
+from keras_dp import cli
+
+class Command:
+    add_arguments = staticmethod(lambda parser: None)
+    run = staticmethod(lambda options: print("a line") or 0)
+
+cli.COMMANDS = {"plan": Command}
+sys.exit(cli.main(["plan"]))
+"""
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (process.returncode, process.stderr) == (1, "")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("form", ["-m keras_dp", "-um keras_dp", "-mkeras_dp"])
 def test_python_m_is_the_command(form):
     command = [sys.executable, *form.split(), "--version"]
