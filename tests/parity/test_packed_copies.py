@@ -341,7 +341,7 @@ def test_copies_are_packed_between_gpus_alone_unless_it_is_asked_for(monkeypatch
 
     assert not packs()
     assert packs(pack_copies=True)
-    monkeypatch.setattr(keras_dp.model, "tower_devices", lambda devices: ["GPU:0", "GPU:1"])
+    monkeypatch.setattr(keras_dp.trainer, "tower_devices", lambda devices: ["GPU:0", "GPU:1"])
     assert packs()
     assert not packs(pack_copies=False)
 
