@@ -168,10 +168,10 @@ def test_unknown_step():
 
 def test_refuses_what_it_cannot_compare():
     parallel = wrapped()
-    with pytest.raises(ValueError, match="compares the towers of a keras_dp.DataParallelModel.*Received: <Functional"):
+    with pytest.raises(ValueError, match="looks at the towers of a keras_dp.DataParallelModel.*Received: <Functional"):
         keras_dp.check_step(parallel.inner_model, (X, Y))
     for batch in (X, (X,)):
-        with pytest.raises(ValueError, match="needs targets: pass a batch as fit.. feeds it, .x, y."):
+        with pytest.raises(ValueError, match="needs targets: pass check_step.. a batch as fit.. feeds it, .x, y."):
             keras_dp.check_step(parallel, batch)
     uncompiled = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), devices=3)
     with pytest.raises(ValueError, match="Compile the model before check_step"):
