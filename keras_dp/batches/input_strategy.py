@@ -59,7 +59,9 @@ def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        names_shape = any(text in str(error) for shape in shapes for text in (str(tuple(shape)), str(list(shape))))
+        # Keras appends the arguments of the layer, with their shapes, to the user's own words.
+        said = str(error).partition("Arguments received by")[0]
+        names_shape = any(text in said for shape in shapes for text in (str(tuple(shape)), str(list(shape))))
         if names_shape and all(shape[0] is not None for shape in shapes):
             add_note(error, "keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32).")
         raise

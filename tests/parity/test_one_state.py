@@ -871,7 +871,7 @@ def test_errors_of_the_users_own_keep_their_words():
     parallel = on_towers(keras.Sequential([Layer()]))
     parallel.compile("sgd", "mse")
     with pytest.raises(ValueError, match="my own configuration is wrong") as error:
-        parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(11), shuffle=False, verbose=0)
+        parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(11, drop_remainder=True), shuffle=False, verbose=0)
     assert "single rows" not in " ".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
