@@ -55,13 +55,13 @@ def empty_prediction_refused(method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
-    """Adds a note to errors of a model that name a shape of its data: the elements may be single rows instead of batches."""
+    """Adds a note to errors of a model that speak of shapes: the elements may be single rows instead of batches."""
     try:
         yield
     except (TypeError, ValueError) as error:
         # Keras appends the arguments of the layer, with their shapes, to the user's own words.
         said = str(error).partition("Arguments received by")[0]
-        names_shape = any(text in said for shape in shapes for text in (str(tuple(shape)), str(list(shape))))
+        names_shape = any(word in said for word in ("shape", "rank", "ndim"))
         if names_shape and all(shape[0] is not None for shape in shapes):
             add_note(error, "keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32).")
         raise
