@@ -61,7 +61,7 @@ def _single_rows_explained(shapes: Sequence[tf.TensorShape]) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         # Keras appends the arguments of the layer, with their shapes, to the user's own words.
         said = str(error).partition("Arguments received by")[0]
-        names_shape = any(word in said for word in ("shape", "rank", "ndim"))
+        names_shape = any(word in said for word in ("incompatible", "rank", "ndim", "input shape"))
         if names_shape and all(shape[0] is not None for shape in shapes):
             add_note(error, "keras_dp: if the dataset gives single rows, make batches of them: dataset.batch(32).")
         raise
