@@ -15,13 +15,13 @@ mnist: $(VENV)/examples.installed  ## Train on images of MNIST, on two towers an
 	$(BIN)/python examples/mnist_cnn.py --towers 2 --compare $(if $(DATA),--data $(DATA))
 
 check: lint  ## Check style, types and imports, and run the unit tests: before each commit.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough and not processes" tests/unit
+	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit
 
-test: $(VENV)/dev.installed  ## Run tests that show each promise once.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough"
+test: $(VENV)/dev.installed  ## Run the test of each promise, in six minutes.
+	$(BIN)/python -m pytest -n 2 -m promise
 
-test-all: $(VENV)/dev.installed  ## Run all tests but those that take long; CASES=today for a sixteenth of the further cases.
-	KERAS_DP_TEST_CASES=$(CASES) $(BIN)/python -m pytest -n 2
+test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
@@ -43,7 +43,7 @@ fuzz: $(VENV)/dev.installed  ## Draw random programs, and compare them on towers
 endurance: $(VENV)/dev.installed  ## Work for hours, and look for growth of memory, functions, threads and files; OPTIONS="--share 0.1" for less.
 	PYTHONPATH=tests $(BIN)/python -m endurance $(OPTIONS)
 
-coverage: $(VENV)/coverage.installed  ## Count the lines and branches that tests run, in all processes; OPTIONS="-m 'not slow and not thorough'" for fewer tests.
+coverage: $(VENV)/coverage.installed  ## Count the lines and branches that tests run, in all processes; OPTIONS="-m promise" for fewer tests.
 	$(BIN)/python -m coverage erase
 	-$(BIN)/python -m coverage run -m pytest -n 2 $(OPTIONS)
 	$(BIN)/python -m coverage combine --quiet

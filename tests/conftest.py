@@ -1,7 +1,5 @@
 """Set up four logical CPU devices once for all tests, and start each test from the same state."""
 
-import collections
-import datetime
 import gc
 import os
 import zlib
@@ -10,8 +8,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
+import promises
 import pytest
 import tensorflow as tf
+import turn
 import ways_of_wrapping
 from packaging.version import Version
 from tensorflow.python.framework import ops
@@ -37,35 +37,22 @@ gc.freeze()
 # Mutation testing needs an extra of its own.
 collect_ignore = ["mutation", "worker_scripts"]
 
-# With KERAS_DP_TEST_CASES=today, a sixteenth of the thorough cases in these folders run: all of them in so many days.
-BY_DAY = ("parity", "workers", "cli", "examples", "unit", "gpu")
-DAYS = 16
 NEWEST_KERAS = (versions.KERAS[1][0], versions.KERAS[1][1] - 1)
 
 
+def pytest_report_header():
+    return f"random programs from seed {turn.SEED}; KERAS_DP_TEST_TURN={turn.SEED} draws them again"
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Marks the further cases of a test as thorough: all but the first, the 21st, the 41st and so on.
-
-    Cases of another day are deselected, and counted as such.
-    """
-    counts = collections.Counter()
+def pytest_collection_modifyitems(items):
+    """Marks the first case of each test that the documentation names beside a promise."""
+    named = promises.shown_by_make_test()
     for item in items:
-        function, has_cases, _ = item.nodeid.partition("[")
-        if has_cases and not item.get_closest_marker("slow"):
-            if counts[function] % 20:
-                item.add_marker(pytest.mark.thorough)
-            counts[function] += 1
-    if os.environ.get("KERAS_DP_TEST_CASES") == "today":
-        others = {item for item in items if item.get_closest_marker("thorough") and is_of_another_day(item)}
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
-
-
-def is_of_another_day(item):
-    """Returns whether a case runs on one of the next days instead of today."""
-    folder = item.path.relative_to(os.path.dirname(__file__)).parts[0]
-    return folder in BY_DAY and (zlib.crc32(item.nodeid.encode()) + datetime.date.today().toordinal()) % DAYS != 0
+        function = str(item.path.relative_to(promises.ROOT)), getattr(item, "originalname", item.name)
+        if function in named and not item.get_closest_marker("slow"):
+            named.remove(function)
+            item.add_marker(pytest.mark.promise)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,12 +73,11 @@ def pytest_runtest_call(item):
 def way(request, monkeypatch):
     """Wraps models with the defaults of one of the ways, where a test does not say otherwise. Returns the name of the way."""
     module = getattr(request.node, "module", None)
-    if module is None or module.__name__.rpartition(".")[2] not in ways_of_wrapping.ROTATING:
+    if module is None or module.__name__.rpartition(".")[2] not in ways_of_wrapping.OF_RESULTS:
         return "plain"
-    # A case that runs each sixteenth day meets all ways.
-    turn = (zlib.crc32(request.node.nodeid.encode()) + datetime.date.today().toordinal()) // DAYS
     names = list(ways_of_wrapping.WAYS)
-    name = os.environ.get("KERAS_DP_TEST_WAY") or names[turn % len(names)]
+    name = os.environ.get("KERAS_DP_TEST_WAY") or names[zlib.crc32(request.node.nodeid.encode()) % len(names)]
+    request.node.add_report_section("setup", "way", f"KERAS_DP_TEST_WAY={name} wraps all models in this way.")
     ways_of_wrapping.wrap_in_the_way(name, monkeypatch)
     return name
 

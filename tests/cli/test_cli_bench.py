@@ -367,7 +367,6 @@ def test_batches_of_the_user(user_directory):
         assert (found.problem, found.batch_size) == (None, rows)
 
 
-@pytest.mark.thorough
 def test_what_is_found_out_first(user_directory):
     assert "No module named 'no_such_module'. Received: 'no_such_module:build'" in survey("no_such_module:build").problem
     assert survey("user_models:small") == Survey(environment.environment(), gpus=0, batch_size=64)
@@ -745,7 +744,6 @@ def test_a_whole_training_in_processes(user_directory, capsys):
     assert row["first_epoch_seconds"] > row["later_epoch_seconds"] > 0
 
 
-@pytest.mark.thorough
 def test_end_to_end(user_directory):
     """Runs the command as a user does, and reads the towers' names in the profile."""
     script = "import sys; from keras_dp.cli import main; sys.exit(main())"
@@ -768,7 +766,6 @@ def test_end_to_end(user_directory):
     assert all(name in profile.read_bytes() for name in (b"tower_0/", b"tower_1/"))
 
 
-@pytest.mark.thorough
 def test_a_failing_run_says_why(user_directory):
     with pytest.raises(RunFailedError, match="RuntimeError: this model cannot be built"):
         runs.measure_in_new_process(Run("keras_dp", 2, 4, "user_models:broken"))

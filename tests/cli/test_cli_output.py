@@ -5,7 +5,7 @@ import itertools
 from collections import deque
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_dp.cli.launch import output
@@ -49,6 +49,7 @@ def fed(stream, pieces, index=0, is_drawn=True):
     return list(tail)
 
 
+@settings(derandomize=True, database=None)
 @given(st.lists(st.integers(0, len(BAR)), max_size=8))
 def test_lines_do_not_depend_on_the_pieces_that_they_come_in(cuts):
     edges = [0, *sorted(cuts), len(BAR)]

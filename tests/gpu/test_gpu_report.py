@@ -108,7 +108,6 @@ def test_an_unknown_part_is_refused(tmp_path, capsys):
     assert "The parts are machine, parity, " in capsys.readouterr().err
 
 
-@pytest.mark.thorough
 def test_parts_of_seconds_run_on_logical_cpus(tmp_path):
     code, parts, text = run(tmp_path, "--quick", "--only", "machine,normalization,placement,copies")
     assert code == 0, text
@@ -122,7 +121,6 @@ def test_parts_of_seconds_run_on_logical_cpus(tmp_path):
     assert all(part["finding"] for part in parts.values())
 
 
-@pytest.mark.thorough
 def test_reliability_on_cpus(tmp_path):
     code, parts, text = run(tmp_path, "--quick", "--only", "reliability")
     assert code == 0, text
@@ -132,7 +130,6 @@ def test_reliability_on_cpus(tmp_path):
     assert len(tables["The same seed twice, in float32"]) == 1
 
 
-@pytest.mark.thorough
 def test_parity_notices_a_wrapper_that_is_not_exact(tmp_path):
     record = Record(tmp_path / "record.json", quick=True)
     plain = parity.train(parity.compiled(parity.built("convolutions", "float64")), "convolutions")
@@ -336,7 +333,6 @@ def as_gpus(monkeypatch):
     return take
 
 
-@pytest.mark.thorough
 def test_the_memory_of_gpus_is_compared_with_the_least(tmp_path, monkeypatch, as_gpus):
     as_gpus(memory)
     monkeypatch.setattr(memory, "_memory", lambda device: {"current": 2_000_000, "peak": 12_000_000})
@@ -348,7 +344,6 @@ def test_the_memory_of_gpus_is_compared_with_the_least(tmp_path, monkeypatch, as
     assert " times the least " in record.results["finding"]
 
 
-@pytest.mark.thorough
 def test_copies_between_the_host_and_a_gpu_are_measured(tmp_path, as_gpus):
     as_gpus(copies)
     record = Record(tmp_path / "record.json", quick=True)
@@ -370,7 +365,6 @@ def test_tables_are_aligned():
     assert lines[2] == "| dense       | 3.25 | yes   |"
 
 
-@pytest.mark.thorough
 def test_the_large_transformer():
     assert 90e6 < models.large_transformer().count_params() < 110e6
 

@@ -295,7 +295,6 @@ def test_moments_are_float32_under_mixed_precision(policy):
     np.testing.assert_allclose(norm.moving_variance, exact.var(axis=(0, 1)), rtol=1e-4)
 
 
-@pytest.mark.thorough
 def test_group_and_layer_normalization_are_left_alone():
     def build():
         inputs = keras.Input((4, 6))

@@ -13,8 +13,6 @@ from keras_dp.batches import input_wait
 from keras_dp.batches.waiting import Waiting
 from keras_dp.large_batches.warmup import LearningRateWarmup
 
-pytestmark = pytest.mark.thorough
-
 X, Y = np.ones((12, 4)), np.ones((12, 2))
 
 

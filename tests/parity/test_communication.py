@@ -16,8 +16,6 @@ from keras_dp.partition.running.calling import node_by_node
 from keras_dp.reports.communication import _run_and_collect
 from keras_dp.wrapping.one_state import own_of
 
-pytestmark = pytest.mark.thorough
-
 CHANNELS = 8
 
 

@@ -23,8 +23,6 @@ from keras import callbacks, layers, optimizers
 
 import keras_dp
 
-pytestmark = pytest.mark.thorough
-
 rng = np.random.default_rng(0)
 # Batches of 7, 7, 7 and 2 rows: all are uneven on three towers, and the last one has fewer rows than towers.
 X, Y = rng.normal(size=(23, 4)), rng.normal(size=(23, 2))

@@ -14,8 +14,6 @@ from keras import layers
 
 import keras_dp
 
-pytestmark = pytest.mark.thorough
-
 # Batches of 7, 7, 7 and 2 rows: three towers get 2, 2 and 3 rows of each, and 0, 1 and 1 rows of the last.
 ROWS, BATCH, TOWERS = 23, 7, 3
 rng = np.random.default_rng(0)

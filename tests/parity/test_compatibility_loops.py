@@ -14,8 +14,6 @@ from keras import layers
 import keras_dp
 from keras_dp.wrapping.one_state import own_of
 
-pytestmark = pytest.mark.thorough
-
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(21, 4)), rng.normal(size=(21, 3))
 

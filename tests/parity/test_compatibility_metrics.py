@@ -66,7 +66,6 @@ def test_metrics_by_name(metric):
     assert_same_training(build, compiled(metrics=[metric]), [((X, LABELS), 9)], 3, epochs=1)
 
 
-@pytest.mark.thorough
 def test_metrics_of_masked_outputs():
     """Gathered predictions keep their mask: without it, accuracy would count the padding."""
 

@@ -68,7 +68,6 @@ def test_every_kind_of_model(kind):
     assert_towers_match_one_device(KINDS[kind], compiled("adam"), DATA, 3)
 
 
-@pytest.mark.thorough
 def test_loaded_models(tmp_path):
     """A loaded compiled model continues training from its optimizer's state, without another compile()."""
     model = sequential()
@@ -83,7 +82,6 @@ def test_loaded_models(tmp_path):
     assert_same_script(lambda: keras.models.load_model(tmp_path / "model.keras"), script, 3)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("who", ["wrapper", "inner model"])
 def test_frozen_layers_and_compile_again(who):
     """Layers that are frozen in the first training train after a second compile() of either model."""
@@ -103,7 +101,6 @@ def test_frozen_layers_and_compile_again(who):
     assert_same_script(sequential, script, 3)
 
 
-@pytest.mark.thorough
 def test_fine_tuning():
     """A new head trains on a frozen base, whose batch normalization stays unchanged; then the whole model is tuned."""
 
@@ -234,7 +231,6 @@ VOLUMES = (
 FAMILIES = {"vectors": VECTORS, "sequences": SEQUENCES, "tokens": TOKENS, "images": IMAGES, "volumes": VOLUMES}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers(family):
     make_data, makers = FAMILIES[family]
@@ -249,7 +245,6 @@ def test_layers(family):
     assert_towers_match_one_device(build, compiled("adam"), [((x, Y), 9)], 3)
 
 
-@pytest.mark.thorough
 def test_attention_and_merging_layers():
     def build():
         inputs = keras.Input((6, 4))
@@ -268,7 +263,6 @@ def test_attention_and_merging_layers():
     assert_same_training(build, compiled("adam"), [((random(23, 6, 4), Y), 9)], 3)
 
 
-@pytest.mark.thorough
 def test_layers_of_float32():
     """Some kernels and constants exist in float32 only."""
     keras.config.set_floatx("float32")
@@ -321,7 +315,6 @@ def random_layers():
     ]
 
 
-@pytest.mark.thorough
 def test_random_layers():
     """Under tf.distribute all replicas draw the same dropout mask."""
     keras.config.set_floatx("float32")
@@ -346,7 +339,6 @@ def test_random_layers():
         assert_towers_match_one_device(build, compiled(), [((x, y), 9)], 3)
 
 
-@pytest.mark.thorough
 def test_weights_updated_in_call():
     """The gradient and the update apply to the new value, as in SpectralNormalization with its kernel."""
 
@@ -366,7 +358,6 @@ def test_weights_updated_in_call():
     assert_towers_match_one_device(build, compiled("adam"), DATA, 3)
 
 
-@pytest.mark.thorough
 def test_state_that_is_a_mean_over_the_rows():
     class Centering(layers.Layer):
         def build(self, shape):
@@ -386,7 +377,6 @@ def test_state_that_is_a_mean_over_the_rows():
     assert_towers_match_one_device(build, compiled(), DATA, 3)
 
 
-@pytest.mark.thorough
 def test_other_state():
     """Covers a count of rows, and the largest of their values."""
 
@@ -418,14 +408,12 @@ def quantized(mode):
     return model
 
 
-@pytest.mark.thorough
 def test_lora():
     """Its initializers are float32."""
     keras.config.set_floatx("float32")
     assert_same_training(with_lora, compiled("adam"), DATA, 3)
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
 @pytest.mark.parametrize("mode", ["int8", "float8"])
 def test_quantized_layers(mode):
@@ -433,7 +421,6 @@ def test_quantized_layers(mode):
     assert_towers_match_one_device(lambda: quantized(mode), compiled("adam"), DATA, 3)
 
 
-@pytest.mark.thorough
 def test_stateful_layers():
     """Their state has as many rows as a batch, and carries over to the next batch."""
 
@@ -455,7 +442,6 @@ def test_stateful_layers():
     assert all(np.abs(state).max() > 0 for state in states[0])
 
 
-@pytest.mark.thorough
 def test_steps_of_ones_own():
     """Custom steps in which rows meet rows are exact: the step is traced unchanged, and its graph is partitioned."""
 
@@ -492,7 +478,6 @@ def test_rematerialized_layers():
     assert_towers_match_one_device(Remat, compiled(), DATA, 3)
 
 
-@pytest.mark.thorough
 def test_functions_compiled_by_the_user():
     """Covers functions that were traced before, outside of the step."""
 

@@ -118,7 +118,6 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.thorough
 def test_every_learning_rate_schedule():
     """One script trains with one schedule after the other, each from the weights of the last."""
     schedules = optimizers.schedules

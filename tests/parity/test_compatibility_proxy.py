@@ -24,8 +24,6 @@ from keras import layers, losses, metrics, optimizers
 
 import keras_dp
 
-pytestmark = pytest.mark.thorough
-
 rng = np.random.default_rng(0)
 # Batches of 9, 9 and 2 rows: the last one has fewer rows than three towers.
 X, Y = rng.normal(size=(20, 4)), rng.normal(size=(20, 2))

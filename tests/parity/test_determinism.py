@@ -1,5 +1,6 @@
 """The same seed gives the same bytes again, in float32: of the weights, the optimizer's state, and all results."""
 
+import itertools
 import json
 import re
 
@@ -32,8 +33,8 @@ WAYS = [
     (3, {"shuffled_by": "dataset"}),
     (4, {"op_determinism": True}),
 ]
-FURTHER = [pytest.param(program, *way, marks=pytest.mark.thorough) for way in WAYS for program in PROGRAMS]
-RUNS = [("attention", 3, SHARDED), *FURTHER]
+# Each way once, and each program in two or three of them.
+RUNS = [(program, *way) for program, way in zip(itertools.cycle(PROGRAMS), WAYS, strict=False)]
 
 
 @pytest.mark.parametrize(("program", "towers", "options"), RUNS)
@@ -42,7 +43,7 @@ def test_new_processes_give_the_same_bytes(program, towers, options):
     assert first == second
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_op_determinism_may_be_called_after_the_model_is_made(steps_per_execution):
     """TensorFlow then refuses to read the time, which steps do to measure how long they wait for input."""
     lengths = {"train_on_batch": 2, "evaluate": 2, "predict": 90, "fit": 3}
@@ -57,9 +58,10 @@ def test_another_seed_gives_other_bytes():
 
 
 STEPS = [
-    pytest.param(program, *way, marks=[] if (program, *way) == ("attention", 3, SHARDED) else pytest.mark.thorough)
-    for way in [(3, SHARDED), (4, SHARDED), (4, {"pack_copies": True}), (4, {})]
-    for program in ["attention", "batch normalization", "dropout", "own step"]
+    ("attention", 3, SHARDED),
+    ("batch normalization", 4, SHARDED),
+    ("dropout", 4, {"pack_copies": True}),
+    ("own step", 4, {}),
 ]
 
 
@@ -79,9 +81,7 @@ def test_a_step_from_the_same_state_gives_the_same_bytes_each_time(program, towe
     assert len(seen) == 1
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("towers", [None, 1, 3])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "towers"), list(zip(PROGRAMS, itertools.cycle([3, None, 1]), strict=False)))
 def test_what_is_loaded_from_a_file_goes_on_with_the_same_bytes(program, towers, tmp_path):
     runs = []
     for number in range(2):
@@ -91,8 +91,7 @@ def test_what_is_loaded_from_a_file_goes_on_with_the_same_bytes(program, towers,
     assert runs[0][0] != runs[0][1]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("towers", [None, 1, 4])
+@pytest.mark.parametrize("towers", [4, None])
 def test_a_run_that_goes_on_from_a_backup_has_the_bytes_of_an_unbroken_one(towers, tmp_path):
     """The order of the rows is fixed, and nothing is drawn: Keras's backups hold neither."""
     train, program = trained_with_backups, "batch normalization"
@@ -102,9 +101,7 @@ def test_a_run_that_goes_on_from_a_backup_has_the_bytes_of_an_unbroken_one(tower
     assert in_a_new_process(train, program, towers, tmp_path / "broken", stops=False) == unbroken
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "towers"), list(zip(PROGRAMS, itertools.cycle([1, 2]), strict=False)))
 def test_two_workers_give_the_same_bytes(program, towers, tmp_path):
     runs = []
     for number in range(2):

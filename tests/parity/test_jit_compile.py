@@ -14,8 +14,6 @@ from keras_dp.batches.slicing import cut
 from keras_dp.reports.communication import _run_and_collect
 from keras_dp.wrapping.one_state import own_of
 
-pytestmark = pytest.mark.thorough
-
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(22, 8, 8, 2)), rng.normal(size=(22, 3))
 

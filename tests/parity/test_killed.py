@@ -39,7 +39,6 @@ def folders(path, count):
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "kills"), [*FEW, *MANY])
 def test_a_run_that_is_killed_while_it_writes_goes_on_as_if_unbroken(way, kills, unbroken, tmp_path):
     draw = np.random.default_rng(kills)

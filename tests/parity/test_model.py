@@ -340,7 +340,6 @@ def test_copies_keep_the_choice_of_xla():
     assert not copy.deepcopy(parallel).jit_compile
 
 
-@pytest.mark.thorough
 def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(gpu_beside, monkeypatch):
     """Keras's jit_compile="auto" turns XLA on where it sees a GPU, which would put all towers on one device."""
     compiled_by_xla = []

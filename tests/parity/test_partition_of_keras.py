@@ -18,8 +18,6 @@ from test_compatibility_models import FAMILIES, random_layers
 
 import keras_dp
 
-pytestmark = pytest.mark.thorough
-
 ROWS = 7  # On three towers: 2, 2 and 3.
 rng = np.random.default_rng(11)
 

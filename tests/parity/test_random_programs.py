@@ -11,8 +11,6 @@ from keras import layers, ops
 
 import keras_dp
 
-pytestmark = pytest.mark.thorough
-
 # No deadline: an example traces two programs. No shrinking: it takes minutes, and tells no more than the failed example.
 whole_trainings = settings(
     deadline=None, database=None, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck)

@@ -71,7 +71,6 @@ model.fit(x, y, batch_size=20, epochs=100, verbose=0, validation_data=(x, y), ca
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
 @pytest.mark.parametrize("towers", [0, 2])
 @pytest.mark.parametrize("handler", ["default", "handled"])
 @pytest.mark.parametrize("phase", ["trace", "step", "checkpoint", "validation"])
@@ -129,7 +128,6 @@ def compile_each(*models):
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("moments", [pytest.param(3, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_moment_leaves_the_state_of_a_whole_step(moments):
     """Training then goes on as if it had not come.

@@ -8,8 +8,6 @@ from keras import layers
 
 import keras_dp
 
-pytestmark = pytest.mark.thorough
-
 rng = np.random.default_rng(0)
 DATA = rng.normal(2, 3, size=(15, 3)), rng.normal(size=(15, 1))
 

@@ -107,7 +107,6 @@ print(json.dumps([counted, child.exitcode, model.fit(batches, epochs=2, shuffle=
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="Python forks by default on Linux alone")
 def test_a_process_that_has_trained_is_forked_for_data_and_weights():
     """A fork that trains or predicts waits for threads that it does not have, in plain Keras as well."""

@@ -152,7 +152,6 @@ def test_tests_on_cpus_know_all_that_asks_whether_towers_are_gpus():
     assert otherwise - of_the_machine == {"workers/collectives.py"}
 
 
-@pytest.mark.thorough
 @pytest.mark.processes
 def test_imported_once_more():
     """After a purge of sys.modules, as in a notebook, gradients use the sums of the module that is imported again."""

@@ -88,7 +88,6 @@ class Launched:
         return "\n".join(self.lines)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "events"),
     [(0, 3), *(pytest.param(i, 10, marks=pytest.mark.slow) for i in range(1, 21))],

@@ -16,7 +16,6 @@ def trained(directory, *options):
     return Workers("training.py", 3, directory, 0.4, directory / "backup", "--epochs", EPOCHS, *options)
 
 
-@pytest.mark.thorough
 def test_a_worker_that_is_ten_times_as_slow_is_waited_for(tmp_path):
     """It sleeps for 1 s after each of 8 batches."""
     with trained(tmp_path, "--slower", 10, "--timeout", 20) as workers:
@@ -28,7 +27,6 @@ def test_a_worker_that_is_ten_times_as_slow_is_waited_for(tmp_path):
         assert all("lost" not in workers.output(i) for i in range(3))
 
 
-@pytest.mark.thorough
 def test_another_clock_changes_nothing(tmp_path):
     with trained(tmp_path, "--ahead", 86_400) as workers:
         assert workers.start().wait() == [0, 0, 0]

@@ -82,7 +82,7 @@ def test_the_others_name_a_worker_that_is_killed(tmp_path):
             assert re.search(rf"WorkerLostError: Worker 1 \(127.0.0.1:{workers.ports[1]}\) is lost", workers.output(i))
 
 
-@pytest.mark.parametrize("method", ["evaluate", pytest.param("fit", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("method", ["evaluate", "fit"])
 def test_a_worker_that_ends_at_the_end_of_a_call_is_named(method, tmp_path):
     """After `evaluate`, the workers compare their batches. After the last epoch, `fit` waits for nobody."""
     with Workers("leaving.py", 2, tmp_path, method) as workers:
@@ -96,7 +96,7 @@ TOO_LARGE = "InvalidArgumentError: too large : Tensor had NaN values"
 FAILED = {"step": TOO_LARGE, "first": TOO_LARGE, "data": "UnknownError: OSError: a file is gone"}
 
 
-@pytest.mark.parametrize("where", ["step", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("first", "data"))])
+@pytest.mark.parametrize("where", ["step", "first", "data"])
 def test_a_step_that_fails_on_one_worker_is_named_by_all(where, tmp_path):
     """The others were told that not all workers call the same methods."""
     with Workers("failing_step.py", 3, tmp_path, where) as workers:
@@ -113,7 +113,6 @@ def test_a_step_that_fails_on_one_worker_is_named_by_all(where, tmp_path):
     assert len({re.search("^weights: .*", output, re.MULTILINE)[0] for output in outputs}) == 1
 
 
-@pytest.mark.thorough
 def test_after_a_step_that_fails_alike_on_all_workers_they_go_on(tmp_path):
     with Workers("failing_step.py", 3, tmp_path, "alike") as workers:
         assert workers.start().wait(seconds=120) == [0, 0, 0]
@@ -124,7 +123,6 @@ def test_after_a_step_that_fails_alike_on_all_workers_they_go_on(tmp_path):
     assert len({re.search("^weights: .*", output, re.MULTILINE)[0] for output in outputs}) == 1
 
 
-@pytest.mark.thorough
 def test_a_worker_that_is_stopped_is_given_up_in_time(tmp_path):
     with Workers("training.py", 2, tmp_path, 0.4, tmp_path / "backup", "--epochs", 1000, "--timeout", 6) as workers:
         workers.start().wait_for_output("epoch 2")
@@ -135,7 +133,6 @@ def test_a_worker_that_is_stopped_is_given_up_in_time(tmp_path):
         assert re.search(r"WorkerLostError: Worker 1 \(.*\) is lost: it has not answered for \d+ s", workers.output(0))
 
 
-@pytest.mark.thorough
 def test_a_late_worker_is_waited_for_with_a_message(tmp_path):
     with Workers("training.py", 2, tmp_path, 0, tmp_path / "backup", "--epochs", 1) as workers:
         workers.start(0).wait_for_output("Waiting for Worker 1", 0)
@@ -144,14 +141,12 @@ def test_a_late_worker_is_waited_for_with_a_message(tmp_path):
         assert "weights" in workers.output(0)
 
 
-@pytest.mark.thorough
 def test_a_worker_that_never_starts_is_named(tmp_path):
     with Workers("training.py", 2, tmp_path, 0, tmp_path / "backup", "--start-timeout", 2) as workers:
         assert workers.start(1).wait(1) == [1]
         assert re.search(r"TimeoutError: Worker 0 \(.*\) did not start within 2 s", workers.output(1))
 
 
-@pytest.mark.thorough
 def test_other_versions_are_refused_on_all_workers(tmp_path):
     with Workers("other_versions.py", 2, tmp_path) as workers:
         assert workers.start().wait() == [1, 1]
@@ -159,7 +154,6 @@ def test_other_versions_are_refused_on_all_workers(tmp_path):
             assert re.search(r"differ in versions, keras: worker 0 has '3\.1.*', worker 1 has '3\.0\.0'", workers.output(i))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "deaths", "epochs", "counts"),
     [
