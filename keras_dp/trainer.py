@@ -101,7 +101,7 @@ class TowerTrainer:
         self.uses = 0
         self.methods_on_towers: set[str] = set()
         self.predicts_shard = False
-        self._told_eager = self._told_called = self._told_gathered = self._announced = False
+        self._told: set[str] = set()  # messages that come once
         self._eager: dict[str, bool] = {}  # whether a step's function runs eagerly
         self._made: dict[str, Any] = {}  # the functions that were made last
         self._called: dict[Any, CalledStep] = {}  # steps that a program calls by itself
@@ -349,47 +349,49 @@ class TowerTrainer:
             for name in ("x", "validation_data"):
                 if name in arguments:
                     arguments[name] = with_empty_batches(arguments[name], self.workers, self.inside.steps_per_execution)
-        before, self.feed.takes_shards = self.feed.takes_shards, sharded
-        cut_before, self.feed.cuts_in_step = (
-            self.feed.cuts_in_step,
-            method == "predict" or self._has_own(f"{_STEPS[method]}_function"),
+        fed = self.feed.feeding(
+            feeds_trainer=True,
+            takes_shards=sharded,
+            cuts_in_step=method == "predict" or self._has_own(f"{_STEPS[method]}_function"),
+            has_all_names=self._has_all_names(method),
         )
-        fed, self.feed.feeds_trainer = self.feed.feeds_trainer, True
-        had_names, self.feed.has_all_names = self.feed.has_all_names, self._has_all_names(method)
         self._loops.append(method)
         try:
-            with self.workers.reporting_lost_workers(), naming_other_rows():
+            with fed, self.workers.reporting_lost_workers(), naming_other_rows():
                 yield arguments
                 if self.feed.different_batches is not None and method != "fit":
                     # The epochs of `fit` have reported theirs.
                     self.feed.different_batches.report()
         finally:
             self._loops.pop()
-            self.feed.takes_shards, self.feed.has_all_names = before, had_names
-            self.feed.cuts_in_step, self.feed.feeds_trainer = cut_before, fed
 
     def announce(self, arguments: dict[str, Any]) -> None:
         """Logs, once, where the model trains."""
         data = arguments.get("x"), arguments.get("batch_size")
         rows = None if self.feed.takes_shards else rows_of_batches(*data, self.feed.named)
         self.feed.usual_rows = rows
-        if self._announced or arguments.get("verbose") == 0 or self.is_eager() or not self.workers.is_chief:
+        if arguments.get("verbose") == 0 or self.is_eager() or not self.workers.is_chief or not self._is_first("fit"):
             return
-        self._announced = True
         batch_norm = self.steps.batch_norm if batch_norms(self.inside) else None
         spread = keras_models.is_built(self.inside) and variable_homes.should_spread(self.inside, self.devices)
         logger.info(announcement.training(self.devices, self.workers.count, rows, batch_norm, spread))
 
     def tell_called(self, args: Any, kwargs: Any) -> None:
         """Logs, once, that a call of the model computes on one device."""
-        if self.num_towers == 1 or self._told_called or self._loops or in_trace():
+        if self.num_towers == 1 or self._loops or in_trace():
             return
-        if not any(isinstance(value, keras.KerasTensor) for value in keras.tree.flatten((args, kwargs))):
-            self._told_called = True
+        is_of_graph = any(isinstance(value, keras.KerasTensor) for value in keras.tree.flatten((args, kwargs)))
+        if not is_of_graph and self._is_first("call"):
             logger.info(
                 "Calling the model computes on one device, and a loop of your own that does so trains there. The towers run in "
                 "fit, evaluate, predict and the *_on_batch methods: in a loop, call train_on_batch(x, y)."
             )
+
+    def _is_first(self, message: str) -> bool:
+        """Returns whether a message has not been told so far, and remembers it."""
+        is_first = message not in self._told
+        self._told.add(message)
+        return is_first
 
     def tell_alone(self, method: str) -> None:
         """Logs that a method of the user's class has computed on one device."""
@@ -414,11 +416,8 @@ class TowerTrainer:
         """Returns a batch of arrays as tensors on the host, where it is cut into slices."""
         refuse_strategy()
         self.uses += 1
-        before, self.feed.has_all_names = self.feed.has_all_names, self._has_all_names(method)
-        try:
+        with self.feed.feeding(has_all_names=self._has_all_names(method)):
             return self.on_host(batch)
-        finally:
-            self.feed.has_all_names = before
 
     def on_host(self, batch: Any) -> Any:
         """Returns nested arrays as tensors on the host."""
@@ -449,9 +448,10 @@ class TowerTrainer:
         nodes = partition.traced.nodes
         self._joint_calls.agree_on_graph(name, lambda: described_graph(nodes, partition.variables, self.inside))
         self._joint_calls.synchronize_others(known, partition.variables)
-        if name == "train" and not self._told_gathered:
+        if name == "train" and "gathered" not in self._told:
             rows = partition.propagation.batch_rows or self.feed.usual_rows or BATCH_SIZE
-            self._told_gathered = warn_of_gathered_rows(explained(partition, self.steps, rows))
+            if warn_of_gathered_rows(explained(partition, self.steps, rows)):
+                self._told.add("gathered")
         return own_rows(result, slices) if shards else result
 
     def _on_one_device(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -461,8 +461,7 @@ class TowerTrainer:
                 'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
                 'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
             )
-        if not self._told_eager:
-            self._told_eager = True
+        if self._is_first("eager"):
             logger.warning(
                 "The inner model runs eagerly on one device, without towers, so that it can be debugged line by line. "
                 'The result is the same as with batch_norm="sync".'

@@ -143,6 +143,16 @@ class InputStrategy:
         """N, the number of slices into which a worker cuts its part of a batch."""
         return len(self.devices)
 
+    @contextlib.contextmanager
+    def feeding(self, **flags: bool) -> Iterator[None]:
+        """Sets attributes of this object for the data of one call."""
+        before = {name: getattr(self, name) for name in flags}
+        vars(self).update(flags)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
     def see(self, batch: Any, finds_whole: bool = False) -> None:
         """Learns from a batch of tensors, or of their types, which tensors of the current data are not cut.
 
