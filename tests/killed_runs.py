@@ -17,7 +17,7 @@ import keras_dp
 
 EPOCHS, ROWS, BATCH, WIDTH = 6, 23, 5, 500  # the last batch has three rows
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["keras_dp"])
+processes.set_forkserver_preload(["tensorflow", "keras", "keras_dp"])
 
 
 class Shuffled(keras.utils.PyDataset):
