@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -37,6 +38,7 @@ gc.freeze()
 # Mutation testing needs an extra of its own.
 collect_ignore = ["mutation", "worker_scripts"]
 
+WAY = pytest.StashKey[str]()
 NEWEST_KERAS = (versions.KERAS[1][0], versions.KERAS[1][1] - 1)
 
 
@@ -69,6 +71,17 @@ def pytest_runtest_call(item):
         pytest.skip(f"Keras {keras.__version__} does not run it: {error}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Says how to repeat a test that failed."""
+    report = yield
+    if report.failed:
+        way = f"KERAS_DP_TEST_WAY={item.stash[WAY]} " if WAY in item.stash else ""
+        command = f"{way}KERAS_DP_TEST_TURN={turn.SEED} .venv/bin/python -m pytest {shlex.quote(item.nodeid)}"
+        report.sections.append(("to repeat it", command))
+    return report
+
+
 @pytest.fixture(autouse=True)
 def way(request, monkeypatch):
     """Wraps models with the defaults of one of the ways, where a test does not say otherwise. Returns the name of the way."""
@@ -77,7 +90,7 @@ def way(request, monkeypatch):
         return "plain"
     names = list(ways_of_wrapping.WAYS)
     name = os.environ.get("KERAS_DP_TEST_WAY") or names[zlib.crc32(request.node.nodeid.encode()) % len(names)]
-    request.node.add_report_section("setup", "way", f"KERAS_DP_TEST_WAY={name} wraps all models in this way.")
+    request.node.stash[WAY] = name
     ways_of_wrapping.wrap_in_the_way(name, monkeypatch)
     return name
 
