@@ -49,6 +49,7 @@ def findings(monkeypatch):
     }
 
 
+@pytest.mark.promise
 def test_a_machine_that_works(tmp_path, capsys):
     """Runs the command as a user does. Without GPUs, only the devices are a warning."""
     assert main(["check"]) == 0

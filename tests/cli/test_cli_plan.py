@@ -313,6 +313,7 @@ def test_plans_a_model_of_the_user_under_mirrored_strategy(user_directory):
     assert all(one.milliseconds > one.collective_milliseconds for one in plans)
 
 
+@pytest.mark.promise
 def test_plans_a_model_of_the_user(user_directory, capsys):
     options = ["--towers", "1,2", "--parameter-device", "sharded", "--timeline", "step.json"]
     assert main(["plan", "--model", "planned_models:small", *options]) == 0

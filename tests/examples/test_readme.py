@@ -29,6 +29,7 @@ def figures(text):
     return [float(figure) for epoch in (epochs[0], epochs[-1]) for figure in epoch]
 
 
+@pytest.mark.promise
 @pytest.mark.processes
 def test_the_program_prints_what_is_shown_and_what_plain_keras_prints(tmp_path):
     program, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()

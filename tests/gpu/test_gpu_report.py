@@ -108,6 +108,7 @@ def test_an_unknown_part_is_refused(tmp_path, capsys):
     assert "The parts are machine, parity, " in capsys.readouterr().err
 
 
+@pytest.mark.promise
 def test_parts_of_seconds_run_on_logical_cpus(tmp_path):
     code, parts, text = run(tmp_path, "--quick", "--only", "machine,normalization,placement,copies")
     assert code == 0, text
