@@ -1,6 +1,6 @@
 """Count the arithmetic of a traced step, with the rounds of its loops and the functions that it calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,30 +14,35 @@ from keras_dp.partition.tracing.graph import Traced, traced_function
 Tensor = Any
 
 
-def arithmetic_of(traced: Traced) -> dict[str, int]:
+def arithmetic_of(traced: Traced, counts: Callable[[str], bool] = lambda op: True) -> dict[str, int]:
     """Returns the floating-point operations of each node of a graph, by name. Sizes that are not known count as 1.
 
     A loop counts as often as it runs, if a constant tells how often that is; else once. A branch counts the alternative with
     the most operations.
+
+    Args:
+        traced: the graph.
+        counts: tells for a type of operation whether it counts. Loops, branches and calls count what does inside.
     """
-    counted = {name: work.flops for name, work in work_of_operations(traced.inlined).items()}
-    for node in traced.nodes:
+    work = work_of_operations(traced.inlined)
+
+    def flops(node: Any) -> int:
         if node.op in (*LOOPS, *BRANCHES, *CASES, *CALLS):
-            counted[node.name] = _of_functions(node, traced)
-    return {node.name: counted.get(node.name, 0) for node in traced.nodes}
+            return _of_functions(node, traced, counts)
+        return work[node.name].flops if node.name in work and counts(node.op) else 0
+
+    return {node.name: flops(node) for node in traced.nodes}
 
 
-def _of_functions(node: Any, traced: Traced) -> int:
+def _of_functions(node: Any, traced: Traced, counts: Callable[[str], bool]) -> int:
+    def inside(name: str, arguments: Sequence[Tensor]) -> int:
+        return sum(arithmetic_of(_inside(name, arguments, traced), counts).values())
+
     inputs = list(traced.inlined.get_operation_by_name(node.name).inputs)
     if node.op in LOOPS:
-        one_round = sum(_of_function(node.attr[name].func.name, inputs, traced) for name in ("cond", "body"))
-        return rounds_of(node, traced) * one_round
+        return rounds_of(node, traced) * sum(inside(node.attr[name].func.name, inputs) for name in ("cond", "body"))
     arguments = inputs if node.op in CALLS else inputs[1:]
-    return max((_of_function(name, arguments, traced) for name in functions_of(node)), default=0)
-
-
-def _of_function(name: str, arguments: Sequence[Tensor], caller: Traced) -> int:
-    return sum(arithmetic_of(_inside(name, arguments, caller)).values())
+    return max((inside(name, arguments) for name in functions_of(node)), default=0)
 
 
 def _inside(name: str, arguments: Sequence[Tensor], caller: Traced) -> Traced:

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.batches.nesting import map_leaves
+from keras_dp.batches.nesting import flatten, map_leaves
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, own_spec, row_spec
 from keras_dp.partition.tensorflow_internals import HOST
 
@@ -36,8 +36,15 @@ class BatchTypes:
             batch_rows: the number of rows if these types do not say it; None for Keras's default.
 
         Raises:
-            ValueError: if a size is not known, or a tensor is not dense.
+            ValueError: if a size is not known, a tensor is not dense, or one that stays whole holds integers.
         """
+        for spec, is_whole in zip(flatten(self.slices), self.is_whole, strict=True):
+            # Zeros could be the sizes of other tensors.
+            if is_whole and isinstance(spec, tf.TypeSpec) and spec.dtype.is_integer:
+                raise ValueError(
+                    "No batch can be made up if a tensor that stays whole holds integers, which may be sizes, or rows to look "
+                    f"up: pass a batch. Received: {spec}"
+                )
         rows = self.batch_rows or batch_rows or BATCH_SIZE
         stays = iter(self.is_whole)
         return map_leaves(lambda spec: _numbers(spec if next(stays) else row_spec(spec, rows)), self.slices)

@@ -53,8 +53,8 @@ class FoundWhole:
         (kept,) = {number for path, number in rows.items() if path not in others}
         logger.warning(
             "The tensors of a batch have different numbers of rows: %s. Those with %s rows are cut into slices. The others "
-            "stay whole: what is computed from them alone is computed once, on one device. The result is the same. To choose "
-            "which tensors stay whole, name them: DataParallelModel(..., whole=%s).",
+            "stay whole: what is computed from them alone, or from rows joined with them, is computed once, on one device. The "
+            "result is the same. To choose which tensors stay whole, name them: DataParallelModel(..., whole=%s).",
             listed_rows(rows),
             kept,
             _quoted(names_of(others, rows)),

@@ -100,7 +100,6 @@ def _share_of_products_once(partition: Partition) -> float:
     propagation = partition.propagation
     if not partition.gathered or propagation.batch_rows is None:
         return 0.0
-    flops = arithmetic_of(partition.traced)
-    products = {node.name: flops[node.name] for node in partition.traced.nodes if any(kind in node.op for kind in _PRODUCTS)}
+    products = arithmetic_of(partition.traced, lambda op: any(kind in op for kind in _PRODUCTS))
     once = sum(count for name, count in products.items() if propagation.plans[name].is_at_home)
     return once / max(sum(products.values()), 1)

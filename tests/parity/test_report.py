@@ -157,6 +157,28 @@ def test_batches_of_sizes_that_differ_cannot_be_made_up():
     assert parallel.report(batches[0]).batch_rows == 4
 
 
+@pytest.mark.parametrize("kind", ["report", "explain", "check_step", "communication_report"])
+def test_sizes_and_indices_that_stay_whole_cannot_be_made_up(kind):
+    """Zeros would be edges of the first node alone, and sums for no node at all."""
+
+    class Graphs(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+
+        def call(self, graph):
+            from_, to = tf.unstack(graph["edges"], axis=1)
+            return self.dense(tf.math.unsorted_segment_sum(tf.gather(graph["nodes"], from_), to, graph["size"]))
+
+    parallel = keras_dp.DataParallelModel(Graphs(), devices=2, whole=["edges"])
+    parallel.compile("sgd", "mse")
+    batch = {"nodes": X, "edges": np.ones((20, 2), int), "size": np.int32(ROWS)}, Y
+    parallel.train_on_batch(*batch)
+    with pytest.raises(ValueError, match="a tensor that stays whole holds integers, .*: pass a batch"):
+        getattr(parallel, kind)()
+    getattr(parallel, kind)(batch)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
 def test_a_step_that_refuses_ones_asks_for_a_batch():
     class Refusing(layers.Layer):

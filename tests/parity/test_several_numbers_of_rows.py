@@ -103,6 +103,31 @@ def test_a_warning_says_once_what_stays_whole(caplog):
     assert keras_dp.check_step(parallel, batch).is_exact
 
 
+def test_rows_that_are_joined_with_others(caplog):
+    """All is computed once, and the warning does not say otherwise."""
+
+    class Joined(SemiSupervised):
+        def train_step(self, data):
+            return super().train_step(((tf.concat([data["a"], data["b"]], axis=0), tf.range(13) % 3), data["a"]))
+
+    def build():
+        model = Joined()
+        model(np.zeros((1, 4)))
+        return model
+
+    def data():
+        return tf.data.Dataset.zip({"a": dataset(1, 9, NUMBERS), "b": dataset(2, 4, NUMBERS)})
+
+    def script(model):
+        model.compile("sgd")
+        return model.fit(data(), epochs=2, shuffle=False, verbose=0).history
+
+    _, parallel = assert_same_script(build, script, 3)
+    assert "computed from them alone, or from rows joined with them, is computed once" in caplog.text
+    (joined, *_) = parallel.explain(next(iter(data()))).once
+    assert joined.type == "ConcatV2"
+
+
 class Graphs(keras.Model):
     """Passes messages along edges between nodes, with a loss for each node."""
 

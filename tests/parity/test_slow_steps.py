@@ -31,6 +31,17 @@ class LargeProduct(layers.Layer):
         return tf.matmul(tf.sort(x, axis=0), self.matrix)
 
 
+class LargeLoop(LargeProduct):
+    """Multiplies in each round of a loop in which rows meet rows."""
+
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        product = super().call
+        return tf.while_loop(lambda i, x: i < 16, lambda i, x: (i + 1, product(x)), (0, x))[1]
+
+
 def said(caplog, dataset=None, stack=(), epochs=1, verbose=2, **arguments):
     """Trains for so many steps that a comment is due, and returns the comments."""
     parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((FEATURES,)), *stack, layers.Dense(1)]), devices=2)
@@ -110,7 +121,9 @@ def test_few_rows_are_told(devices, seconds, jit_compile, is_told):
     assert (told is not None and "800 operations take to begin: each device has too few rows" in told) is is_told
 
 
-@pytest.mark.parametrize("stack", [[LargeProduct()], [layers.Dense(64, name="first")]], ids=["once", "on towers"])
+@pytest.mark.parametrize(
+    "stack", [[LargeProduct()], [LargeLoop()], [layers.Dense(64, name="first")]], ids=["once", "in a loop", "on towers"]
+)
 def test_products_that_one_device_computes_are_told(stack, caplog, monkeypatch):
     monkeypatch.setattr(slow_steps, "LARGE_WAIT", 1.0)
     told = said(caplog, stack=stack)
