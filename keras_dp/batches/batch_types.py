@@ -40,7 +40,7 @@ class BatchTypes:
         """
         for spec, is_whole in zip(flatten(self.slices), self.is_whole, strict=True):
             # Zeros could be the sizes of other tensors.
-            if is_whole and isinstance(spec, tf.TypeSpec) and spec.dtype.is_integer:
+            if is_whole and isinstance(spec, tf.TensorSpec) and spec.dtype.is_integer:
                 raise ValueError(
                     "No batch can be made up if a tensor that stays whole holds integers, which may be sizes, or rows to look "
                     f"up: pass a batch. Received: {spec}"
