@@ -1,8 +1,18 @@
-"""Say how to install the packages that an extra of keras_dp needs."""
+"""Say which packages are installed, and how to install those that an extra of keras_dp needs."""
 
 import json
 from importlib import metadata
 from urllib.parse import unquote, urlsplit
+
+_NIGHTLY = {"keras": "keras-nightly", "tensorflow": "tf-nightly"}
+
+
+def version(package: str) -> str:
+    """Returns the version of an installed package, without importing it. A development version has another name."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return metadata.version(_NIGHTLY.get(package, package))
 
 
 def command(extra: str) -> str:

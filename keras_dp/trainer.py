@@ -22,6 +22,7 @@ from keras_dp.devices import announcement, variable_homes
 from keras_dp.devices.available import are_gpus, available_devices, parameter_device_name, tower_devices
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.keras_optimizers import optimizers_of
+from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.explaining import explained, warn_of_gathered_rows
@@ -352,7 +353,7 @@ class TowerTrainer:
         fed = self.feed.feeding(
             feeds_trainer=True,
             takes_shards=sharded,
-            cuts_in_step=method == "predict" or self._has_own(f"{_STEPS[method]}_function"),
+            cuts_in_step=self._traces_by_batch(method),
             has_all_names=self._has_all_names(method),
         )
         self._loops.append(method)
@@ -472,6 +473,11 @@ class TowerTrainer:
     def _has_own(self, function: str) -> bool:
         """Returns whether the program makes, or has set, a function of Keras's trainer, which then takes whole batches."""
         return is_own(self.inside, f"make_{function}") or getattr(self, function) not in (None, self._made.get(function))
+
+    def _traces_by_batch(self, method: str) -> bool:
+        """Returns whether the function of a method's step is traced by the batch that it takes, with its known sizes."""
+        is_step = STEPS_TAKE_BATCHES and self.inside.steps_per_execution == 1
+        return is_step or method == "predict" or self._has_own(f"{_STEPS[method]}_function")
 
     def _has_all_names(self, method: str) -> bool:
         """Returns whether the data of a method have all tensors that `whole` names.

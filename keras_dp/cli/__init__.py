@@ -10,8 +10,8 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
+from keras_dp import installation
 from keras_dp.cli.bench import command as bench_command
 from keras_dp.cli.check import command as check_command
 from keras_dp.cli.launch import command as launch_command
@@ -66,5 +66,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def versions() -> str:
     """Returns the versions of keras_dp, Keras, TensorFlow and Python in one line."""
-    beside = [f"{title} {metadata.version(package)}" for title, package in (("Keras", "keras"), ("TensorFlow", "tensorflow"))]
-    return f"keras_dp {__version__} with {', '.join(beside)}, Python {platform.python_version()}"
+    beside = f"Keras {installation.version('keras')}, TensorFlow {installation.version('tensorflow')}"
+    return f"keras_dp {__version__} with {beside}, Python {platform.python_version()}"

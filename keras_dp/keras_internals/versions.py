@@ -12,6 +12,9 @@ logger = logging.getLogger("keras_dp")
 KERAS = ((3, 8), (3, 16))
 TENSORFLOW = ((2, 18), (2, 22))
 
+# Whether a single step is a function of a batch, with its known sizes, and not of the iterator that gives it (keras#23179).
+STEPS_TAKE_BATCHES = Version(keras.__version__).release >= (3, 16)
+
 
 def refuse_old_versions() -> None:
     """Checks the installed versions, and warns if they are newer than the tested ones.

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Shard, Slice
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
+from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification, iterator_of, types_of
 
@@ -137,6 +138,10 @@ class StepFunction:
 
     def _of_dataset(self, iterator: Any) -> Any:
         verification, types = self._verification, iterator.element_spec
+        if STEPS_TAKE_BATCHES and len(self._executions) == 1 and self._steps.inputs.takes_shards:
+            # All workers trace by the types of their datasets, together, and not by the sizes of their own batches.
+            self._on_batch.get_concrete_function(types)
+            return self._on_batch(next(iterator))
         if verification is None or not verification.is_new(self._name, types):
             return self._function(iterator)
         batches = list(itertools.islice(iterator, len(self._executions)))

@@ -13,13 +13,12 @@ import re
 import time
 import weakref
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dp import choices, console
+from keras_dp import choices, console, installation
 from keras_dp.choices import refuse_unknown
 from keras_dp.devices.available import use_logical_cpus
 from keras_dp.keras_internals import tensorflow_runtime
@@ -373,5 +372,5 @@ def _random_state() -> bytes:
 
 
 def _versions() -> dict[str, str]:
-    packages = {name: metadata.version(name) for name in ("keras_dp", "keras", "tensorflow", "numpy")}
+    packages = {name: installation.version(name) for name in ("keras_dp", "keras", "tensorflow", "numpy")}
     return {**packages, "Python": ".".join(platform.python_version_tuple()[:2])}

@@ -36,3 +36,13 @@ def test_keras_dp_that_is_imported_from_a_folder(monkeypatch):
 
     monkeypatch.setattr(metadata, "distribution", missing)
     assert installation.command("cuda") == 'pip install "keras_dp[cuda]"'
+
+
+def test_a_development_version_has_another_name(monkeypatch):
+    def version(name):
+        if name == "keras":
+            raise metadata.PackageNotFoundError(name)
+        return name
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert [installation.version(name) for name in ("keras", "numpy")] == ["keras-nightly", "numpy"]
