@@ -23,7 +23,6 @@ OF_RESULTS = {
     "test_compatibility_metrics",
     "test_compatibility_models",
     "test_compatibility_optimizers",
-    "test_losses",
     "test_made_in_the_trace",
     "test_metrics",
     "test_optimizers",
