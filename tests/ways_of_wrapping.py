@@ -24,7 +24,6 @@ OF_RESULTS = {
     "test_compatibility_models",
     "test_compatibility_optimizers",
     "test_made_in_the_trace",
-    "test_metrics",
     "test_optimizers",
     "test_partition_of_keras",
     "test_programs",
