@@ -217,58 +217,6 @@ LETTERS = np.array([list("abcd")[i % 4] for i in range(ROWS)])
 TEXTS = np.array([" ".join("abcde"[: 1 + i % 5]) for i in range(ROWS)])
 
 
-class Measured(tf.experimental.BatchableExtensionType):
-    """Rows, each with its error."""
-
-    values: tf.Tensor
-    errors: tf.Tensor
-
-
-class OfMeasured(keras.Model):
-    """Takes measured inputs by keyword, and measured targets in its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(2)
-
-    def call(self, measured=None):
-        return self.dense(measured.values * measured.errors)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(y.errors * (self(measured=x) - y.values) ** 2)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss}
-
-    def predict_step(self, data):
-        return self(measured=data[0])
-
-
-def test_extension_types():
-    data = dataset(Measured(X, X**2), Measured(Y, Y**2))
-
-    def build():
-        model = OfMeasured()
-        model(measured=Measured(X, X))
-        return model
-
-    def script(model):
-        model.compile("sgd")
-        return [fit(model, data, batch_size=None), predict(model, data, batch_size=None)]
-
-    assert_same_script(build, script, TOWERS)
-
-
-def test_extension_types_that_keras_refuses():
-    for model in (dense(), keras_dp.DataParallelModel(dense(), devices=TOWERS)):
-        compiled(model)
-        with pytest.raises(ValueError, match="Only input tensors may be passed as positional arguments"):
-            model.train_on_batch(Measured(X, X), Y)
-        with pytest.raises(ValueError, match="Unrecognized data type"):
-            fit(model, Measured(X, X), Y)
-
-
 @pytest.mark.parametrize("length", [6, None])
 def test_strings(length):
     """Texts are padded to a fixed length or to the longest text, and the padding is masked."""
