@@ -193,69 +193,6 @@ def test_progress_bar(monkeypatch, capsys):
     assert "val_mae: " in lines
 
 
-def test_callback_model(tmp_path):
-    """In a custom callback, `self.model` can be read, called, saved and written to like the user's model."""
-
-    class Watcher(Seeing):
-        def on_epoch_end(self, epoch, logs=None):
-            model = self.model
-            path = folder_of(model, tmp_path) / "model.keras"
-            model.save(path)
-            model.save_weights(path.with_suffix(".weights.h5"))
-            lines = []
-            model.summary(print_fn=lambda line, **_: lines.append(line))
-            self.seen.append(
-                {
-                    "weights": model.get_weights(),
-                    "layers": {layer.name: layer.get_weights() for layer in model.layers},
-                    "kernel": model.get_layer("head").kernel.numpy(),
-                    "names": {model.name: dict.fromkeys(model.metrics_names, 0)},
-                    "metrics": {metric.name: metric.result() for metric in model.metrics},
-                    "evaluate": model.evaluate(X, Y, batch_size=7, verbose=0),
-                    "predict": model.predict(X, batch_size=7, verbose=0),
-                    "on batch": (model.predict_on_batch(X[:2]), model.test_on_batch(X[:2], Y[:2])),
-                    "called": model(X),
-                    "body": keras.Model(model.inputs[0], model.get_layer("body").output)(X),
-                    "saved": keras.models.load_model(path).get_weights(),
-                    # A wrapper's summary has one more line, with its devices.
-                    "summary": {"\n".join(line for line in lines if " Devices: " not in line): model.count_params()},
-                    "history": model.history.history,
-                    "params": self.params,
-                }
-            )
-            model.set_weights([0.9 * weight for weight in model.get_weights()])
-            model.get_layer("head").bias.assign([0.1, 0.2])
-            model.load_weights(path.with_suffix(".weights.h5"), skip_mismatch=False) if epoch == 1 else None
-
-    def script(model):
-        watcher = Watcher()
-        return train(compiled(model), watcher), watcher.seen
-
-    assert_same_script(build, script, 3)
-
-
-def test_callback_model_computes_losses_and_gradients():
-    """Covers `compute_loss`, `compute_metrics`, `get_metrics_result` and `optimizer.apply_gradients` in a callback."""
-
-    class Extra(Seeing):
-        def on_epoch_end(self, epoch, logs=None):
-            model = self.model
-            with tf.GradientTape() as tape:
-                y_pred = model(X, training=True)
-                loss = model.compute_loss(X, Y, y_pred)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            self.seen.append([loss, gradients, model.get_metrics_result()])
-            model.reset_metrics()
-            self.seen.append(model.compute_metrics(X, Y, y_pred, None))
-            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    def script(model):
-        extra = Extra()
-        return train(compiled(model), extra), extra.seen
-
-    assert_same_script(build, script, 3)
-
-
 def test_callback_model_attributes_of_the_users_class():
     """They can be read, called and assigned. Assignments take effect before the step is traced, and to variables always."""
 

@@ -194,6 +194,21 @@ def test_losses_that_couple_rows(loss):
     assert_towers_match_one_device(dense(), compiled(loss), [(data, 9)], 3)
 
 
+def test_losses_of_ones_own_for_several_rows_an_input():
+    """Outputs with T rows for each row of the input keep their order."""
+
+    def build():
+        inputs = keras.Input((4, 5))
+        return keras.Model(inputs, layers.Lambda(lambda x: ops.reshape(x, (-1, 3)))(layers.Dense(3)(inputs)))
+
+    def loss(y_true, y_pred):
+        places = ops.cast(ops.arange(ops.shape(y_pred)[0]), y_pred.dtype)
+        return ops.mean((ops.reshape(y_true, (-1, 3)) - y_pred) ** 2 * ops.expand_dims(places, 1))
+
+    x, y = rng.normal(size=(23, 4, 5)), rng.normal(size=(23, 4, 3))
+    assert_same_training(build, compiled(loss), [((x, y), 5)], 3)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

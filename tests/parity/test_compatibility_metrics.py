@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from comparison import assert_same_training, assert_towers_match_one_device
 from keras import layers, metrics, ops
 
@@ -86,6 +87,26 @@ def test_metrics_of_masked_outputs():
         if own:
             own[0].update_state = lambda *args, **kwargs: None
         assert_towers_match_one_device(tagger, lambda arguments=arguments: arguments, [(data, 9)], 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("CategoricalCrossentropy", "softmax"), ("BinaryCrossentropy", tf.nn.sigmoid)]
+)
+def test_outputs_keep_the_logits_behind_them(name, activation):
+    """Keras computes crossentropies from the logits behind an activation; saturated outputs no longer contain them."""
+
+    class Own(getattr(metrics, name)):
+        pass
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), layers.Dense(3, kernel_initializer="ones"), layers.Activation(activation)])
+
+    def loss(y_true, y_pred):
+        return getattr(keras.losses, "categorical_crossentropy" if name[0] == "C" else "binary_crossentropy")(y_true, y_pred)
+
+    y = np.eye(3)[rng.integers(0, 3, 23)]
+    arguments = compiled(loss=lambda: loss, metrics=lambda: [Own(name="own")])
+    assert_towers_match_one_device(build, arguments, [((100 * X, y), 9)], 3)
 
 
 def two_headed():

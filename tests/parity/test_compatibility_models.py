@@ -89,7 +89,9 @@ def test_frozen_layers_and_compile_again(who):
     def script(model):
         inner = getattr(model, "inner_model", model)
         compiles = model if who == "wrapper" else inner
-        results = []
+        compiles.trainable = False
+        results = [len(model.trainable_weights), len(inner.trainable_weights)]
+        compiles.trainable = True
         for trainable in (False, True):
             inner.layers[0].trainable = trainable
             before = inner.layers[0].get_weights()[0]

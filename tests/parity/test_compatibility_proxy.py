@@ -604,54 +604,6 @@ def test_tensorflow_lite():
     assert_same(parallel.predict(X[:1], verbose=0), interpreter.get_tensor(returned["index"]), 1e-5)
 
 
-def test_freezing():
-    """`trainable` of the wrapper, of the inner model and of a layer takes effect at the next `compile`."""
-
-    def script(model):
-        results = []
-
-        def train_and_count():
-            results.append((train(model), len(model.trainable_weights), len(model.non_trainable_weights), model.trainable))
-
-        compiled(model)
-        train_and_count()
-        model.get_layer("body").trainable = False
-        train_and_count()  # There is no effect before compile().
-        compiled(model)
-        train_and_count()
-        model.trainable = False
-        model.trainable = True
-        results.append(len(model.trainable_weights))
-        inner(model).trainable = False
-        results.append((model.trainable, len(model.trainable_weights), len(model.trainable_variables)))
-        model.get_layer("head").trainable = True
-        results.append((model.trainable, len(model.trainable_weights), len(model.trainable_variables)))
-        compiled(model)
-        with pytest.warns(UserWarning, match="does not have any trainable weights"):
-            train_and_count()
-        return results
-
-    assert_same_script(build, script, 3)
-
-
-def test_transfer_learning():
-    """A part of a trained model becomes the frozen base of a new model, which is then tuned as a whole."""
-
-    def script(model):
-        results = [train(compiled(model))]
-        base = keras.Model(model.input, model.get_layer("body").output)
-        base.trainable = False
-        inputs = keras.Input((4,))
-        head = layers.Dense(2, kernel_initializer="ones")
-        whole = wrapped_like(model, keras.Model(inputs, head(base(inputs, training=False))))
-        results.append(train(compiled(whole)))
-        base.trainable = True
-        results.append(train(compiled(whole, optimizer=optimizers.SGD(0.01))))
-        return results, whole.get_weights()
-
-    assert_same_script(build, script, 3)
-
-
 def test_random_numbers_after_training():
     """Training draws no random numbers that later layers would start from."""
 
@@ -718,28 +670,16 @@ def test_a_compiled_model_is_wrapped(tmp_path):
 
 
 def test_two_wrappers_around_one_model():
-    """The wrappers train in turn. The model is then a part of another one, which trains as well."""
+    """The wrappers train in turn, also after `clear_session`. The model is then a part of another one, which trains as well."""
 
     def script(model):
         other = wrapped_like(model, inner(model))
-        results = [train(compiled(model)), train(compiled(other)), train(model)]
+        results = [train(compiled(model)), train(compiled(other))]
+        keras.utils.clear_session()
+        results.append(train(model))
         first = layers.Dense(4, kernel_initializer="identity")
         whole = compiled(keras.Sequential([keras.Input((4,)), first, inner(model)]))
         return [*results, train(whole)], whole.get_weights()
-
-    assert_same_script(build, script, 3)
-
-
-def test_two_models_in_turn():
-    """Covers `clear_session` between their fits."""
-
-    def script(model):
-        other = compiled(wrapped_like(model, build()), optimizer="sgd")
-        compiled(model)
-        keras.utils.clear_session()
-        results = [train(model), train(other)]
-        keras.utils.clear_session()
-        return [*results, train(model), train(other)], other.get_weights()
 
     assert_same_script(build, script, 3)
 
@@ -774,6 +714,23 @@ def test_fit_inside_a_thread():
 
 
 def test_uncompiled():
+    """Predictions build a model that is not built, as `build` does."""
+
+    def unbuilt():
+        return keras_dp.DataParallelModel(keras.Sequential([layers.Dense(3), layers.Dense(2)]), devices=3)
+
+    predicting, built = unbuilt(), unbuilt()
+    assert not hasattr(predicting, "inputs")
+    with pytest.raises(ValueError, match="isn't built"):
+        predicting.count_params()
+    assert predicting.predict(X, verbose=0).shape == (20, 2)
+    built.build((None, 4))
+    for model in (predicting, built):
+        assert model.built
+        assert model.inner_model.built
+        assert model.count_params() == 5 * 3 + 4 * 2
+    assert predicting.get_build_config() == predicting.inner_model.get_build_config()
+
     parallel = keras_dp.DataParallelModel(build(), devices=3)
     assert_same(parallel.inner_model.predict(X, 9, 0), parallel.predict(X, 9, 0), 1e-12)
     assert_same(parallel.inner_model.predict_on_batch(X[:2]), parallel.predict_on_batch(X[:2]), 1e-12)
@@ -886,29 +843,6 @@ def test_steps_called_directly():
         return results, train(model)
 
     assert_same_script(build, script, 3)
-
-
-def test_building():
-    """`build` on the wrapper, or a call of the inner model, creates the weights that files and summaries need."""
-
-    def unbuilt():
-        return keras.Sequential([layers.Dense(3), layers.Dense(2)])
-
-    def built_with(build):
-        def script(model):
-            build(model)
-            return model.count_params(), model.built, model.output_shape[1], model.get_weights()
-
-        return script
-
-    assert_same_answers(built_with(lambda model: model.build((None, 4))), unbuilt)
-    assert_same_answers(built_with(lambda model: inner(model)(X)), unbuilt)
-    parallel = keras_dp.DataParallelModel(unbuilt(), devices=2)
-    assert not hasattr(parallel, "inputs")
-    with pytest.raises(ValueError, match="isn't built"):
-        parallel.count_params()
-    train(compiled(parallel))
-    assert parallel.get_build_config() == parallel.inner_model.get_build_config()
 
 
 def test_adding_and_removing_layers():

@@ -225,3 +225,14 @@ def test_fields_with_other_rows_are_refused_by_name():
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[4 6 4\] \[of 0/nodes, 0/edges, 1\.\]") as error:
         parallel.fit(graphs((4, 6)), shuffle=False, verbose=0)
     assert 'whole=["edges"]' in "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+
+
+def test_what_keras_refuses_is_refused():
+    values = Weighted(rng.normal(size=(5, 4)), rng.uniform(size=(5, 4)))
+    for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3)):
+        model = wrap(keras.Sequential([keras.Input((4,)), layers.Dense(2)]))
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match="Only input tensors may be passed as positional arguments"):
+            model.train_on_batch(values, np.ones((5, 2)))
+        with pytest.raises(ValueError, match="Unrecognized data type"):
+            model.fit(values, np.ones((5, 2)), verbose=0)

@@ -146,8 +146,11 @@ def state_of(model):
     return kept | {"draws": next_draws()}
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-@pytest.mark.parametrize("fault", FAULTS)
+# A step fails, or its batch, when another one of the same execution has ended.
+IN_ONE_EXECUTION = [("kernel of one tower", 3), ("sequence", 3)]
+
+
+@pytest.mark.parametrize(("fault", "steps_per_execution"), [*((fault, 1) for fault in FAULTS), *IN_ONE_EXECUTION])
 def test_a_fault_leaves_the_state_of_the_last_whole_step(fault, steps_per_execution):
     """A failed step counts as a step, and draws its random numbers, as in plain Keras. It changes nothing else."""
     one, inner = twins(build)
@@ -180,9 +183,10 @@ def test_a_fault_leaves_the_state_of_the_last_whole_step(fault, steps_per_execut
     assert largest_change(expected["model"][:1], [np.asarray(inner.trainable_variables[0])]) > 1e-6
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("row", [0, BATCH - 1])
+@pytest.mark.parametrize(
+    ("row", "number", "steps_per_execution"),
+    [(0, np.nan, 1), (0, -np.inf, 3), (BATCH - 1, np.inf, 1), (BATCH - 1, np.nan, 3)],
+)
 def test_a_number_that_is_none_in_one_tower_does_what_it_does_in_plain_keras(row, number, steps_per_execution):
     """It spoils what depends on it, here one of two outputs, and nothing else."""
     y = Y.copy()

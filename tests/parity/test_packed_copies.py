@@ -1,6 +1,7 @@
 """Copies that share messages give the same results, bit for bit, with far fewer copies."""
 
 import graphlib
+import itertools
 
 import keras
 import numpy as np
@@ -78,8 +79,7 @@ def trained(parallel, x, optimizer, rows=4):
     return history, few, parallel.evaluate(x, CLASSES, batch_size=rows, verbose=0), parallel.predict(x, verbose=0)
 
 
-@pytest.mark.parametrize("parameter_device", [None, "sharded"])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(("case", "parameter_device"), list(zip(CASES, itertools.cycle([None, "sharded"]))))
 def test_packed_copies_give_the_same_result_bit_for_bit(case, parameter_device):
     build, x, optimizer = CASES[case]
     models = twins(build)
@@ -190,8 +190,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("parameter_device", [None, "sharded"])
-@pytest.mark.parametrize("of_rows", STEPS)
+@pytest.mark.parametrize(("of_rows", "parameter_device"), list(zip(STEPS, itertools.cycle([None, "sharded"]))))
 def test_a_step_may_return_sums_of_which_one_needs_the_other(of_rows, parameter_device):
     """A tower adds its parts of two sums before they travel, and the first one travels too.
 

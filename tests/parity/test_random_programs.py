@@ -248,10 +248,63 @@ def test_many_random_programs(program):
     assert_one_devices_result(program)
 
 
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "clipped": lambda: keras.optimizers.RMSprop(0.01, clipvalue=0.01, weight_decay=0.01),
+    "accumulating": lambda: keras.optimizers.Adam(0.01, clipnorm=0.05, gradient_accumulation_steps=2),
+    "averaging": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+}
+COMPILED_LOSSES = {
+    "mse": lambda: keras.losses.MeanSquaredError(),
+    "huber": lambda: keras.losses.Huber(0.3, reduction="sum"),
+    "weighted mean": lambda: keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
+    "root": lambda: LOSSES["root"],
+}
+# Blocks that take masks.
+MASKED = ["batch norm", "dense", "dropout", "layer norm", "recurrent", "unrolled"]
+
+
+@st.composite
+def compiled_models(draw):
+    """Draws the settings of one training by Keras's own step."""
+    rows, is_masked, loss = draw(st.integers(1, 21)), draw(st.booleans()), draw(st.sampled_from(sorted(COMPILED_LOSSES)))
+    return {
+        "is_masked": is_masked,
+        "blocks": draw(st.lists(st.sampled_from(MASKED if is_masked else sorted(BLOCKS)), min_size=1, max_size=3)),
+        "head": draw(st.sampled_from(["pooled", "each step"])),
+        "loss": loss,
+        "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
+        "rows": rows,
+        "batch_size": draw(st.integers(min(rows, 2), rows)),
+        "towers": draw(st.integers(1, 4)),
+        "is_weighted": loss != "root" and draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@settings(whole_trainings, max_examples=10, derandomize=True)
+@given(program=compiled_models())
+def test_random_models(program):
+    """Masks, weights, reductions and options of optimizers meet in Keras's own step."""
+    assert_one_devices_result(program)
+
+
 def assert_one_devices_result(program):
     plain = train(program, lambda model: model)
     towers = train(program, lambda model: keras_dp.DataParallelModel(model, devices=program["towers"]))
     assert_same(plain, towers, 1e-9)
+
+
+def drawn(program):
+    """Returns inputs, targets and sample weights."""
+    rng, rows = np.random.default_rng(program["seed"]), program["rows"]
+    x = rng.normal(size=(rows, 4, 3))
+    if program.get("is_masked"):
+        x[np.arange(4) >= rng.integers(0, 5, rows)[:, None]] = 0.0
+    y = rng.normal(size=(rows, 4, 2) if program["head"] == "each step" else (rows, 2))
+    weights = rng.uniform(size=y.shape[:-1]) * (rng.uniform(size=y.shape[:-1]) > 0.3)
+    return x, y, weights if program.get("is_weighted") else None
 
 
 def train(program, wrap):
@@ -259,22 +312,31 @@ def train(program, wrap):
     keras.utils.clear_session()
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(program["seed"])
-    rng = np.random.default_rng(program["seed"])
-    x, y = rng.normal(size=(program["rows"], 4, 3)), rng.normal(size=(program["rows"], 2))
+    x, y, weights = drawn(program)
 
     inputs = keras.Input((4, 3))
-    hidden = inputs
+    hidden = layers.Masking()(inputs) if program.get("is_masked") else inputs
     for name in program["blocks"]:
         hidden = BLOCKS[name](hidden)
-    hidden = layers.GlobalAveragePooling1D()(hidden) if program["head"] == "pooled" else layers.Flatten()(hidden)
-    inner = Program(inputs, layers.Dense(2)(hidden))
-    inner.set_up(program)
-    model = wrap(inner)
-    model.compile()
-    history = model.fit(x, y, batch_size=program["batch_size"], epochs=2, shuffle=False, verbose=0).history
+    heads = {"pooled": layers.GlobalAveragePooling1D, "flat": layers.Flatten, "each step": layers.Identity}
+    outputs = layers.Dense(2)(heads[program["head"]]()(hidden))
+    if "optimizer" in program:
+        inner = keras.Model(inputs, outputs)
+        model = wrap(inner)
+        optimizer, loss = OPTIMIZERS[program["optimizer"]](), COMPILED_LOSSES[program["loss"]]()
+        model.compile(optimizer, loss, metrics=["mae"], weighted_metrics=["mse"])
+        optimizers = [optimizer]
+    else:
+        inner = Program(inputs, outputs)
+        inner.set_up(program)
+        model = wrap(inner)
+        model.compile()
+        optimizers = [inner.first, inner.second]
+    arguments = {"sample_weight": weights, "batch_size": program["batch_size"], "verbose": 0}
+    history = model.fit(x, y, epochs=2, shuffle=False, **arguments).history
     return {
         "history": history,
-        "evaluation": model.evaluate(x, y, batch_size=program["batch_size"], verbose=0, return_dict=True),
+        "evaluation": model.evaluate(x, y, return_dict=True, **arguments),
         "variables": [variable.numpy() for variable in inner.variables],
-        "optimizers": [values(inner.first), values(inner.second)],
+        "optimizers": [values(optimizer) for optimizer in optimizers],
     }

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_same_script, assert_same_training, assert_towers_match_one_device, twins
+from comparison import assert_same, assert_same_script, assert_same_training, assert_towers_match_one_device
 from keras import layers, losses, ops, optimizers
 
 import keras_dp
@@ -130,94 +130,6 @@ def test_a_model_that_is_gone_leaves_no_graph_of_its_towers():
     train()
     keras.utils.clear_session()
     assert graphs[-1]() is None
-
-
-def normalized(momentum=0.9):
-    return lambda: keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(4, "tanh"),
-            layers.BatchNormalization(momentum=momentum),
-            layers.Dense(3, "tanh"),
-            layers.BatchNormalization(momentum=momentum),
-            layers.Dense(2),
-        ]
-    )
-
-
-def test_batch_norm_backward_with_unequal_counts():
-    """https://github.com/pytorch/pytorch/issues/36382: backward, gradients were averaged over processes, not over rows.
-
-    With 5 rows on 4 towers, one tower has two rows.
-    """
-    data = rng.normal(size=(10, 3)), rng.normal(size=(10, 2))
-    assert_same_training(normalized(), compiled(lambda: optimizers.SGD(0.5)), [(data, 5)], 4)
-
-
-def test_batch_norm_running_variance_with_unequal_counts():
-    """https://github.com/pytorch/pytorch/issues/22192: the running variance gave every process the same weight."""
-    one, inner = twins(normalized(momentum=0.0))
-    parallel = keras_dp.DataParallelModel(inner, devices=4)
-    parallel.compile(optimizers.SGD(0.0), "mse")
-    x = rng.normal(size=(5, 3)) * np.arange(1, 6)[:, None]
-    parallel.train_on_batch(x, np.zeros((5, 2)))
-    one(x, training=True)
-    assert_same(one.get_weights(), inner.get_weights(), 1e-12)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_batch_norm_of_empty_slices(rows):
-    """https://github.com/pytorch/pytorch/issues/36530: a process without rows failed, or blocked the others."""
-    data = rng.normal(size=(2 * rows, 3)), rng.normal(size=(2 * rows, 2))
-    assert_same_training(normalized(), compiled(), [(data, rows)], 4)
-
-
-def test_batch_norm_of_one_row_on_each_tower():
-    """https://github.com/pytorch/pytorch/issues/36865: a process with a single value failed, even if others had more."""
-    data = rng.normal(size=(8, 3)), rng.normal(size=(8, 2))
-    assert_same_training(normalized(), compiled(), [(data, 4)], 4)
-
-
-@pytest.mark.parametrize("axis", [1, 2, 3])
-def test_batch_norm_of_permuted_and_strided_inputs(axis):
-    """https://github.com/pytorch/pytorch/issues/62967: statistics of permuted inputs assumed another memory layout."""
-
-    def build():
-        inputs = keras.Input((4, 6, 5))
-        x = layers.Permute((3, 1, 2))(inputs)[:, :, ::2, ::-1]
-        x = layers.BatchNormalization(axis=axis, momentum=0.5)(x)
-        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.Permute((2, 3, 1))(x))))
-
-    data = rng.normal(size=(9, 4, 6, 5)), rng.normal(size=(9, 2))
-    assert_same_training(build, compiled(lambda: optimizers.SGD(0.01)), [(data, 5)], 3)
-
-
-def test_batch_norm_masks_when_synchronized():
-    """Under tf.distribute, Keras with `synchronized=True` takes the moments of each replica's valid entries separately."""
-
-    def build():
-        inputs = keras.Input((5, 3))
-        x = layers.BatchNormalization(synchronized=True)(layers.Masking()(inputs))
-        return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
-
-    x = rng.normal(size=(8, 5, 3))
-    x[:4, 1:] = 0
-    assert_same_training(build, compiled(), [((x, rng.normal(size=(8, 2))), 8)], 2)
-
-
-def test_batch_norm_variance_beside_a_large_mean():
-    """Keras with `synchronized=True` computes E[x^2] - E[x]^2, which is 0.0 or 6.0 in float32 for a variance of 1."""
-    keras.config.set_floatx("float32")
-    model = keras.Sequential([keras.Input((64, 3)), layers.BatchNormalization(synchronized=True, momentum=0.0)])
-    x = (5000 + rng.normal(size=(16, 64, 3))).astype("float32")
-    exact = x.astype("float64").var(axis=(0, 1))
-    model(x, training=True)
-    assert np.abs(model.layers[0].moving_variance.numpy() / exact - 1).max() > 0.1, "Keras has mended it: say so in the docs"
-    for mode in ("sync", "local"):
-        parallel = keras_dp.DataParallelModel(model, devices=3, batch_norm=mode)
-        parallel.compile(optimizers.SGD(0.0), "mse")
-        parallel.train_on_batch(x, x)
-        np.testing.assert_allclose(model.layers[0].moving_variance, exact, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")

@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 rng = np.random.default_rng(0)
+TOWERS = (1, 2, 3, 4)
 
 
 def dataset(seed, rows, *types):
@@ -73,8 +74,7 @@ def build_semi_supervised():
     return model
 
 
-@pytest.mark.parametrize("towers", [3, 1, 2, 4])
-def test_what_has_other_rows_stays_whole_without_a_name(towers):
+def test_what_has_other_rows_stays_whole_without_a_name():
     """The types of the dataset say that labelled and unlabelled rows differ. Evaluation and prediction see other batches."""
 
     def script(model):
@@ -86,7 +86,7 @@ def test_what_has_other_rows_stays_whole_without_a_name(towers):
         more = [model.fit(labelled_and_unlabelled(*rows), verbose=0).history for rows in ((6, 6), (10, 6), (2, 1))]
         return [history, more, model.evaluate(labelled, verbose=0), model.predict(labelled, verbose=0)]
 
-    assert_same_script(build_semi_supervised, script, towers)
+    assert_same_script(build_semi_supervised, script, TOWERS)
 
 
 def test_a_warning_says_once_what_stays_whole(caplog):
@@ -155,8 +155,7 @@ def graphs(targets=True):
     )
 
 
-@pytest.mark.parametrize("towers", [3, 1, 2, 4])
-def test_predictions_cut_what_training_cuts(towers):
+def test_predictions_cut_what_training_cuts():
     """Without targets, the types alone do not tell rows from what they look up."""
 
     def script(model):
@@ -170,7 +169,7 @@ def test_predictions_cut_what_training_cuts(towers):
             model.predict(graphs(targets=False).map(lambda graph: graph), verbose=0),
         ]
 
-    _, parallel = assert_same_script(build_graphs, script, towers)
+    _, parallel = assert_same_script(build_graphs, script, TOWERS)
     assert parallel.tower_steps.inputs.whole.paths == ("0/edges",)
 
 
@@ -281,15 +280,14 @@ def test_errors_name_what_must_stay_whole(name):
     assert train(names, "train_on_batch") == train(names, "fit") == rows
 
 
-@pytest.mark.parametrize("towers", [3, 1, 2, 4])
-def test_the_names_of_the_error_make_generators_exact(towers):
+def test_the_names_of_the_error_make_generators_exact():
     def script(model):
         model.compile(keras.optimizers.Adam(0.01))
         data = labelled_and_unlabelled()
         steps = [model.train_on_batch(*batch, return_dict=True) for batch in as_generator(data)]
         return [model.fit(as_generator(data), epochs=1, verbose=0).history, steps]
 
-    assert_same_script(build_semi_supervised, script, towers, {"whole": ["1"]})
+    assert_same_script(build_semi_supervised, script, TOWERS, {"whole": ["1"]})
 
 
 def test_the_error_of_a_batch_that_arrives_says_its_sizes():
@@ -317,8 +315,7 @@ class Whole(keras.Model):
         return outputs
 
 
-@pytest.mark.parametrize("towers", [3, 1, 2, 4])
-def test_nothing_is_cut(towers):
+def test_nothing_is_cut():
     """Evaluates, predicts and trains with batches all of whose tensors stay whole: once, on one device."""
     x = rng.normal(size=(11, 4))
 
@@ -343,7 +340,7 @@ def test_nothing_is_cut(towers):
             [model.predict_on_batch({"x": x[:rows]}) for rows in (5, 4, 1)],
         ]
 
-    _, parallel = assert_same_script(build, script, towers, {"whole": ["x"]})
+    _, parallel = assert_same_script(build, script, TOWERS, {"whole": ["x"]})
     assert keras_dp.check_step(parallel, ({"x": x},)).is_exact
     assert "0 operations on each tower" in str(parallel.explain(({"x": x},)))
 
