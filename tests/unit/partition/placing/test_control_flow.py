@@ -89,7 +89,7 @@ def test_a_branch_that_reads_a_variable_runs_on_towers(known_rows):
     ],
 )
 def test_a_part_of_zero_and_an_infinite_factor(step):
-    """Towers differ, as docs/same_and_different.md states; if no tower's part is zero, there is none."""
+    """Towers differ, as docs/same_and_different.md states; if no part is zero, they agree."""
     x = np.concatenate([np.zeros((3, 2)), np.ones((6, 2))])
     for rows, is_same in ((x, False), (x + 1, True)):
         (received,), _ = run(step, [rows])
