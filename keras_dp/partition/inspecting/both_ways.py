@@ -164,10 +164,11 @@ class BothWays:
         handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
         sizes = dict(zip(addends, received[0][ends[1] :], strict=False))
         del received[0][ends[1] : ends[1] + len(sizes)]
+        added = {name: float(sizes[source]) for name, source in self._rounding.addends.items() if source in sizes}
         names = [*outputs, *(name for name, _ in wanted)]
         measured = [
-            self._measure(*four, added=float(sizes.get(self._rounding.addends.get(four[0]), 0.0)))
-            for four in zip(names, *(one[: ends[1]] for one in received), strict=True)
+            self._measure(name, plain, other, otherwise, added=added.get(name, 0.0))
+            for name, plain, other, otherwise in zip(names, *(tensors[: ends[1]] for tensors in received), strict=True)
         ]
         results = {str(place): one for place, one in enumerate(measured[: ends[0]])}
         inside = dict(zip(wanted, measured[ends[0] :], strict=True))
