@@ -494,14 +494,12 @@ class TowerTrainer:
     def _variables_made(self) -> None:
         """Places the variables that the first trace of a step has made, before the second one."""
         self._place_variables()
-        for optimizer in optimizers_of(self.inside):
-            variable_homes.place_state(optimizer)
+        variable_homes.place_state(self.inside)
 
     def _place_variables(self) -> None:
         """Moves the variables of a built model, and the state of its optimizers, to the parameter device."""
         if self._wanted_device is not None and keras_models.is_built(self.inside):
             variable_homes.place(self.inside, self._wanted_device, self.devices)
-            for optimizer in optimizers_of(self.inside):
-                variable_homes.place_state(optimizer)
+            variable_homes.place_state(self.inside)
         if self.steps.forget_moved():
             self.forget_traces()

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,9 +24,10 @@ SPREAD_FROM_BYTES = 4 << 20
 def should_spread(model: keras.Model, devices: Sequence[str]) -> bool:
     """Returns whether `parameter_device="sharded"` is expected to train a built model faster.
 
-    It is the user's choice, and not the default. A variable that moves is another one to functions that were traced before, as
-    those of a model that shares its layers. XLA compiles no function, such as `predict` of the plain model, whose variables are
-    on several devices: https://www.tensorflow.org/xla/known_issues#tfvariable_on_a_different_device.
+    It is the user's choice, and not the default. A variable that moves is another one to functions outside of the model that
+    were traced before, as those of a model that shares its layers. XLA compiles no function, such as `predict` of the plain
+    model, whose variables are on several devices:
+    https://www.tensorflow.org/xla/known_issues#tfvariable_on_a_different_device.
 
     Args:
         model: the model.
@@ -42,7 +43,7 @@ def _floating(model: keras.Model) -> list[keras.Variable]:
 
 
 def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> None:
-    """Moves a built model's floating-point variables, and drops functions that were traced for their old devices.
+    """Moves a built model's floating-point variables; functions of its layers that were traced before follow them.
 
     Args:
         model: the model, whose variables stay the same objects with the same values.
@@ -51,24 +52,35 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
     """
     variables = _floating(model)
     homes = _spread(variables, devices) if parameter_device == SHARDED else [parameter_device] * len(variables)
-    pairs = zip(variables, homes, strict=True)
-    moved = [(v, device) for v, device in pairs if home(v) != device and native(v).is_initialized()]
-    for variable, device in moved:
-        keras_models.move_variable(variable, device)
+    move(model, zip(variables, homes, strict=True))
     for variable, device in zip(variables, homes, strict=True):
         if parameter_device == SHARDED and home(variable) == device:
             native(variable)._keras_dp_spread_over = tuple(devices)
+
+
+def place_state(model: keras.Model) -> None:
+    """Moves the state that a model's built optimizers keep for each weight to the device of that weight."""
+    for optimizer in keras_optimizers.optimizers_of(model):
+        move(model, ((variable, home(weight)) for variable, weight in keras_optimizers.optimizer_state(optimizer)))
+
+
+def move(model: keras.Model, homes: Iterable[tuple[keras.Variable, str]]) -> None:
+    """Moves variables to their new homes. Functions of a model's layers that were traced before follow them.
+
+    Args:
+        model: the model.
+        homes: the variables, of the model or of its optimizers, with their new homes.
+    """
+    left = []
+    for variable, device in homes:
+        if home(variable) != device and native(variable).is_initialized():
+            left.append((native(variable), variable))
+            keras_models.move_variable(variable, device)
+    moved = {id(old.handle): native(variable) for old, variable in left}
     for layer in keras_models.flatten_layers(model) if moved else []:
-        keras_models.forget_functions(layer)
+        keras_models.follow_moved(layer, moved)
         if isinstance(layer, keras.Model):
             keras_models.forget_traces(layer)
-
-
-def place_state(optimizer: keras.optimizers.Optimizer) -> None:
-    """Moves the state that a built optimizer keeps for each weight to the device of that weight."""
-    for variable, weight in keras_optimizers.optimizer_state(optimizer):
-        if home(variable) != home(weight) and native(variable).is_initialized():
-            keras_models.move_variable(variable, home(weight))
 
 
 @contextlib.contextmanager

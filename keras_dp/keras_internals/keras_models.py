@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -36,14 +38,31 @@ def forget_traces(model: keras.Model) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def forget_functions(layer: keras.Layer) -> None:
-    """Makes the `tf.function`s among a layer's methods and attributes retrace when they are next called."""
+def follow_moved(layer: keras.Layer, moved: Mapping[int, tf.Variable]) -> None:
+    """Makes the `tf.function`s among a layer's methods and attributes take variables from where they live by now.
+
+    They are not traced again, as on one device: a trace that Keras makes while it builds a model changes no variables, and a
+    later one would.
+
+    Args:
+        layer: the layer.
+        moved: what `move_variable` has made, by the identity of the handle before.
+    """
+
+    def handle(captured: Any) -> Any:
+        return moved[id(captured)].handle if id(captured) in moved else captured
+
+    def reference(before: "weakref.ref[tf.Variable]") -> "weakref.ref[tf.Variable]":
+        variable = before()
+        return weakref.ref(moved[id(variable.handle)]) if variable is not None and id(variable.handle) in moved else before
+
     for name in {*vars(layer), *(name for kind in type(layer).__mro__ for name in vars(kind))}:
         if isinstance(inspect.getattr_static(layer, name), tf.types.experimental.PolymorphicFunction):
             function = getattr(layer, name)
             for options in (function._variable_creation_config, function._no_variable_creation_config):
-                if options is not None and options.function_cache is not None:
-                    options.function_cache.clear()
+                for traced in options.function_cache.values() if options is not None and options.function_cache else ():
+                    traced.set_external_captures([*map(handle, traced._captured_inputs)])
+                    traced.graph._weak_variables = [*map(reference, traced.graph._weak_variables)]
 
 
 @functools.cache
@@ -101,7 +120,7 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
 def move_variable(variable: keras.Variable, device: str) -> None:
     """Moves the value of a variable to another device; the variable stays the same object, also for optimizers.
 
-    Functions that were traced before keep the old value: see `is_left_behind`.
+    Functions that were traced before keep the old value: see `follow_moved` and `is_left_behind`.
     """
     old = variable.value
     # A function that is being traced would take a variable that is read in the usual way for its own.

@@ -196,6 +196,46 @@ def test_an_unbuilt_model_is_traced_as_often():
     assert_same_run(build, script)
 
 
+@pytest.mark.parametrize("parameter_device", ["CPU:2", "sharded"])
+def test_functions_of_layers_are_traced_as_often(parameter_device):
+    """Keras traces a layer's function while it builds the model. No variable changes in this trace, which `evaluate` then uses.
+
+    Where variables had moved, functions were traced again. So `evaluate` counted, and the step's own function counted twice.
+    """
+
+    class Counting(layers.Layer):
+        def build(self, shape):
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+            self.dropout = layers.Dropout(0.4)
+
+        @tf.function
+        def scaled(self, x, training):
+            TRACES.append((training, *x.shape))
+            self.count.assign_add(1.0)
+            return self.dropout(x, training=training) * self.count
+
+        def call(self, x, training=False):
+            return self.scaled(x, training)
+
+    class Own(keras.Sequential):
+        @tf.function
+        def train_step(self, data):
+            TRACES.append("step")
+            return super().train_step(data)
+
+    def build():
+        model = Own([keras.Input((3,)), layers.Dense(4, "tanh"), Counting(), layers.Dense(2)])
+        begin(model)
+        fit(model, 24)
+        return model
+
+    def script(model):
+        calls = (lambda: fit(model, 24), lambda: evaluate(model, 10), lambda: predict(model, 10), lambda: fit(model, 21))
+        return [calls_in_turn(model, *calls), next_draws()]
+
+    assert_same_run(build, script, parameter_device=parameter_device)
+
+
 # How far data are read.
 
 

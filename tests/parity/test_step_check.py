@@ -223,6 +223,46 @@ def test_half_precision(policy, monkeypatch):
         keras.config.set_dtype_policy("float32")
 
 
+def test_sums_in_half_precision_that_cancel(monkeypatch):
+    """What rounding leaves of the gradient of a bias before a normalization was "different"; a part that is wrong still is."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def check(*last):
+        keras.utils.set_random_seed(3)
+        x = inputs = keras.Input((8, 8, 4))
+        for _ in range(2):
+            x = layers.ReLU()(x + layers.BatchNormalization()(layers.Conv2D(4, 3, padding="same")(x)))
+        for layer in (*last, layers.GlobalAveragePooling2D(), layers.Dense(4, dtype="float32")):
+            x = layer(x)
+        parallel = keras_dp.DataParallelModel(keras.Model(inputs, x), devices=3)
+        parallel.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        draw = np.random.default_rng(3)
+        return keras_dp.check_step(parallel, (draw.normal(size=(22, 8, 8, 4)).astype("float32"), draw.integers(0, 4, 22)))
+
+    try:
+        found = check()
+        assert found.is_exact, found
+        right = RULES["BiasAddGrad"]
+
+        def wrong(node):
+            """Takes the part of one tower 32 times."""
+
+            def instance(builder, definition, tower, inputs):
+                made = builder.copy(definition, tower, inputs)
+                for _ in range(5 if tower == 1 else 0):
+                    made = builder.graph.add("AddV2", [made, made], builder.devices[tower], "wrong", tower, T=node.dtype(0))
+                return made
+
+            return dataclasses.replace(right(node), instance=instance)
+
+        monkeypatch.setitem(RULES, "BiasAddGrad", wrong)
+        found = check(layers.Conv2D(4, 3, activation="relu"))
+        assert found.comparison.first.type == "BiasAddGrad"
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 def test_products_are_compared_without_tensor_float_32(monkeypatch):
     """On an H100, XLA and cuDNN rounded factors of a convolution otherwise, and the step was "different"."""
     parallel, seen = wrapped(), []

@@ -174,28 +174,39 @@ def test_variables_move_and_optimizers_find_them_again():
     assert keras_optimizers.decays(moved.optimizer, moved.trainable_variables[1])
 
 
-def test_functions_of_a_layer_are_traced_again():
+def test_functions_of_a_layer_follow_variables():
+    """Functions among attributes and methods, and functions that they call; none is traced again."""
+
     class Layer(layers.Layer):
         def __init__(self):
             super().__init__()
-            self.attribute = tf.function(lambda x: x + self.read())
+            self.weight = self.add_weight(shape=(), initializer="ones")
+            self.attribute = tf.function(lambda x: x * self.read())
             self.traces = 0
 
         def read(self):
             self.traces += 1
-            return 1.0
+            return tf.identity(self.weight)
 
         @tf.function
         def method(self, x):
-            return x + self.read()
+            return self.attribute(x) + self.read()
 
-    layer, other, x = Layer(), Layer(), tf.constant(1.0)
-    for traces in (2, 2):
-        layer.attribute(x), layer.method(x), other.method(x)
-        assert layer.traces == traces
-    keras_models.forget_functions(layer)
-    assert layer.attribute(x) + layer.method(x) + other.method(x) == 6
-    assert (layer.traces, other.traces) == (4, 1)
+    def gradient():
+        with tf.GradientTape() as tape:
+            result = layer.method(x)
+        return tape.gradient(result, layer.weight)
+
+    layer, x = Layer(), tf.constant(2.0, tf.float64)
+    assert (layer.method(x), gradient()) == (3, 3)
+    old = layer.weight.value
+    keras_models.move_variable(layer.weight, "CPU:3")
+    keras_models.follow_moved(layer, {id(old.handle): layer.weight.value})
+    del old
+    layer.weight.assign(5.0)
+    assert (layer.method(x), layer.attribute(x), gradient()) == (15, 10, 3)
+    assert layer.traces == 2
+    assert layer.method.get_concrete_function(x).variables == (layer.weight.value,)
 
 
 def test_velocities_are_those_that_hold_the_learning_rate():

@@ -10,14 +10,13 @@ from pathlib import Path
 import keras_dp
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.plan.prediction import Plan, PlannedRun
-from keras_dp.devices.variable_homes import home
+from keras_dp.devices.variable_homes import home, move
 from keras_dp.gpu_model.audit import GpuAudit, audit, kinds_of_copies
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
 from keras_dp.gpu_model.simulation import simulate
 from keras_dp.gpu_model.timeline import timeline
 from keras_dp.gpu_model.virtual_gpus import on_virtual_gpus
-from keras_dp.keras_internals import keras_models
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.kinds_of_copies import KINDS
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
@@ -134,10 +133,9 @@ def _on_first_gpu(parallel: keras_dp.DataParallelModel, device: str, variables_m
     variables_made()
     model = parallel.inner_model
     of_optimizer = model.optimizer.variables if model.optimizer is not None else []
-    for variable in (*model.variables, *model.metrics_variables, *of_optimizer):
-        # A GPU has no variables of 32-bit integers.
-        if home(variable) == HOST and variable.dtype != "int32":
-            keras_models.move_variable(variable, device)
+    variables = [*model.variables, *model.metrics_variables, *of_optimizer]
+    # A GPU has no variables of 32-bit integers.
+    move(model, [(one, device) for one in variables if home(one) == HOST and one.dtype != "int32"])
 
 
 def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:

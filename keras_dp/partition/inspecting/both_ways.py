@@ -126,9 +126,14 @@ class BothWays:
         def on_towers() -> list[Tensor]:
             return run(built, given(concrete, traced, self._arguments, self._rows), self._pack_copies)
 
+        addends = list({self._rounding.addends[name]: None for name, _ in wanted if name in self._rounding.addends})
+        outputs = [output_of(name)[0] for name in traced.outputs]
+        ends = len(outputs), len(outputs) + len(wanted)
+
         @tf.function(autograph=False)
         def on_one_device() -> list[Tensor]:
-            return _import_plain(concrete, traced, self._arguments, wanted)
+            tensors = _import_plain(concrete, traced, self._arguments, [*wanted, *addends])
+            return [*tensors[: ends[1]], *(tf.norm(tf.cast(one, tf.float32), 1) for one in tensors[ends[1] :])]
 
         @tf.function(autograph=False)
         def rounded_otherwise() -> list[Tensor]:
@@ -157,10 +162,14 @@ class BothWays:
             finally:
                 _assign(variables, before)
         handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
-        outputs = [output_of(name)[0] for name in traced.outputs]
-        ends = len(outputs), len(outputs) + len(wanted)
+        sizes = dict(zip(addends, received[0][ends[1] :], strict=False))
+        del received[0][ends[1] : ends[1] + len(sizes)]
+        added = {name: float(sizes[source]) for name, source in self._rounding.addends.items() if source in sizes}
         names = [*outputs, *(name for name, _ in wanted)]
-        measured = [self._measure(*four) for four in zip(names, *(one[: ends[1]] for one in received), strict=True)]
+        measured = [
+            self._measure(name, plain, other, otherwise, added=added.get(name, 0.0))
+            for name, plain, other, otherwise in zip(names, *(tensors[: ends[1]] for tensors in received), strict=True)
+        ]
         results = {str(place): one for place, one in enumerate(measured[: ends[0]])}
         inside = dict(zip(wanted, measured[ends[0] :], strict=True))
         plain, partitioned, otherwise = (one[ends[1] :] for one in received)
@@ -179,11 +188,18 @@ class BothWays:
         return self._rounding.of_weights(value) if variable.trainable else self._rounding.of(value)
 
     def _measure(
-        self, name: str, plain: np.ndarray, on_towers: np.ndarray, otherwise: np.ndarray, start: np.ndarray | None = None
+        self,
+        name: str,
+        plain: np.ndarray,
+        on_towers: np.ndarray,
+        otherwise: np.ndarray,
+        start: np.ndarray | None = None,
+        added: float = 0.0,
     ) -> Measured:
         apart, own = difference(plain, on_towers), difference(plain, otherwise)
         explained = self._rounding.times * own if np.isfinite(own) else 0.0
-        return Measured(apart, apart / max(self._tolerance, explained, self._rounding.of_sums(name, plain, start)), own)
+        of_sums = max(self._rounding.of_sums(name, plain, start), self._rounding.of_addends(added, plain.size))
+        return Measured(apart, apart / max(self._tolerance, explained, of_sums), own)
 
     def _measure_change(self, name: str, change: Change) -> Measured:
         if not change.is_known:

@@ -8,12 +8,13 @@ import tensorflow as tf
 from keras_dp.partition.facts.node import Static
 from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.tracing.graph import Traced
-from keras_dp.partition.tracing.names import data_inputs, output_of
+from keras_dp.partition.tracing.names import Output, data_inputs, output_of
 
 # The relative size of the last place of a number.
 LAST_PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # The kernels of CPUs round each of their additions.
 _ADDING_IN_SEQUENCE = ("BiasAddGrad", "SegmentSum", "UnsortedSegmentSum")
+_PASSING_ON = ("Cast", "Identity", "Reshape")
 UNITS = 16  # of the last place, that a few operations may add up to
 _WHOLE = 2.0  # times a number: rounding has turned its sign
 
@@ -31,6 +32,7 @@ class Rounding:
     Attributes:
         times: how many times as much as by this rounding a tensor may differ.
         half: the relative size of the last place of numbers in half precision; 0 if the step has none.
+        addends: for each node whose numbers are sums in half precision, the tensor of the numbers that were added.
     """
 
     def __init__(self, traced: Traced, batch_rows: int):
@@ -38,6 +40,7 @@ class Rounding:
         half = [LAST_PLACES[name] for name in ("bfloat16", "float16") if name in dtypes]
         self.half = half[0] if half else 0.0
         self._sums = _longest_sums(traced, batch_rows) if half else {}
+        self.addends = _addends(traced) if half else {}
         # Rounding by neighbours moves numbers as far as the step itself does; by units, only as far as the least that it may.
         self.times = 10 if half else 100
 
@@ -87,10 +90,38 @@ class Rounding:
         has_one_size = start is not None and are_several and np.median(moved) > 0.9 * largest
         return (_WHOLE if has_one_size else min(max(UNITS, additions) * self.half, _WHOLE)) * largest
 
+    def of_addends(self, sizes: float, sums: int) -> float:
+        """Returns how far rounding may move sums in half precision, also where the numbers that were added cancel each other.
+
+        What is left of these depends on their order alone, as the gradient of a bias before batch normalization. It is some
+        units of the last place of what was added.
+
+        Args:
+            sizes: the sum of the absolute values of all numbers that were added.
+            sums: the number of sums.
+        """
+        return UNITS * self.half * sizes / max(1, sums)
+
 
 def _moved(value: np.ndarray, by: np.ndarray) -> np.ndarray:
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=value.shape)
     return np.asarray(value.astype(np.float64) + signs * by).astype(value.dtype)
+
+
+def _addends(traced: Traced) -> dict[str, Output]:
+    found: dict[str, Output] = {}
+    for node in traced.nodes:
+        if node.op in (*_ADDING_IN_SEQUENCE, *_PASSING_ON):
+            name, port = output_of(data_inputs(node)[0])
+            if node.op in _PASSING_ON and name in found:
+                found[node.name] = found[name]
+            elif node.op in _ADDING_IN_SEQUENCE and _is_half(traced.statics[name][port]):
+                found[node.name] = name, port
+    return found
+
+
+def _is_half(static: Static) -> bool:
+    return bool(static.dtype.is_floating and static.dtype.size == 2)
 
 
 def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
@@ -100,9 +131,6 @@ def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
     such as a branch, counts under the names of their arguments, too.
     """
 
-    def is_half(static: Static) -> bool:
-        return static.dtype.is_floating and static.dtype.size == 2
-
     def size(static: Static) -> int:
         return math.prod(size if isinstance(size, int) else batch_rows for size in static.shape or ())
 
@@ -110,12 +138,12 @@ def _longest_sums(traced: Traced, batch_rows: int) -> dict[str, int]:
     for node in traced.nodes:
         sources = list(map(output_of, data_inputs(node)))
         longest = max((found.get(name, 0) for name, _ in sources), default=0)
-        if any(map(is_half, traced.statics[node.name])):
+        if any(map(_is_half, traced.statics[node.name])):
             longest = max(longest, 1)
         if node.op in _ADDING_IN_SEQUENCE:
             taken = [traced.statics[name][port] for name, port in sources]
             made = max(1, size(traced.statics[node.name][0]))
-            longest = max([longest, *(size(static) // made for static in taken if is_half(static))])
+            longest = max([longest, *(size(static) // made for static in taken if _is_half(static))])
         found[node.name] = longest
         if is_stateful(node.op):
             for handle in (name for name, port in sources if traced.statics[name][port].dtype == tf.resource):

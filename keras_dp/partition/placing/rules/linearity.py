@@ -60,7 +60,8 @@ def _is_linear(node: Node, sums: list[bool]) -> bool:
         return source.is_floating and result.is_floating and (result == source or result.size > source.size)
     if node.type in ("RealDiv", "Div") and not node.in_body:
         # Divided by zero, a sum is infinite, and a part of it that is zero is not a number. In a loop, towers cannot meet to
-        # take the sum before. A product with an infinite number is not told apart: few sums could wait otherwise.
+        # take the sum before. A product with an infinite number is not told apart: few sums could wait otherwise. See
+        # docs/same_and_different.md for what differs then.
         return False
     if node.type in _QUOTIENTS and not (node.dtype(0).is_floating or node.dtype(0).is_complex):
         # The quotient of integers is truncated.

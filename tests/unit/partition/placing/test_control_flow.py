@@ -79,3 +79,21 @@ def test_a_branch_that_reads_a_variable_runs_on_towers(known_rows):
     partitioned, partition = partitioned_step(step, [tf.TensorSpec([known_rows, 2], tf.float64)], [True], known_rows)
     np.testing.assert_allclose(partitioned(tf.constant(x)), x / 2, rtol=1e-12)
     assert not partition.gathered
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: looped(lambda y: (y + tf.reduce_sum(x, 0) / tf.zeros([2], x.dtype),), tf.zeros([2], x.dtype))[0],
+        lambda x: tf.reduce_sum(x, 0) * tf.constant([np.inf, -np.inf], x.dtype) + tf.reduce_sum(x * x, 0),
+    ],
+)
+def test_a_part_of_zero_and_an_infinite_factor(step):
+    """Towers differ, as docs/same_and_different.md states; if no part is zero, they agree."""
+    x = np.concatenate([np.zeros((3, 2)), np.ones((6, 2))])
+    for rows, is_same in ((x, False), (x + 1, True)):
+        (received,), _ = run(step, [rows])
+        expected = tf.function(step, autograph=False)(tf.constant(rows)).numpy()
+        assert np.isinf(expected).all()
+        assert np.isnan(received).all() != is_same
+        assert np.array_equal(received, expected) == is_same
