@@ -222,9 +222,10 @@ class TowerTrainer:
                 self._combining_optimizer = own.wrap(optimizer)
         is_told = keras_models.was_told_to_use_xla(model) if is_told is None else is_told
         self.steps.jit_compile = bool(model.jit_compile) and (is_told or are_gpus(self.feed.devices))
-        self.forget_traces()
+        # Steps that run are made anew, and follow the model.
         self._compiled_with = weakref.ref(keras_models.loss_tracker(model))
         self._joint_calls.forget()
+        self.forget_traces()
 
     def warn_of_plain_training(self) -> None:
         """Makes the model inside warn when it is fitted by itself, until it is compiled by itself."""
@@ -235,10 +236,11 @@ class TowerTrainer:
         model = self.inside
         if model.compiled and keras_models.loss_tracker(model) is not self._compiled_with():
             self.compiled()
+        before = self._traced_layers
         kinds = {layer: (type(layer), layer.quantization_mode) for layer in keras_models.flatten_layers(model)}
-        if any(kinds.get(layer, kind) != kind for layer, kind in self._traced_layers.items()):
-            self.forget_traces()
         self._traced_layers = kinds
+        if any(kinds.get(layer, kind) != kind for layer, kind in before.items()):
+            self.forget_traces()
 
     @contextlib.contextmanager
     def read_by_keras(self) -> Iterator[None]:
