@@ -56,8 +56,7 @@ def moments_on_towers(x, num_towers, mask=None, mode="sync"):
     return step_on_towers(moments, (x, mask), num_towers)()
 
 
-@pytest.mark.parametrize("num_towers", [1, 2, 4])
-@pytest.mark.parametrize("rows", [1, 3, 10])
+@pytest.mark.parametrize(("rows", "num_towers"), [(3, 1), (1, 2), (10, 4)])
 def test_moments_of_the_global_batch(rows, num_towers):
     """Each row has the same weight, also if towers have several rows, one or none.
 
@@ -115,9 +114,10 @@ def test_large_means_do_not_cost_the_variance(mode):
         np.testing.assert_allclose(variance, exact, rtol=1e-3)
 
 
-@pytest.mark.parametrize("value", [0.1, 5000.1, -3e7])
-@pytest.mark.parametrize("mode", ["sync", "local"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("value", "mode", "masked"),
+    [(5000.1, "sync", False), (-3e7, "sync", True), (0.1, "local", False), (5000.1, "local", True)],
+)
 def test_variance_is_never_negative(value, mode, masked):
     x = np.full((11, 3, 2), value, "float32")
     _, _, variance = moments_on_towers(x, 4, np.ones((11, 3), bool) if masked else None, mode)

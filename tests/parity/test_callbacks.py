@@ -140,8 +140,7 @@ def rates_of(model, callbacks, epochs=5, **arguments):
     return used.rates, history
 
 
-@pytest.mark.parametrize("num_towers", [None, 2])
-@pytest.mark.parametrize("warmup_epochs", [0, 1, 2.5, 5, 8])
+@pytest.mark.parametrize(("warmup_epochs", "num_towers"), [(0, 2), (1, None), (2.5, 2), (8, 2)])
 def test_warmup_ramps_at_every_step_and_logs_the_rate(warmup_epochs, num_towers):
     warmup = LearningRateWarmup(0.01, 8, warmup_epochs)
     rates, history = rates_of(compiled(num_towers), [warmup])
@@ -173,9 +172,7 @@ def test_a_rate_that_plateaus_lower_stays_lower():
         np.testing.assert_allclose(received, ramp(0.01, 8, 9, 15) * factors, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rate", [0.16, 0.07, 0.008])
-@pytest.mark.parametrize("epoch", [2, 3])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("place", "epoch", "rate"), [(0, 2, 0.16), (1, 3, 0.07), (1, 2, 0.008), (0, 3, 0.008)])
 def test_a_scheduler_takes_over_after_the_warmup(place, epoch, rate):
     callbacks = [LearningRateWarmup(0.01, 8, 2)]
     callbacks.insert(place, keras.callbacks.LearningRateScheduler(lambda now: 0.08 if now < epoch else rate))
@@ -216,8 +213,7 @@ def test_an_optimizer_that_is_warm_is_said_to_be(caplog):
     assert "new optimizer to warm up again" in caplog.text
 
 
-@pytest.mark.parametrize("by", ["fit", "backup", "file"])
-@pytest.mark.parametrize("num_towers", [None, 2])
+@pytest.mark.parametrize(("by", "num_towers"), [("fit", None), ("backup", 2), ("file", 2)])
 def test_warmup_resumes_in_the_middle(tmp_path, caplog, num_towers, by):
     """The reduction by a plateau is kept, although a checkpoint holds only the rate and the iterations."""
 

@@ -1,12 +1,9 @@
 """Every loss of Keras, and custom losses, give one device's loss and weights."""
 
-import inspect
-import re
-
 import keras
 import numpy as np
 import pytest
-from comparison import assert_same_script, assert_same_training, assert_towers_match_one_device
+from comparison import assert_same_training, assert_towers_match_one_device
 from keras import layers, losses, ops
 
 import keras_dp
@@ -54,61 +51,6 @@ def rmse(y_true, y_pred):
 
 
 REDUCTIONS = ["sum", "sum_over_batch_size", "mean", "mean_with_sample_weight"]
-ALL = sorted(
-    name
-    for name, value in vars(losses).items()
-    # CTC has a separate test.
-    if inspect.isclass(value) and issubclass(value, losses.Loss) and name not in ("Loss", "CTC")
-)
-NAMES = {"KLDivergence": "kl_divergence"}
-
-
-def labels_for(name):
-    """Returns an activation and labels that suit a loss."""
-    if "Sparse" in name or name in ("Circle", "CategoricalGeneralizedCrossEntropy"):
-        return "softmax", rng.integers(0, 3, 23)
-    if name in ("Hinge", "SquaredHinge"):
-        return "tanh", 2 * ONE_HOT - 1
-    probabilities = ("Crossentropy", "KLDivergence", "Poisson", "CategoricalHinge", "Dice", "Tversky")
-    if any(part in name for part in probabilities):
-        return "sigmoid" if name.startswith("Binary") else "softmax", ONE_HOT
-    return None, np.abs(Y) if name == "MeanSquaredLogarithmicError" else Y
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_loss(name):
-    """A model has an output for the loss by name, and for each reduction. New losses of Keras are included."""
-    activation, y = labels_for(name)
-    by_name = NAMES.get(name) or re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-    kinds = ["sum", "sum_over_batch_size", "mean_with_sample_weight"]
-    if name != "CategoricalGeneralizedCrossEntropy":  # Keras does not know it by name.
-        kinds.append(by_name)
-
-    def build():
-        inputs = keras.Input((5,))
-        return keras.Model(inputs, [layers.Dense(3, activation)(inputs) for _ in kinds])
-
-    def script(model):
-        make = getattr(losses, name)
-        of_kind = [make(reduction=kind) if kind in REDUCTIONS else kind for kind in kinds]
-        model.compile(keras.optimizers.SGD(0.01), of_kind)
-        # Keras's CategoricalGeneralizedCrossEntropy pairs all labels with all rows, so that weights do not fit.
-        weights = None if name == "CategoricalGeneralizedCrossEntropy" else [WEIGHTS] * len(kinds)
-        y_of_kind = [y] * len(kinds)
-        return model.fit(X, y_of_kind, sample_weight=weights, batch_size=9, shuffle=False, verbose=0).history
-
-    assert_same_script(build, script, 3)
-
-
-def test_connectionist_temporal_classification():
-    """TensorFlow computes it in float32, so that the order of sums changes the rounding."""
-    keras.config.set_floatx("float32")
-
-    def build():
-        return keras.Sequential([keras.Input((6, 4)), layers.Dense(5)])
-
-    data = (rng.normal(size=(23, 6, 4)).astype("float32"), rng.integers(1, 5, (23, 3)))
-    assert_same_training(build, compiled("ctc"), [(data, 9)], 3)
 
 
 @pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.slow), "rows"])

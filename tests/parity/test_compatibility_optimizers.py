@@ -30,37 +30,6 @@ def compiled(make_optimizer):
     return lambda: {"optimizer": make_optimizer(), "loss": "mse"}
 
 
-# The first options clip all gradients together and overwrite the weights with their moving averages. The second ones clip
-# each gradient and accumulate. 23 rows in batches of 5 make 5 steps in an epoch, the last of 3 rows.
-OPTIONS = {
-    "overwriting": {
-        "global_clipnorm": 0.1,
-        "weight_decay": 0.01,
-        "use_ema": True,
-        "ema_momentum": 0.5,
-        "ema_overwrite_frequency": 3,
-    },
-    "accumulating": {"clipnorm": 0.05, "gradient_accumulation_steps": 2},
-}
-
-
-@pytest.mark.parametrize("options", ["overwriting", pytest.param("accumulating", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", classes(optimizers, optimizers.Optimizer, but=("LossScaleOptimizer", "MultiOptimizer")))
-def test_every_optimizer(name, options):
-    """New optimizers of Keras are included."""
-    if name == "Muon":  # Its constants are float32.
-        keras.config.set_floatx("float32")
-
-    def script(model):
-        rate = optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-        model.compile(getattr(optimizers, name)(rate, **OPTIONS[options]), "mse")
-        # ScheduleFreeAdamW starts from the weights. Plain Keras loses them unless it is built before the first step.
-        model.optimizer.build(model.trainable_variables)
-        return model.fit(X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-
-    assert_same_script(build, script, 3)
-
-
 @pytest.mark.parametrize("build_first", [False, True])
 def test_schedule_free_starts_as_in_keras(build_first):
     """Unless it is built before, it starts from zeros: TensorFlow drops the assignments of the trace that makes variables."""

@@ -1,5 +1,7 @@
 """LARS is the paper's, LARS and Lamb train on towers, and biases and normalization are excluded from weight decay."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -33,17 +35,15 @@ def lars(w, gradients, rate, momentum, decay, trust, nesterov=False, adapted=Tru
     return w
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.125])
-@pytest.mark.parametrize("momentum", [0.0, 0.875])
+@pytest.mark.parametrize(("momentum", "decay", "nesterov"), [(0.0, 0.125, False), (0.875, 0.0, False), (0.875, 0.125, True)])
 def test_lars_is_the_papers(momentum, decay, nesterov):
     random = np.random.default_rng(0)
     values, gradients = random.normal(size=(3, 4)), random.normal(size=(5, 3, 4))
     weight = keras.Variable(values)
-    optimizer = LARS(0.5, momentum, decay, 0.25, nesterov and momentum > 0)
+    optimizer = LARS(0.5, momentum, decay, 0.25, nesterov)
     for gradient in gradients:
         optimizer.apply([gradient], [weight])
-    expected = lars(values, gradients, 0.5, momentum, decay, 0.25, nesterov and momentum > 0)
+    expected = lars(values, gradients, 0.5, momentum, decay, 0.25, nesterov)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12)
 
 
@@ -85,8 +85,7 @@ def optimizers():
     }
 
 
-@pytest.mark.parametrize("parameter_device", [None, "sharded"])
-@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize(("name", "parameter_device"), list(zip(optimizers(), itertools.cycle([None, "sharded"]))))
 def test_on_towers(name, parameter_device):
     """Norms are taken of whole variables and of the gradients of whole batches, wherever the variables live."""
     assert_towers_match_one_device(
@@ -154,8 +153,10 @@ def test_biases_and_normalization_do_not_decay(wrapped):
     assert decayed == {"kernel", "recurrent_kernel", "embeddings"}
 
 
-@pytest.mark.parametrize("excluded", ["before wrapping", "after wrapping"])
-@pytest.mark.parametrize("parameter_device", [None, "CPU:1", "sharded"])
+@pytest.mark.parametrize(
+    ("parameter_device", "excluded"),
+    [(None, "after wrapping"), ("CPU:1", "before wrapping"), ("sharded", "before wrapping"), ("sharded", "after wrapping")],
+)
 def test_what_does_not_decay_does_not_on_towers(excluded, parameter_device):
     """Variables stay the same objects when they move to another device."""
     weights = []

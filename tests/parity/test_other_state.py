@@ -147,8 +147,14 @@ def test_training_with_verify_goes_on_as_without(kind, caplog):
     assert "test_other_state.py, line" in caplog.text
 
 
-@pytest.mark.parametrize("inspect", [keras_dp.check_step, keras_dp.communication_report, keras_dp.DataParallelModel.report])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "inspect"),
+    [
+        *((kind, keras_dp.check_step) for kind in KINDS),
+        (second_dataset, keras_dp.communication_report),
+        (queue, keras_dp.DataParallelModel.report),
+    ],
+)
 def test_refused_and_as_before(kind, inspect):
     def refused(parallel):
         with pytest.raises(ValueError, match=r"a queue, a table.*Received: .*at .*test_other_state\.py"):

@@ -8,13 +8,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, largest_change, values
+from comparison import assert_same, largest_change
 from keras import layers, losses, metrics, ops, optimizers
-from test_compatibility_losses import ALL as LOSSES
-from test_compatibility_losses import labels_for
-from test_compatibility_metrics import ALL as METRICS
-from test_compatibility_metrics import FLOAT32, SPARSE, WHOLE_WEIGHTS, make
-from test_compatibility_models import FAMILIES, random_layers
 
 import keras_dp
 
@@ -40,9 +35,127 @@ def of_pairs(*makers):
     return [lambda x, make=make: make()([x, layers.Dense(4)(x)]) for make in makers]
 
 
+# Makers of layers, or of small stacks around them, by the shape of their input.
+VECTORS = (
+    lambda: random(5),
+    [
+        lambda: layers.Dense(4, kernel_constraint="unit_norm"),
+        lambda: layers.Discretization([-1.0, 0.0, 1.0], output_mode="one_hot"),
+        lambda: layers.Normalization(mean=[1.0] * 5, variance=[2.0] * 5),
+        lambda: layers.BatchNormalization(),
+        lambda: layers.SpectralNormalization(layers.Dense(4)),
+        lambda: layers.RepeatVector(2),
+        lambda: layers.Identity(),
+        lambda: layers.Lambda(lambda x: 2 * x),
+        lambda: layers.Activation("gelu"),
+        lambda: layers.ActivityRegularization(0.01),
+        lambda: layers.Softmax(),
+        lambda: layers.ReLU(negative_slope=0.1),
+        lambda: layers.LeakyReLU(),
+        lambda: layers.ELU(),
+        lambda: layers.Pipeline([layers.Rescaling(2.0)]),
+    ],
+)
+SEQUENCES = (
+    lambda: random(6, 4),
+    [
+        lambda: layers.SimpleRNN(3, unroll=True),
+        lambda: layers.LSTM(3),
+        lambda: layers.GRU(3),
+        lambda: layers.Bidirectional(layers.SimpleRNN(2, return_sequences=True)),
+        lambda: layers.RNN([layers.LSTMCell(3), layers.GRUCell(2), layers.SimpleRNNCell(2)]),
+        lambda: layers.TimeDistributed(layers.BatchNormalization()),
+        lambda: layers.EinsumDense("abc,cd->abd", output_shape=(6, 5), bias_axes="d"),
+        lambda: layers.LayerNormalization(),
+        lambda: layers.RMSNormalization(),
+        lambda: layers.UnitNormalization(),
+        lambda: layers.Conv1D(3, 2, padding="causal"),
+        lambda: layers.Conv1DTranspose(3, 2, 2),
+        lambda: layers.DepthwiseConv1D(2),
+        lambda: layers.SeparableConv1D(3, 2),
+        lambda: layers.MaxPooling1D(2),
+        lambda: layers.AveragePooling1D(2),
+        lambda: layers.GlobalMaxPooling1D(),
+        lambda: layers.GlobalAveragePooling1D(),
+        lambda: layers.AdaptiveAveragePooling1D(2),
+        lambda: layers.AdaptiveMaxPooling1D(2),
+        lambda: layers.Cropping1D(1),
+        lambda: layers.ZeroPadding1D(1),
+        lambda: layers.UpSampling1D(2),
+        lambda: layers.Permute((2, 1)),
+        lambda: layers.Reshape((3, 8)),
+    ],
+)
+TOKENS = (
+    lambda: rng.integers(0, 9, (ROWS, 6)),
+    [
+        lambda: layers.Embedding(9, 4),
+        lambda: layers.ReversibleEmbedding(9, 4),
+        lambda: layers.CategoryEncoding(9, output_mode="count"),
+        lambda: layers.Hashing(5, output_mode="multi_hot"),
+        lambda: layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="multi_hot"),
+    ],
+)
+IMAGES = (
+    lambda: random(8, 8, 3),
+    [
+        lambda: layers.Conv2D(2, 3),
+        lambda: layers.Conv2DTranspose(2, 3, 2),
+        lambda: layers.DepthwiseConv2D(3),
+        lambda: layers.SeparableConv2D(2, 3),
+        lambda: layers.SpectralNormalization(layers.Conv2D(2, 3)),
+        lambda: layers.GroupNormalization(3),
+        lambda: layers.MaxPooling2D(2),
+        lambda: layers.AveragePooling2D(2),
+        lambda: layers.GlobalMaxPooling2D(),
+        lambda: layers.GlobalAveragePooling2D(),
+        lambda: layers.AdaptiveAveragePooling2D(2),
+        lambda: layers.AdaptiveMaxPooling2D(2),
+        lambda: layers.PReLU(shared_axes=[1, 2]),
+        lambda: layers.Cropping2D(1),
+        lambda: layers.ZeroPadding2D(1),
+        lambda: layers.UpSampling2D(2, interpolation="bilinear"),
+        lambda: layers.Resizing(5, 5),
+        lambda: layers.CenterCrop(5, 5),
+        lambda: layers.Rescaling(0.1, 0.2),
+        lambda: layers.Flatten(),
+    ],
+)
+VOLUMES = (
+    lambda: random(4, 4, 4, 2),
+    [
+        lambda: layers.Conv3D(2, 2),
+        lambda: layers.Conv3DTranspose(2, 2),
+        lambda: layers.GlobalMaxPooling3D(),
+        lambda: layers.GlobalAveragePooling3D(),
+        lambda: layers.Cropping3D(1),
+        lambda: layers.ZeroPadding3D(1),
+        lambda: layers.UpSampling3D(2),
+        lambda: layers.ConvLSTM2D(2, 2),
+    ],
+)
+# Some of them exist in float32 only.
+RANDOM_LAYERS = [
+    lambda: layers.Dropout(0.5),
+    lambda: layers.GaussianNoise(0.1),
+    lambda: layers.GaussianDropout(0.3),
+    lambda: layers.AlphaDropout(0.3),
+    lambda: layers.SpatialDropout2D(0.3),
+    lambda: layers.RandomFlip(),
+    lambda: layers.RandomRotation(0.1),
+    lambda: layers.RandomZoom(0.1),
+    lambda: layers.RandomTranslation(0.1, 0.1),
+    lambda: layers.RandomContrast(0.1),
+    lambda: layers.RandomBrightness(0.1, value_range=(0, 1)),
+    # The symbolic result of RandomCrop has its input's shape, so that it crops to the size of its input.
+    lambda: layers.RandomCrop(8, 8),
+]
 # For each family, a maker of a batch and calls of layers. The layers train in one model, in the precision of the batch.
-CALLS = {name: (lambda make=make: make()[:ROWS], of(*makers)) for name, (make, makers) in FAMILIES.items() if name != "tokens"}
-CALLS |= {
+CALLS = {
+    "vectors": (VECTORS[0], of(*VECTORS[1])),
+    "sequences": (SEQUENCES[0], of(*SEQUENCES[1])),
+    "images": (IMAGES[0], of(*IMAGES[1])),
+    "volumes": (VOLUMES[0], of(*VOLUMES[1])),
     "more sequences": (
         lambda: random(6, 4),
         [
@@ -98,8 +211,8 @@ CALLS |= {
     ),
     "random layers": (
         lambda: rng.uniform(size=(ROWS, 8, 8, 3)).astype("float32"),
-        # The symbolic result of RandomCrop has its input's shape, so that the last layer crops to the size of its input.
-        of(*[lambda i=i: random_layers()[i] for i in range(len(random_layers()) - 1)], lambda: layers.RandomCrop(8, 8)),
+        # They draw in predictions as well.
+        [lambda x, make=make: make()(x, training=True) for make in RANDOM_LAYERS],
     ),
     "augmentations": (
         pixels,
@@ -125,7 +238,7 @@ CALLS |= {
             lambda: layers.Pipeline([layers.Rescaling(1.0), layers.Equalization()]),
         ),
     ),
-    # Its result depends on whether Keras knows the number of rows, as in `fit` if the rows are a multiple of the batch size.
+    # Its result depends on whether Keras knows the number of rows.
     "elastic": (lambda: rng.uniform(size=(ROWS, 8, 8, 3)).astype("float32"), of(lambda: layers.RandomElasticTransform())),
     "all augmentations together": (
         pixels,
@@ -137,8 +250,7 @@ CALLS |= {
     ),
 }
 # Each of these layers has its own model, so that operations that are computed once can be assigned to it.
-TOKENS, OF_TOKENS = FAMILIES["tokens"]
-CALLS |= {f"tokens, {i}": (lambda: TOKENS()[:ROWS], of(make)) for i, make in enumerate(OF_TOKENS)}
+CALLS |= {f"tokens, {i}": (TOKENS[0], of(make)) for i, make in enumerate(TOKENS[1])}
 OF_STRINGS = [
     lambda: layers.StringLookup(vocabulary=["w1", "w2"], output_mode="one_hot"),
     lambda: layers.TextVectorization(vocabulary=["w1", "b"], output_sequence_length=3),
@@ -188,15 +300,17 @@ def model_of(family, x):
     return keras.Model(inputs, layers.Add(name="rest_sum")(branches) if len(branches) > 1 else branches[0])
 
 
-def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
+def assert_exact(build, compiled, batch, steps=1):
     """Trains on one device and on three towers, asserts that the results are the same, and returns the model on towers.
+
+    Batches have 3, 3 and 1 rows; the last one leaves two towers none. One more step has all rows, and knows their number
+    while it is traced. A different result is named by the path of its variable, or by its name in the logs.
 
     Args:
         build: a function that makes the model.
         compiled: a function that makes the arguments of `compile`.
         batch: the data to train on.
         steps: the number of epochs.
-        batch_size: the number of rows of each step.
     """
     results = []
     for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3)):
@@ -209,9 +323,16 @@ def assert_exact(build, compiled, batch, steps=1, batch_size=ROWS):
         trained.optimizer.build(model.trainable_variables)
         before = model.get_weights()
         x, y, weights = [*batch, None][:3]
-        logs = trained.fit(x, y, batch_size=batch_size, epochs=steps, sample_weight=weights, shuffle=False, verbose=0).history
+        fed = {"batch_size": 3, "sample_weight": weights, "verbose": 0}
+        logs = [
+            trained.fit(x, y, epochs=steps, shuffle=False, **fed).history,
+            trained.train_on_batch(x, y, sample_weight=weights, return_dict=True),
+            trained.evaluate(x, y, return_dict=True, **fed),
+            trained.predict(x, batch_size=3, verbose=0),
+        ]
         assert largest_change(before, model.get_weights()) > 1e-6, "nothing was trained"
-        results.append((logs, [variable.numpy() for variable in model.variables], values(model.optimizer)))
+        state = [*model.variables, *model.optimizer.variables]
+        results.append([logs, {f"{i}: {variable.path}": variable.numpy() for i, variable in enumerate(state)}])
     if keras.config.floatx() == "float64":
         assert_same(*results, 1e-9)
     else:
@@ -248,7 +369,12 @@ def test_layers(family):
     x = CALLS[family][0]()
     keras.config.set_floatx("float32" if x.dtype == np.float32 else "float64")
     batch = tf.constant(x.tolist()) if x.dtype == object else x, random(2).astype(keras.config.floatx())
-    parallel = assert_exact(lambda: model_of(family, x), dict, batch, batch_size=4 if family == "elastic" else ROWS)
+
+    def compiled():
+        # Without a bound, the sum of so many layers diverges within four steps.
+        return {"optimizer": optimizers.SGD(0.01, global_clipnorm=1.0)} if x.dtype.kind == "f" else {}
+
+    parallel = assert_exact(lambda: model_of(family, x), compiled, batch)
     own = [layer for layer in parallel.inner_model.layers if not layer.name.startswith(("rest_", "input_"))]
     classes = {layer.name: type(layer).__name__ for layer in own}
     received = gathered(parallel, batch, classes)
@@ -267,21 +393,64 @@ def test_every_layer_of_keras_is_in_a_family():
 GATHERED_BY_LOSSES = {"Circle": {"Equal", "MatMul"}}
 
 
-def test_losses():
-    """Trains one model with an output for each loss."""
-    activations, targets = zip(*[labels_for(name) for name in LOSSES], strict=True)
+LOSSES = sorted(
+    name
+    for name, value in vars(losses).items()
+    # CTC has a separate test.
+    if inspect.isclass(value) and issubclass(value, losses.Loss) and name not in ("Loss", "CTC")
+)
+REDUCTIONS = ["sum", "sum_over_batch_size", "mean_with_sample_weight"]
+
+
+def labels_for(name):
+    """Returns an activation and labels that suit a loss."""
+    if "Sparse" in name or name in ("Circle", "CategoricalGeneralizedCrossEntropy"):
+        return "softmax", rng.integers(0, 3, ROWS)
+    one_hot = np.eye(3)[rng.integers(0, 3, ROWS)]
+    if name in ("Hinge", "SquaredHinge"):
+        return "tanh", 2 * one_hot - 1
+    probabilities = ("Crossentropy", "KLDivergence", "Poisson", "CategoricalHinge", "Dice", "Tversky")
+    if any(part in name for part in probabilities):
+        return "sigmoid" if name.startswith("Binary") else "softmax", one_hot
+    return None, np.abs(random(3)) if name == "MeanSquaredLogarithmicError" else random(3)
+
+
+def by_name(name):
+    """Returns the name of a loss's function."""
+    return "kl_divergence" if name == "KLDivergence" else re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+# It pairs all labels with all rows, so that weights do not fit; and Keras does not know it by name.
+WITHOUT_WEIGHTS = ["CategoricalGeneralizedCrossEntropy"]
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_losses(is_weighted):
+    """Trains one model with an output for each loss by name, and for each of its reductions. New losses are included."""
+    chosen = [name for name in LOSSES if (name in WITHOUT_WEIGHTS) != is_weighted]
+    kinds = [*REDUCTIONS, "by_name"] if is_weighted else REDUCTIONS
+    outputs = {f"{name}-{kind}": (name, kind) for name in chosen for kind in kinds}
+    labels = {name: labels_for(name) for name in chosen}
 
     def build():
         inputs = keras.Input((5,))
-        named = zip(LOSSES, activations, strict=True)
-        return keras.Model(inputs, {name: layers.Dense(3, activation, name=name)(inputs) for name, activation in named})
+        made = {output: layers.Dense(3, labels[name][0], name=output)(inputs) for output, (name, _) in outputs.items()}
+        return keras.Model(inputs, made)
 
     def compiled():
-        return {"loss": {name: getattr(losses, name)(name=f"loss_{name}") for name in LOSSES}}
+        made = {
+            output: by_name(name) if kind == "by_name" else getattr(losses, name)(reduction=kind, name=f"loss_{name}")
+            for output, (name, kind) in outputs.items()
+        }
+        return {"loss": made, "optimizer": optimizers.SGD(0.01)}
 
-    batch = random(5), {name: y[:ROWS] for name, y in zip(LOSSES, targets, strict=True)}
+    batch = [random(5), {output: labels[name][1] for output, (name, _) in outputs.items()}]
+    if is_weighted:
+        batch.append(dict.fromkeys(outputs, rng.uniform(size=ROWS)))
     parallel = assert_exact(build, compiled, batch)
-    assert gathered(parallel, batch, {f"loss_{name}": name for name in LOSSES}) == GATHERED_BY_LOSSES
+    scopes = {f"loss_{name}": name for name in chosen} | {by_name(name): name for name in chosen}
+    received = gathered(parallel, batch, scopes)
+    assert received == {name: types for name, types in GATHERED_BY_LOSSES.items() if name in chosen}
     # "CTC" has a separate test.
     assert set(named(losses, losses.Loss)) == {*LOSSES, "CTC", "Loss"}
 
@@ -300,8 +469,35 @@ def test_connectionist_temporal_classification():
     assert gathered(parallel, batch, {"loss_CTC": "CTC"}) == GATHERED_BY_CTC
 
 
+ARGUMENTS = {
+    "MeanIoU": {"num_classes": 3, "sparse_y_pred": False},
+    "IoU": {"num_classes": 3, "target_class_ids": [0], "sparse_y_pred": False},
+    "OneHotIoU": {"num_classes": 3, "target_class_ids": [0, 2]},
+    "OneHotMeanIoU": {"num_classes": 3},
+    "BinaryIoU": {"target_class_ids": [0, 1]},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "TopKCategoricalAccuracy": {"k": 2},
+    "SparseTopKCategoricalAccuracy": {"k": 2},
+    "MeanMetricWrapper": {"fn": lambda y_true, y_pred: ops.max(ops.abs(y_true - y_pred), axis=-1)},
+}
+SPARSE = {"SparseCategoricalAccuracy", "SparseTopKCategoricalAccuracy", "SparseCategoricalCrossentropy", "IoU", "MeanIoU"}
+WHOLE_WEIGHTS = {"OneHotIoU", "OneHotMeanIoU"}
+FLOAT32 = {"TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy"}
+METRICS = sorted(
+    name
+    for name, value in vars(metrics).items()
+    # Mean and Sum take values, not labels and predictions.
+    if isinstance(value, type) and issubclass(value, metrics.Metric) and name not in ("Metric", "Mean", "Sum")
+)
 GATHERED_BY_METRICS = {}
 UNWEIGHTED = {"IoU", "MeanIoU", "BinaryIoU"}  # Keras fails on weights for these.
+
+
+def make(name):
+    return getattr(metrics, name)(**ARGUMENTS.get(name, {}), name=f"metric_{name}")
 
 
 class Sums(keras.Model):
@@ -332,7 +528,7 @@ def scoped(metric):
 
 @pytest.mark.parametrize("floatx", ["float64", "float32"])
 def test_metrics(floatx):
-    """Trains one model with all metrics, weighted if Keras allows; float32 covers those that TensorFlow has in float32 only."""
+    """Trains one model with all metrics, weighted and not; float32 covers those that TensorFlow has in float32 only."""
     keras.config.set_floatx(floatx)
     chosen = [name for name in METRICS if (name in FLOAT32) == (floatx == "float32")]
     of_output = {"labels": [], "sparse": [], "whole": []}
@@ -345,7 +541,7 @@ def test_metrics(floatx):
 
     def made(is_weighted):
         return {
-            output: [scoped(make(name, f"metric_{name}")) for name in names if (name not in UNWEIGHTED) == is_weighted]
+            output: [scoped(make(name)) for name in names if not (is_weighted and name in UNWEIGHTED)]
             for output, names in of_output.items()
         }
 
@@ -369,26 +565,50 @@ def test_metrics(floatx):
 OPTIMIZERS = sorted(set(named(optimizers, optimizers.Optimizer)) - {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"})
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+# The first options clip all gradients together and overwrite the weights with their moving averages. The second ones clip
+# each gradient and accumulate.
+OPTIONS = {
+    "overwriting": {
+        "global_clipnorm": 0.1,
+        "weight_decay": 0.01,
+        "use_ema": True,
+        "ema_momentum": 0.5,
+        "ema_overwrite_frequency": 3,
+    },
+    "accumulating": {"clipnorm": 0.05, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("floatx", ["float64", "float32"])
-def test_optimizers(floatx, scaled):
+def test_optimizers(floatx, options):
     """Each optimizer trains a layer. Gradients are sums, so that no rows are gathered. Muon's constants are float32."""
     keras.config.set_floatx(floatx)
     chosen = [name for name in OPTIMIZERS if (name == "Muon") == (floatx == "float32")]
 
     def build():
         inputs = keras.Input((5,))
-        return keras.Model(inputs, layers.Add()([layers.Dense(2, name=f"of_{name}")(inputs) for name in chosen]))
+        hidden = [layers.Dense(3, "tanh", name=f"of_{name}_hidden")(inputs) for name in chosen]
+        made = [layers.Dense(2, name=f"of_{name}")(x) for name, x in zip(chosen, hidden, strict=True)]
+        return keras.Model(inputs, layers.Add()([*made, layers.Dense(2)(inputs)]))
 
     def compiled():
-        made = {f".*of_{name}/.*": getattr(optimizers, name)(0.01) for name in chosen}
-        optimizer = optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.01), made))
-        if scaled:
-            optimizer = optimizers.LossScaleOptimizer(optimizers.Adam(0.01, global_clipnorm=0.1), initial_scale=8.0)
-        return {"optimizer": optimizer}
+        rate = optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+        made = {f".*of_{name}(_hidden)?/.*": getattr(optimizers, name)(rate, **OPTIONS[options]) for name in chosen}
+        return {"optimizer": optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.01), made))}
 
     batch = random(5).astype(floatx), random(2).astype(floatx)
     parallel = assert_exact(build, compiled, batch, steps=3)
+    assert not parallel.explain(batch).once
+
+
+def test_an_optimizer_that_scales_its_loss():
+    batch = random(5), random(2)
+    parallel = assert_exact(
+        lambda: keras.Sequential([keras.Input((5,)), layers.Dense(2)]),
+        lambda: {"optimizer": optimizers.LossScaleOptimizer(optimizers.Adam(0.01, global_clipnorm=0.1), initial_scale=8.0)},
+        batch,
+    )
     assert not parallel.explain(batch).once
 
 

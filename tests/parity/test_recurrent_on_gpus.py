@@ -27,9 +27,18 @@ def bidirectional(units, return_sequences=False, go_backwards=False):
 
 
 @pytest.mark.usefixtures("with_cudnn")
-@pytest.mark.parametrize("options", [{}, {"return_sequences": True}, {"go_backwards": True}], ids=str)
-@pytest.mark.parametrize("build", [layers.LSTM, layers.GRU, bidirectional])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    ("build", "options", "masked"),
+    [
+        (layers.LSTM, {}, False),
+        (layers.LSTM, {"return_sequences": True}, True),
+        (layers.GRU, {"go_backwards": True}, False),
+        (layers.GRU, {}, True),
+        (bidirectional, {"return_sequences": True}, False),
+        (bidirectional, {"go_backwards": True}, True),
+    ],
+    ids=str,
+)
 def test_towers_gather_no_rows(build, options, masked):
     inputs = keras.Input((TIME, UNITS))
     x = layers.Masking()(inputs) if masked else inputs

@@ -135,18 +135,11 @@ SEQUENCES = {
         lambda: model.train_on_batch(X[:8], Y[:8], sample_weight=np.ones(8)),
     ],
 }
-# Each sequence with one noise, and each noise with two sequences; the others take long together.
+# Each sequence with one noise, and each noise with two sequences.
+OF_EACH_NOISE = ["fit with known rows, then unknown", "predict twice"]
 PAIRS = [
-    pytest.param(
-        sequence,
-        noise,
-        id=f"{sequence}-{noise}",
-        marks=()
-        if noise == "normal" or sequence in ("fit with known rows, then unknown", "predict twice")
-        else pytest.mark.slow,
-    )
-    for sequence in SEQUENCES
-    for noise in NOISES
+    *((sequence, "normal") for sequence in SEQUENCES),
+    *((sequence, noise) for sequence in OF_EACH_NOISE for noise in NOISES if noise != "normal"),
 ]
 
 
@@ -159,7 +152,7 @@ def test_a_step_is_traced_as_often(sequence, noise):
     assert_same_run(on(NOISES[noise]), script)
 
 
-@pytest.mark.parametrize("towers", [2, 4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("towers", [1, 2, 4])
 def test_other_numbers_of_towers(towers):
     def script(model):
         begin(model)

@@ -180,6 +180,26 @@ def test_predictions_before_training():
         assert_same(one.predict(graphs(targets), verbose=0), parallel.predict(graphs(targets), verbose=0), 1e-9)
 
 
+def test_graphs_of_other_sizes():
+    """The edges of batches are independent of their nodes, which may be fewer than the towers; a graph may have no edges."""
+
+    def of_sizes():
+        rng = np.random.default_rng(1)
+        for nodes, edges in ((8, 13), (3, 4), (1, 0)):
+            graph = {"nodes": rng.normal(size=(nodes, 4)), "edges": rng.integers(0, nodes, size=(edges, 2))}
+            yield graph, rng.normal(size=(nodes, 2))
+
+    types = {"nodes": tf.TensorSpec([None, 4], tf.float64), "edges": tf.TensorSpec([None, 2], tf.int64)}
+    data = tf.data.Dataset.from_generator(of_sizes, output_signature=(types, tf.TensorSpec([None, 2], tf.float64)))
+
+    def script(model):
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        history = model.fit(data, epochs=2, shuffle=False, verbose=0, validation_data=data).history
+        return [history, model.evaluate(data, verbose=0), model.predict(data, verbose=0)]
+
+    assert_same_script(build_graphs, script, 3, {"whole": ["edges"]})
+
+
 def test_traces_of_one_dataset_are_not_used_for_another():
     """The same tensor has rows in one dataset, and other rows in the next, of types that a function generalizes."""
 
@@ -230,6 +250,81 @@ def test_what_the_types_do_not_say_is_not_found():
     assert found([6, 4], [5, 4], [6]) == ("1",)
     # These may be single rows, and these have any numbers of rows.
     assert found([4], [3]) == found([None, 4], [5, 4]) == found([None, 4], [5, 4], [6, 4]) == ()
+
+
+def test_names_are_keys_and_indices():
+    batch = ({"nodes": tf.zeros((3, 2)), "edges": {"from": tf.zeros(4), "to": tf.zeros(4)}}, tf.zeros(3))
+    assert [WholeTensors((name,)).of(batch) for name in ("edges", "0/edges/to", "1", "edges/from", "edge")] == [
+        [True, True, False, False],
+        [False, True, False, False],
+        [False, False, False, True],
+        [True, False, False, False],
+        [False, False, False, False],
+    ]
+    assert WholeTensors().of((tf.zeros(()), tf.zeros(2), None)) == [True, False, False]
+
+
+TABLE = rng.normal(size=(5, 4))
+
+
+class ReadingATable(keras.Model):
+    """Looks up rows in the batch's table, whose size is known in the trace, and scales them by the batch's temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, inputs):
+        assert inputs["table"].shape[0] == len(TABLE)
+        likeness = ops.softmax(ops.matmul(inputs["rows"], ops.transpose(inputs["table"])))
+        return self.dense(inputs["temperature"] * ops.matmul(likeness, inputs["table"]))
+
+
+def reading(rows):
+    """Returns inputs with so many rows, a table and a temperature."""
+    return {"rows": normal_rows(rows), "table": TABLE, "temperature": np.float64(0.5)}
+
+
+def normal_rows(rows):
+    return np.random.default_rng(1).normal(size=(rows, 4))
+
+
+def test_a_table_and_a_scalar_beside_the_rows():
+    def data(rows):
+        x = normal_rows(rows)
+        batches = tf.data.Dataset.from_tensor_slices((x, x[:, :3])).batch(5)
+        return batches.map(lambda x, y: ({"rows": x, "table": TABLE, "temperature": 0.5}, y))
+
+    def build():
+        model = ReadingATable()
+        model(reading(2))
+        return model
+
+    def script(model):
+        model.compile("sgd", "mse")
+        history = [model.fit(data(rows), epochs=2, shuffle=False, verbose=0).history for rows in (7, 9)]
+        model.train_on_batch(reading(9), normal_rows(9)[:, :3])
+        return [history, [model.predict_on_batch(reading(rows)) for rows in (9, 8, 2)]]
+
+    assert_same_script(build, script, 3, {"whole": ["table"]})
+
+
+def test_debugging_eagerly_sees_the_whole_tensors():
+    inner = ReadingATable()
+    parallel = keras_dp.DataParallelModel(inner, devices=2, whole=["table"])
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    parallel.train_on_batch(reading(6), normal_rows(6)[:, :3])
+    np.testing.assert_allclose(parallel.predict_on_batch(reading(6)), inner(reading(6)))
+
+
+def test_copies_keep_what_is_whole():
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(3)]), devices=2, whole=["table"])
+    assert keras.models.clone_model(parallel).tower_steps.inputs.whole == parallel.tower_steps.inputs.whole
+
+
+def test_refuses_a_text_in_place_of_names():
+    with pytest.raises(ValueError, match="`whole` lists names of tensors.*Received: whole='table'"):
+        keras_dp.DataParallelModel(ReadingATable(), devices=2, whole="table")
 
 
 class Sums(keras.Sequential):

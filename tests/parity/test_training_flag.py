@@ -1,6 +1,7 @@
 """Models whose call depends on `training` train on towers as in plain Keras, which calls them with `training=True` first."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -517,16 +518,20 @@ def a_build_that_calls_nothing():
     return calling(lambda self, x, training=False: self.a(x) + (self.b(x) if training else 0.0), build=build)
 
 
-@pytest.mark.parametrize("rows", ["known rows", pytest.param("unknown rows", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "rows"), list(zip(PROGRAMS, itertools.cycle(ROWS))))
 def test_model_trains_as_on_one_device(name, rows):
     build, script = PROGRAMS[name]()
     assert_same_run(build, functools.partial(script, ROWS[rows]))
 
 
-@pytest.mark.parametrize("first", ["evaluate", "predict", "train_on_batch", "test_on_batch"])
 @pytest.mark.parametrize(
-    "name", ["a_layer_that_only_training_calls", "a_layer_that_only_inference_calls", "a_normalization_for_each_mode"]
+    ("name", "first"),
+    [
+        ("a_layer_that_only_training_calls", "evaluate"),
+        ("a_layer_that_only_training_calls", "train_on_batch"),
+        ("a_layer_that_only_inference_calls", "predict"),
+        ("a_normalization_for_each_mode", "test_on_batch"),
+    ],
 )
 def test_model_that_another_call_builds_first(name, first):
     """Makes the variables that plain Keras makes by `evaluate` or `predict` before `fit`, and the others in `fit`."""

@@ -115,50 +115,6 @@ def deep_convolutional_gan():
     return lambda: DCGAN(image_generator(3), image_discriminator(1, dropout=0.3)), script
 
 
-@program
-def two_tapes_at_once():
-    """Trains a GAN with the tapes of both networks open over the same forward pass, with batch normalization in both."""
-
-    class TwoTapes(Pair):
-        def train_step(self, data):
-            x = data
-            with tf.GradientTape() as g_tape, tf.GradientTape() as d_tape:
-                made = self.generator(self.noise(x, 3), training=True)
-                real, fake = self.discriminator(x, training=True), self.discriminator(made, training=True)
-                g_loss = self.criterion(tf.ones_like(fake), fake)
-                d_loss = self.criterion(tf.ones_like(real), real) + self.criterion(tf.zeros_like(fake), fake)
-            descend(self.g_optimizer, g_tape, g_loss, self.generator.trainable_variables)
-            descend(self.d_optimizer, d_tape, d_loss, self.discriminator.trainable_variables)
-            return self.logs(g_loss, d_loss)
-
-    return lambda: TwoTapes(mlp(3, 4, 5, normalized=True), mlp(5, 4, 1, normalized=True)), fits_pair(FEATURES)
-
-
-@program
-def conditional_gan():
-    """Trains a GAN on images, with their classes as further channels that repeat over the pixels."""
-
-    class Conditional(Pair):
-        def train_step(self, data):
-            images, classes = data
-            pixels = ops.reshape(ops.repeat(classes, 16, axis=0), (-1, 4, 4, 3))
-            made = self.generator(ops.concatenate([self.noise(images, 2), classes], axis=1))
-            both = ops.concatenate([ops.concatenate([x, pixels], -1) for x in (made, images)], axis=0)
-            labels = ops.concatenate([ops.ones((ops.shape(images)[0], 1)), ops.zeros((ops.shape(images)[0], 1))], axis=0)
-            with tf.GradientTape() as tape:
-                d_loss = self.criterion(labels, self.discriminator(both, training=True))
-            descend(self.d_optimizer, tape, d_loss, self.discriminator.trainable_weights)
-            noise = ops.concatenate([self.noise(images, 2), classes], axis=1)
-            with tf.GradientTape() as tape:
-                answers = self.discriminator(ops.concatenate([self.generator(noise, training=True), pixels], -1))
-                g_loss = self.criterion(ops.zeros((ops.shape(images)[0], 1)), answers)
-            descend(self.g_optimizer, tape, g_loss, self.generator.trainable_weights)
-            return self.logs(g_loss, d_loss)
-
-    classes = keras.utils.to_categorical(CLASSES, 3).astype("float64")
-    return lambda: Conditional(image_generator(5), image_discriminator(4)), fits_pair(IMAGES, classes)
-
-
 def wasserstein(critic):
     """Returns (build, script) of a WGAN with a gradient penalty, and two steps of the critic for each of the generator."""
 
@@ -216,17 +172,6 @@ def wasserstein_gan():
 def wasserstein_gan_with_normalized_critic():
     """Trains a WGAN-GP whose critic couples rows by batch normalization, also in the second derivatives."""
     return wasserstein(lambda: mlp(5, 4, 4, 1, normalized=True))
-
-
-@program
-def wasserstein_gan_with_layer_normalization():
-    """Trains a WGAN-GP whose critic normalizes each row by itself."""
-
-    def critic():
-        inner = [layers.Dense(4), layers.LayerNormalization(), layers.LeakyReLU(0.2), layers.Dense(1)]
-        return keras.Sequential([keras.Input((5,)), *inner])
-
-    return wasserstein(critic)
 
 
 @program

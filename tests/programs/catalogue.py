@@ -45,7 +45,7 @@ def mlp(inputs, *sizes, last=None, normalized=False, name=None):
     return keras.Sequential([*network, keras.layers.Dense(sizes[-1], activation=last)], name=name)
 
 
-def dense(cls, outputs=1, activation=None, normalized=True, dropout=0.0):
+def dense(cls, outputs=1, activation=None, normalized=True):
     """Returns a function that builds a small functional network of this class for 5 features."""
 
     def build():
@@ -53,8 +53,6 @@ def dense(cls, outputs=1, activation=None, normalized=True, dropout=0.0):
         hidden = keras.layers.Dense(4, activation="tanh")(inputs)
         if normalized:
             hidden = keras.layers.BatchNormalization(momentum=0.8)(hidden)
-        if dropout:
-            hidden = keras.layers.Dropout(dropout)(hidden)
         return cls(inputs, keras.layers.Dense(outputs, activation=activation)(hidden))
 
     return build

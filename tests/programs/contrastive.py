@@ -315,55 +315,6 @@ def triplets_of_the_batch():
 
 
 @program
-def triplets_in_the_data():
-    """Trains an encoder on an anchor, a positive and a negative of each row, and evaluates by a test_step."""
-
-    class Triplet(Siamese):
-        def distance(self, data):
-            anchor, positive, negative = (self(part, training=True) for part in data)
-            near, far = (ops.sum(ops.square(anchor - other), -1) for other in (positive, negative))
-            return ops.maximum(near - far + 0.5, 0.0)
-
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                loss = self.distance(data[0])
-            return self.learn(tape, loss)
-
-        def test_step(self, data):
-            self.tracker.update_state(self.distance(data[0]))
-            return {"distance_loss": self.tracker.result()}
-
-        @property
-        def metrics(self):
-            return [self.tracker]
-
-    data = (FEATURES, FEATURES + 0.1, normal(13, 5, seed=45))
-
-    def script(model):
-        model.compile(adam())
-        history = model.fit(data, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return history, model.evaluate(data, batch_size=4, verbose=0, return_dict=True)
-
-    return Triplet, script
-
-
-@program
-def supervised_contrast():
-    """Contrasts each row with all others by Keras's own step and a loss class; rows of the same class are positive."""
-
-    class SupervisedContrast(keras.losses.Loss):
-        def __call__(self, y_true, y_pred, sample_weight=None):
-            z = ops.normalize(y_pred, axis=1)
-            logits = ops.matmul(z, ops.transpose(z)) / 0.5
-            others = 1.0 - ops.eye(ops.shape(z)[0], dtype=z.dtype)
-            same = ops.cast(ops.equal(ops.reshape(y_true, (-1, 1)), ops.reshape(y_true, (1, -1))), z.dtype) * others
-            total = ops.log(1e-9 + ops.sum(ops.exp(logits) * others, axis=1, keepdims=True))
-            return -ops.sum(same * (logits - total)) / ops.maximum(ops.sum(same), 1.0)
-
-    return lambda: mlp(5, 4, 3, normalized=True), fits(y=CLASSES, optimizer=adam, loss=SupervisedContrast(), evaluates=True)
-
-
-@program
 def retrieval():
     """Scores users against all items of the batch; other items are negatives, except for duplicates."""
 

@@ -17,7 +17,6 @@ from programs.catalogue import (
     mlp,
     normal,
     program,
-    rows_of,
 )
 
 
@@ -208,28 +207,6 @@ def accumulation_by_hand():
 
 
 @program
-def clipping_by_hand():
-    """Clips the gradients by their global norm and logs it, with the weights' norm and a scheduled learning rate."""
-
-    class Clipping(Regressor):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
-            gradients, norm = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.3)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            self.tracker.update_state(loss)
-            weights = tf.linalg.global_norm([variable.value for variable in self.trainable_variables])
-            rate = self.optimizer.learning_rate
-            return {"loss": self.tracker.result(), "norm": norm, "weights": weights, "rate": rate, "likelihood": ops.exp(-loss)}
-
-    def optimizer():
-        return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.9), momentum=0.9)
-
-    return dense(Clipping), fits(optimizer=optimizer)
-
-
-@program
 def gradient_surgery():
     """Projects the gradients of two losses so that they do not oppose each other (PCGrad)."""
 
@@ -249,24 +226,6 @@ def gradient_surgery():
             return {"first": first, "second": second, "conflicts": conflicts}
 
     return dense(Surgery), fits()
-
-
-@program
-def two_passes_of_dropout():
-    """Passes each batch twice through dropout and pulls the two answers together (R-Drop)."""
-
-    class RDrop(Regressor):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                one, other = self(x, training=True), self(x, training=True)
-                wanted = ops.one_hot(y, 3, dtype="float64")
-                fit = ops.mean(keras.losses.categorical_crossentropy(wanted, (one + other) / 2))
-                apart = ops.mean(keras.losses.kl_divergence(one, other) + keras.losses.kl_divergence(other, one))
-                loss = fit + 0.5 * apart
-            return {**self.learn(tape, loss), "apart": apart}
-
-    return dense(RDrop, outputs=3, activation="softmax", dropout=0.4), fits(y=CLASSES, optimizer=adam)
 
 
 @program
@@ -319,25 +278,6 @@ def meta_learning_by_task():
             return {"loss": loss, "worst": tf.reduce_max(losses)}
 
     return MetaByTask, fits(normal(13, 4, 3, seed=15), normal(13, 4, 1, seed=16), optimizer=adam)
-
-
-@program
-def persistent_tape():
-    """Takes the gradients of two losses, each by a part of the variables, from one tape."""
-
-    class TwoLosses(Regressor):
-        def train_step(self, data):
-            x, y = data
-            trunk, head = self.trainable_variables[:-2], self.trainable_variables[-2:]
-            with tf.GradientTape(persistent=True) as tape:
-                answers = self(x, training=True)
-                squared, absolute = self.mse(y, answers), ops.mean(ops.abs(y - answers))
-            by_trunk, by_head = tape.gradient(squared, trunk), tape.gradient(absolute, head)
-            del tape
-            self.optimizer.apply_gradients(zip([*by_trunk, *by_head], [*trunk, *head], strict=True))
-            return {"squared": squared, "absolute": absolute}
-
-    return dense(TwoLosses), fits(optimizer=adam)
 
 
 @program
@@ -463,71 +403,6 @@ def metrics_of_its_own():
 
 
 @program
-def no_loss_in_the_logs():
-    """Logs rows, a norm and an entry of a variable for the last batch, and nothing named loss."""
-
-    class Silent(Regressor):
-        @property
-        def metrics(self):
-            return []
-
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"rows": rows_of(x), "length": tf.norm(x), "entry": self.trainable_variables[0][0, 0]}
-
-    return dense(Silent), fits()
-
-
-@program
-def step_of_keras_and_a_log():
-    """Calls the train_step of Keras and adds logs: the learning rate, the count of steps, the norm of a kernel."""
-
-    class Logging(keras.Model):
-        def train_step(self, data):
-            logs = super().train_step(data)
-            logs["rate"] = self.optimizer.learning_rate
-            logs["steps"] = self.optimizer.iterations
-            logs["norm"] = ops.norm(self.layers[-1].kernel)
-            return logs
-
-        def test_step(self, data):
-            return {**super().test_step(data), "norm": ops.norm(self.layers[-1].kernel)}
-
-    build = dense(Logging, outputs=3, activation="softmax", dropout=0.3)
-    compile_arguments = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
-    return build, fits(y=CLASSES, optimizer=adam, evaluates=True, predicts=True, **compile_arguments)
-
-
-@program
-def loss_overridden():
-    """Overrides compute_loss with a loss that couples the rows, and keeps Keras's own steps."""
-
-    class OwnLoss(keras.Model):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            errors = ops.square(y - y_pred)
-            return ops.sqrt(ops.mean(errors)) + 0.1 * ops.max(errors) + sum(self.losses)
-
-    return dense(OwnLoss), fits(metrics=["mae"], evaluates=True)
-
-
-@program
-def metrics_overridden():
-    """Overrides compute_metrics with numbers of its own about the batch, beside those of compile."""
-
-    class OwnMetrics(keras.Model):
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            logs = super().compute_metrics(x, y, y_pred, sample_weight)
-            logs["spread"] = ops.std(y_pred)
-            logs["median"] = ops.median(y_pred)
-            return logs
-
-    return dense(OwnMetrics), fits(loss="mse", metrics=["mae", "r2_score"], evaluates=True)
-
-
-@program
 def test_step_of_its_own():
     """Trains as Keras does, and evaluates by a custom test_step that averages answers over noisy copies of each row."""
 
@@ -568,31 +443,6 @@ def predict_step_of_its_own():
         return logs, model.predict(FEATURES, batch_size=5, verbose=0), model.predict_on_batch(FEATURES[:4])
 
     return dense(Predicting), script
-
-
-@program
-def several_steps_per_execution():
-    """Runs two steps of its own in each call of the train function, with validation in between."""
-
-    class Stepping(Regressor):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
-            return self.learn(tape, loss)
-
-        def test_step(self, data):
-            x, y = data
-            self.tracker.update_state(self.mse(y, self(x, training=False)))
-            return {"loss": self.tracker.result()}
-
-    def script(model):
-        model.compile(optimizer=adam(), steps_per_execution=2)
-        validation = (normal(7, 5, seed=18), normal(7, 1, seed=19))
-        arguments = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-        return model.fit(FEATURES, TARGETS, validation_data=validation, validation_batch_size=3, **arguments).history
-
-    return dense(Stepping), script
 
 
 @program

@@ -387,20 +387,6 @@ def flow_of_couplings():
 
 
 @program
-def denoising_autoencoder():
-    """Trains an autoencoder with a sparse code on inputs with noise and holes, by Keras's own layers and step."""
-
-    def build():
-        inputs = keras.Input((4, 4, 1))
-        hidden = layers.SpatialDropout2D(0.2)(layers.GaussianNoise(0.2)(inputs))
-        hidden = layers.Conv2D(3, 3, strides=2, padding="same", activation="relu", activity_regularizer="l1")(hidden)
-        hidden = layers.GaussianDropout(0.2)(layers.BatchNormalization()(hidden))
-        return keras.Model(inputs, layers.Conv2DTranspose(1, 3, strides=2, padding="same", activation="sigmoid")(hidden))
-
-    return build, fits(IMAGES, IMAGES, optimizer=adam, loss="mse", metrics=["mae"], evaluates=True, predicts=True)
-
-
-@program
 def pixels_one_by_one():
     """Trains a masked convolution that sees only earlier pixels, and draws an image in predict_step (PixelCNN)."""
 

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from programs.catalogue import CLASSES, SAMPLE_WEIGHTS, TARGETS, adam, descend, fits, integers, normal, program, sgd
+from programs.catalogue import CLASSES, SAMPLE_WEIGHTS, adam, descend, fits, integers, normal, program, sgd
 
 # Ids start at 1; 0 is padding at the end, in none to four of the six places.
 LENGTHS = 2 + integers(5, 13, seed=61)
@@ -177,19 +177,6 @@ def sequence_to_sequence():
 
 
 @program
-def transformer_classifier():
-    """Classifies texts by a transformer with places, masked padding and dropout, in Keras's own step."""
-
-    def build():
-        inputs = keras.Input((6,), dtype="int64")
-        x = layers.GlobalAveragePooling1D()(transformer_block(Positions(10, 6, 4)(inputs), dropout=0.1))
-        return keras.Model(inputs, layers.Dense(3, activation="softmax")(layers.Dropout(0.2)(x)))
-
-    compile_arguments = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
-    return build, fits(WORDS, CLASSES, optimizer=adam, evaluates=True, predicts=True, **compile_arguments)
-
-
-@program
 def next_words():
     """Trains a small GPT by Keras's own step, with a causal mask, and a loss and a metric over places without padding."""
 
@@ -311,19 +298,6 @@ def weighted_texts():
 
 
 @program
-def bidirectional_recurrence():
-    """Reads padded sequences in both directions by GRUs with recurrent dropout and masks, in Keras's own step."""
-
-    def build():
-        inputs = keras.Input((6,), dtype="int64")
-        x = layers.Embedding(10, 3, mask_zero=True)(inputs)
-        x = layers.Bidirectional(layers.GRU(2, return_sequences=True, recurrent_dropout=0.2))(x)
-        return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
-
-    return build, fits(WORDS, TARGETS, optimizer=adam, loss="huber", metrics=["mae"])
-
-
-@program
 def scheduled_sampling():
     """Unrolls a GRU cell in the step, and feeds it for each word at random the true or its own last word."""
 
@@ -384,16 +358,3 @@ def policy_gradient():
         return Policy(inputs, layers.TimeDistributed(layers.Dense(2))(inputs))
 
     return build, fits(normal(13, 4, 3, seed=69), normal(13, 4, seed=70), optimizer=sgd)
-
-
-@program
-def connectionist_temporal_classification():
-    """Trains a bidirectional LSTM by Keras's CTC loss, with labels of different lengths, in Keras's own step."""
-
-    def build():
-        inputs = keras.Input((8, 2))
-        x = layers.Bidirectional(layers.LSTM(2, return_sequences=True))(layers.Conv1D(3, 3, padding="same")(inputs))
-        return keras.Model(inputs, layers.Dense(5)(x))
-
-    labels = np.where(np.arange(3) < (1 + integers(3, 13, seed=71))[:, None], 1 + integers(4, 13, 3, seed=72), 0)
-    return build, fits(normal(13, 8, 2, seed=73), labels, optimizer=adam, loss=keras.losses.CTC(), evaluates=True)

@@ -18,7 +18,6 @@ from programs.catalogue import (
     normal,
     program,
     rows_of,
-    sgd,
 )
 
 
@@ -42,29 +41,6 @@ def learning(loss_of_answers, **members):
 
 def mean_square(model, x, y, answers):
     return tf.reduce_mean(tf.square(y - answers))
-
-
-@program
-def root_mean_square():
-    """Trains on the root of a mean square over all rows."""
-    return learning(lambda model, x, y, answers: tf.sqrt(tf.reduce_mean(tf.square(y - answers)))), fits()
-
-
-@program
-def worst_row():
-    """Trains on the largest error of the batch, which one row has."""
-    return learning(lambda model, x, y, answers: tf.reduce_max(tf.abs(y - answers))), fits()
-
-
-@program
-def product_of_means():
-    """Trains on a product of two means plus a sum, which no weighted sum over slices can equal."""
-
-    def loss(model, x, y, answers):
-        errors = y - answers
-        return tf.reduce_mean(errors**2) * tf.reduce_mean(tf.abs(errors)) + 0.01 * tf.reduce_sum(tf.abs(errors))
-
-    return learning(loss), fits()
 
 
 @program
@@ -493,23 +469,6 @@ def constant_rows():
 
 
 @program
-def stateful_noise():
-    """Draws noise for each row with tf.random.normal and tf.random.uniform, each with a seed."""
-
-    def train_step(self, data):
-        x, y = data
-        noise = tf.random.normal(tf.shape(x), dtype="float64", seed=24)
-        keep = tf.random.uniform((tf.shape(x)[0], 1), dtype="float64", seed=25) < 0.8
-        with tf.GradientTape() as tape:
-            answers = self(x + 0.1 * noise, training=True)
-            loss = tf.reduce_mean(tf.where(keep, tf.square(y - answers), tf.zeros_like(answers)))
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "noise": tf.reduce_sum(noise)}
-
-    return stepping(train_step), fits()
-
-
-@program
 def unseeded_noise():
     """Draws noise for each row with tf.random.normal, seeded only by keras.utils.set_random_seed."""
 
@@ -675,47 +634,3 @@ def built_in_the_first_step():
             return {"r2": self.tracker.result(), "raw": loss}
 
     return Late, fits(optimizer=adam, predicts=True)
-
-
-@program
-def fewer_rows_than_towers():
-    """Trains on batches of 4, 1, 2 and 3 rows, with a mean over rows and batch normalization."""
-    sizes = (4, 1, 2, 3)
-
-    def train_step(self, data):
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            loss = mean_square(self, x, y, self(x, training=True)) + tf.math.reduce_std(x)
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "rows": rows_of(x)}
-
-    def script(model):
-        model.compile(optimizer=sgd())
-        return [model.train_on_batch(FEATURES[:rows], TARGETS[:rows], return_dict=True) for rows in sizes]
-
-    return stepping(train_step), script
-
-
-@program
-def nested_data():
-    """Takes a dict with a nested tuple of images and flags, and targets and weights by name."""
-
-    def train_step(self, data):
-        inputs, targets, weights = data
-        x, (images, flags) = inputs["x"], inputs["more"]
-        with tf.GradientTape() as tape:
-            answers = self(x + tf.reduce_mean(images, axis=(1, 2)), training=True)
-            errors = tf.square(targets["y"] - answers)[:, 0] * weights["y"]
-            loss = tf.reduce_sum(tf.where(flags, errors, 2.0 * errors)) / tf.reduce_sum(weights["y"])
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "rows": rows_of(x)}
-
-    x = {"x": FEATURES, "more": (normal(13, 2, 3, 5, seed=28), integers(2, 13, seed=29).astype(bool))}
-
-    def script(model):
-        model.compile(optimizer=sgd())
-        weights = 0.5 + integers(2, 13, seed=30)
-        arguments = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0}
-        return model.fit(x, {"y": TARGETS}, sample_weight=weights, **arguments).history
-
-    return stepping(train_step), script

@@ -383,57 +383,6 @@ def low_light():
 
 
 @program
-def convolutional_classifier():
-    """Classifies images by convolutions, batch normalization and dropout in Keras's own step, with validation."""
-
-    def build():
-        inputs = keras.Input((8, 8, 2))
-        x = layers.Conv2D(3, 3, strides=2, use_bias=False, kernel_regularizer="l2")(inputs)
-        x = layers.Dropout(0.3)(layers.ReLU()(layers.BatchNormalization()(x)))
-        x = layers.Flatten()(layers.MaxPooling2D(pool_size=3)(x))
-        return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
-
-    def script(model):
-        optimizer = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 5), momentum=0.9, nesterov=True)
-        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-        arguments = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0}
-        history = model.fit(IMAGES, CLASSES, validation_data=(IMAGES[:7], CLASSES[:7]), **arguments).history
-        return history, model.predict(IMAGES, batch_size=4, verbose=0)
-
-    return build, script
-
-
-@program
-def kinds_of_convolution():
-    """Trains grouped, depthwise, separable, dilated, transposed and one- and three-dimensional convolutions at once."""
-
-    class Convolutions(Tracked):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-            return self.learn(tape, loss)
-
-    def build():
-        inputs = keras.Input((8, 8, 2))
-        two_dimensional = [
-            layers.Conv2D(4, 3, groups=2, padding="same"),
-            layers.DepthwiseConv2D(3, depth_multiplier=2, strides=2),
-            layers.SeparableConv2D(3, 3, padding="same"),
-            layers.Conv2D(3, 3, dilation_rate=2, padding="valid"),
-            layers.Conv2DTranspose(2, 3, strides=2, padding="same", output_padding=1),
-        ]
-        pooled = [layers.GlobalAveragePooling2D()(layer(inputs)) for layer in two_dimensional]
-        one = layers.Conv1D(3, 3, padding="causal", dilation_rate=2)(layers.Reshape((16, 8))(inputs))
-        pooled.append(layers.GlobalMaxPooling1D()(layers.Conv1DTranspose(2, 3, strides=2)(one)))
-        three = layers.Conv3D(2, (1, 2, 2))(layers.Reshape((2, 4, 4, 4))(inputs))
-        pooled.append(layers.GlobalAveragePooling3D()(layers.Conv3DTranspose(2, 2)(three)))
-        return Convolutions(inputs, layers.Dense(1)(layers.Activation("tanh")(layers.Concatenate()(pooled))))
-
-    return build, fits(IMAGES, TARGETS, optimizer=adam)
-
-
-@program
 def kinds_of_pooling():
     """Trains all kinds of pooling, places of maxima, cropping, padding, resizing and normalizations at once."""
 

@@ -24,8 +24,7 @@ def warmed_up(schedule, scale, warmup_steps, steps):
     return [start + step * increment if step < warmup_steps else scale * schedule(step) for step in range(steps)]
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 1, 5, 100])
-@pytest.mark.parametrize("scale", [0.5, 1, 8])
+@pytest.mark.parametrize(("scale", "warmup_steps"), [(8, 0), (1, 1), (0.5, 5), (8, 100)])
 def test_constant_rate(scale, warmup_steps):
     schedule = WarmupThen(0.1, scale, warmup_steps)
     expected = warmed_up(lambda step: 0.1, scale, warmup_steps, 12)
