@@ -26,7 +26,7 @@ test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
 
-test-versions: $(BIN)/python  ## Run unit and parity tests with each pair of Keras and TensorFlow that is supported.
+test-versions: $(BIN)/python  ## Run the tests of promises with each pair of Keras and TensorFlow that is supported.
 	.ci/versions
 
 # Warnings of other projects are theirs.

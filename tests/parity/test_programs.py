@@ -10,6 +10,7 @@ import pytest
 from comparison import TOLERANCE, assert_same, explained_by_check_step, largest_change, values
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
 from programs.catalogue import PROGRAMS
+from ways_of_wrapping import WAYS, wrap_in_the_way
 
 import keras_dp
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
@@ -95,6 +96,24 @@ def test_program_trains_with_batches_of_one_size(name, even_batches):
         with graph_optimizer(dependency_optimization=False):
             results.append(run(name, wrap))
     assert_same(*results, TOLERANCE["float64"])
+
+
+# Two networks, masked recurrence, attention with dropout, embeddings, a queue of rows, and steps in a loop.
+KINDS = [
+    "wasserstein_gan",
+    "sequence_to_sequence",
+    "vision_transformer",
+    "users_by_items",
+    "momentum_contrast",
+    "steps_in_a_loop",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_program_trains_in_each_way(name, way, monkeypatch):
+    wrap_in_the_way(way, monkeypatch)
+    assert_same(plain(name), run(name, lambda model: keras_dp.DataParallelModel(model, devices=3)), TOLERANCE["float64"])
 
 
 def test_the_page_counts_the_programs_that_gather():
