@@ -37,7 +37,7 @@ def bidirectional(units, return_sequences=False, go_backwards=False):
         (bidirectional, {"return_sequences": True}, False),
         (bidirectional, {"go_backwards": True}, True),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_towers_gather_no_rows(build, options, masked):
     inputs = keras.Input((TIME, UNITS))
