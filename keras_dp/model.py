@@ -22,7 +22,7 @@ from keras_dp.reports.step_check import check_step
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.trainer import TowerTrainer
 from keras_dp.wrapping.in_front import InFront
-from keras_dp.wrapping.one_state import Behind, OwnName, is_made, own_of, with_state_of
+from keras_dp.wrapping.one_state import OWN, Behind, OwnName, is_made, own_of, with_state_of
 from keras_dp.wrapping.own_training import listed, watched_methods
 from keras_dp.wrapping.refusals import refuse_strategy, refuse_what_cannot_train
 
@@ -85,7 +85,7 @@ class DataParallelModel(Behind, keras.Model):
             return object.__new__(cls)
         refuse_what_cannot_train(model)
         _begin()
-        return with_state_of(model, InFront, cls, watched_methods)
+        return with_state_of(model, InFront, cls, lambda own_class: _initialized_once(cls) | watched_methods(own_class))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses names of a subclass that the class of a wrapper has in front of it.
@@ -440,6 +440,21 @@ def _begin() -> None:
 
 # `inspect.signature` and documentation show the arguments.
 DataParallelModel.__new__.__wrapped__ = DataParallelModel.__init__  # type: ignore[attr-defined]
+
+
+def _initialized_once(kind: type) -> dict[str, Callable[..., None]]:
+    """Returns the `__init__` of a wrapper, which a method of the user's may call again, for the model inside."""
+
+    @functools.wraps(kind.__init__)  # type: ignore[misc]
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            inside = object.__getattribute__(self, OWN).inside
+        except AttributeError:
+            kind.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        else:
+            type(inside).__init__(inside, *args, **kwargs)
+
+    return {"__init__": initialize}
 
 
 def _make(parallel: DataParallelModel, name: choices.Step, force: bool, make: Callable[..., None]) -> None:

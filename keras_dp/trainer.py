@@ -330,7 +330,7 @@ class TowerTrainer:
     def in_call(self, method: str, arguments: dict[str, Any], sharded: bool) -> Iterator[dict[str, Any]]:
         """Wraps a call of `fit`, `evaluate` or `predict`, and yields its arguments for this worker."""
         refuse_strategy()
-        if arguments.get("x") is None:
+        if arguments.get("x") is None and arguments.get("y") is None:
             raise ValueError(f"{method}() needs data: arrays, a dataset, a PyDataset or a generator. Received: x=None")
         self.uses += 1
         self.follow()

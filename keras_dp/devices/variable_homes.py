@@ -24,10 +24,8 @@ SPREAD_FROM_BYTES = 4 << 20
 def should_spread(model: keras.Model, devices: Sequence[str]) -> bool:
     """Returns whether `parameter_device="sharded"` is expected to train a built model faster.
 
-    It is the user's choice, and not the default. A variable that moves is another one to functions outside of the model that
-    were traced before, as those of a model that shares its layers. XLA compiles no function, such as `predict` of the plain
-    model, whose variables are on several devices:
-    https://www.tensorflow.org/xla/known_issues#tfvariable_on_a_different_device.
+    It is the user's choice, and not the default: XLA compiles no function, such as `predict` of the plain model, whose
+    variables are on several devices: https://www.tensorflow.org/xla/known_issues#tfvariable_on_a_different_device.
 
     Args:
         model: the model.
@@ -43,7 +41,7 @@ def _floating(model: keras.Model) -> list[keras.Variable]:
 
 
 def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> None:
-    """Moves a built model's floating-point variables; functions of its layers that were traced before follow them.
+    """Moves a built model's floating-point variables; functions that were traced before follow them.
 
     Args:
         model: the model, whose variables stay the same objects with the same values.
@@ -65,7 +63,7 @@ def place_state(model: keras.Model) -> None:
 
 
 def move(model: keras.Model, homes: Iterable[tuple[keras.Variable, str]]) -> None:
-    """Moves variables to their new homes. Functions of a model's layers that were traced before follow them.
+    """Moves variables to their new homes. Functions that were traced before follow them.
 
     Args:
         model: the model.
@@ -77,10 +75,11 @@ def move(model: keras.Model, homes: Iterable[tuple[keras.Variable, str]]) -> Non
             left.append((native(variable), variable))
             keras_models.move_variable(variable, device)
     moved = {id(old.handle): native(variable) for old, variable in left}
-    for layer in keras_models.flatten_layers(model) if moved else []:
-        keras_models.follow_moved(layer, moved)
-        if isinstance(layer, keras.Model):
-            keras_models.forget_traces(layer)
+    if moved:
+        keras_models.follow_moved(moved)
+        for layer in keras_models.flatten_layers(model):
+            if isinstance(layer, keras.Model):
+                keras_models.forget_traces(layer)
 
 
 @contextlib.contextmanager

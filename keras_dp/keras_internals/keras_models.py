@@ -1,7 +1,7 @@
 """Read, build and move Keras's models through their private names."""
 
 import functools
-import inspect
+import gc
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -38,14 +38,14 @@ def forget_traces(model: keras.Model) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def follow_moved(layer: keras.Layer, moved: Mapping[int, tf.Variable]) -> None:
-    """Makes the `tf.function`s among a layer's methods and attributes take variables from where they live by now.
+def follow_moved(moved: Mapping[int, tf.Variable]) -> None:
+    """Makes all functions that TensorFlow has traced take variables from where they live by now.
 
     They are not traced again, as on one device: a trace that Keras makes while it builds a model changes no variables, and a
-    later one would.
+    later one would. Python's garbage collector knows all of them: a model may keep one in a list, and a program may have its
+    own.
 
     Args:
-        layer: the layer.
         moved: what `move_variable` has made, by the identity of the handle before.
     """
 
@@ -56,13 +56,11 @@ def follow_moved(layer: keras.Layer, moved: Mapping[int, tf.Variable]) -> None:
         variable = before()
         return weakref.ref(moved[id(variable.handle)]) if variable is not None and id(variable.handle) in moved else before
 
-    for name in {*vars(layer), *(name for kind in type(layer).__mro__ for name in vars(kind))}:
-        if isinstance(inspect.getattr_static(layer, name), tf.types.experimental.PolymorphicFunction):
-            function = getattr(layer, name)
-            for options in (function._variable_creation_config, function._no_variable_creation_config):
-                for traced in options.function_cache.values() if options is not None and options.function_cache else ():
-                    traced.set_external_captures([*map(handle, traced._captured_inputs)])
-                    traced.graph._weak_variables = [*map(reference, traced.graph._weak_variables)]
+    kind = type(tf.function(lambda: None).get_concrete_function())
+    for traced in [one for one in gc.get_objects() if type(one) is kind]:
+        if any(id(captured) in moved for captured in traced._captured_inputs):
+            traced.set_external_captures([*map(handle, traced._captured_inputs)])
+        traced.graph._weak_variables = [*map(reference, traced.graph._weak_variables)]
 
 
 @functools.cache

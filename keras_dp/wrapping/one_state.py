@@ -129,6 +129,9 @@ def _made_class(own_class: type, front: type, behind: type, names_of: Callable[[
     if (own_class.__eq__, own_class.__hash__) == (kept.__eq__, kept.__hash__):
         # Tables of objects, as those of `functools.lru_cache`, have one entry for the two.
         names |= {"__eq__": _is_the_same, "__hash__": lambda made: hash(own_of(made).inside)}
+    if hasattr(own_class, "__del__"):
+        # The object inside has one, and lives as long.
+        names["__del__"] = lambda made: None
     for name, member in _own_members(own_class, behind):
         if isinstance(member, classmethod):
             names[name] = property(functools.partial(_bound, member, own_class))

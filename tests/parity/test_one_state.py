@@ -802,6 +802,61 @@ def a_part_called_inner_model(wrap, tmp_path):
     return other.get_weights(), len(model.inner_model.layers)
 
 
+@program
+def calls_inside_a_tape(wrap):
+    """A tape that records TensorFlow's functions of towers could not differentiate them."""
+    generator, critic = wrap(dense()), keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(critic(generator.predict(X, verbose=0)))
+    generator.compile("sgd", "mse")
+    with tf.GradientTape():
+        results = [generator.train_on_batch(X, Y), generator.evaluate(X, Y, verbose=0), fitted(generator)]
+    return tape.gradient(loss, critic.trainable_variables), results
+
+
+@program
+def targets_alone(wrap):
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return own_update(self, tf.concat([y, y[:, :1]], axis=1), y)
+
+    model = wrap(dense(Model))
+    model.compile("sgd")
+    return model.fit(y=Y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
+
+
+@program
+def initialized_again_and_deleted_once(wrap):
+    deleted = []
+
+    class Model(keras.Model):
+        def __init__(self, units):
+            super().__init__()
+            self.dense = layers.Dense(units)
+
+        def build(self, shape):
+            self.dense.build(shape)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def change(self, units):
+            self.__init__(units)
+
+        def __del__(self):
+            deleted.append(1)
+
+    model = wrap(Model(5))
+    model.change(2)
+    model.compile("sgd", "mse")
+    results = fitted(model)
+    del model
+    keras.utils.clear_session()
+    gc.collect()
+    return results, len(deleted)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name, tmp_path):
     def run(wrap, folder):
@@ -938,6 +993,19 @@ def test_nothing_of_a_wrapper_stays_when_it_is_gone():
     assert reference() is None
     assert kind() is None or kind() not in type(inner).__subclasses__()
     assert type(pickle.loads(pickle.dumps(inner))) is type(inner)
+
+
+def test_super_of_the_type_of_self_leads_to_the_users_class_again():
+    """It does so in each subclass of a class, and the class of a wrapper is one."""
+
+    class Model(keras.Sequential):
+        def fit(self, *arguments, **named):
+            return super(type(self), self).fit(*arguments, **named)
+
+    model = on_towers(dense(Model))
+    model.compile("sgd", "mse")
+    with pytest.raises(RecursionError):
+        model.fit(X, Y, verbose=0)
 
 
 def test_subclasses_of_the_wrapper_have_no_steps_of_their_own():

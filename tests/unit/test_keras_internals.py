@@ -1,6 +1,7 @@
 """The private names of Keras that keras_dp uses exist, and have their known meaning."""
 
 import ast
+import functools
 import subprocess
 import sys
 import threading
@@ -174,14 +175,15 @@ def test_variables_move_and_optimizers_find_them_again():
     assert keras_optimizers.decays(moved.optimizer, moved.trainable_variables[1])
 
 
-def test_functions_of_a_layer_follow_variables():
-    """Functions among attributes and methods, and functions that they call; none is traced again."""
+def test_functions_follow_variables():
+    """Functions of a layer and of a program, wherever these keep them, and functions that they call; none is traced again."""
 
     class Layer(layers.Layer):
         def __init__(self):
             super().__init__()
             self.weight = self.add_weight(shape=(), initializer="ones")
             self.attribute = tf.function(lambda x: x * self.read())
+            self.parts = [functools.partial(tf.function(lambda factor, x: factor * x * self.read()), 2.0)]
             self.traces = 0
 
         def read(self):
@@ -198,14 +200,16 @@ def test_functions_of_a_layer_follow_variables():
         return tape.gradient(result, layer.weight)
 
     layer, x = Layer(), tf.constant(2.0, tf.float64)
-    assert (layer.method(x), gradient()) == (3, 3)
+    concrete = tf.function(lambda x: x - layer.read()).get_concrete_function(x)
+    assert (layer.method(x), gradient(), layer.parts[0](x), concrete(x)) == (3, 3, 4, 1)
     old = layer.weight.value
     keras_models.move_variable(layer.weight, "CPU:3")
-    keras_models.follow_moved(layer, {id(old.handle): layer.weight.value})
+    keras_models.follow_moved({id(old.handle): layer.weight.value})
     del old
     layer.weight.assign(5.0)
     assert (layer.method(x), layer.attribute(x), gradient()) == (15, 10, 3)
-    assert layer.traces == 2
+    assert (layer.parts[0](x), concrete(x)) == (20, -3)
+    assert layer.traces == 4
     assert layer.method.get_concrete_function(x).variables == (layer.weight.value,)
 
 
