@@ -39,22 +39,32 @@ gc.freeze()
 collect_ignore = ["mutation", "worker_scripts"]
 
 WAY = pytest.StashKey[str]()
+# One in so many of the tests that show no promise runs, in turn by the commit.
+TURNS = int(os.environ.get("KERAS_DP_TEST_TURNS") or 1)
 NEWEST_KERAS = (versions.KERAS[1][0], versions.KERAS[1][1] - 1)
 
 
 def pytest_report_header():
-    return f"random programs from seed {turn.SEED}; KERAS_DP_TEST_TURN={turn.SEED} draws them again"
+    tests = "all tests" if TURNS == 1 else f"the promises, and one in {TURNS} of the other tests"
+    return f"{tests}, with random programs from seed {turn.SEED}: KERAS_DP_TEST_TURN={turn.TURN} repeats this choice"
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks the first case of each test that the documentation names beside a promise."""
+def pytest_collection_modifyitems(config, items):
+    """Marks the first case of each test that the documentation names beside a promise; leaves out tests of other turns."""
     named = promises.shown_by_make_test()
     for item in items:
         function = str(item.path.relative_to(promises.ROOT)), getattr(item, "originalname", item.name)
         if function in named and not item.get_closest_marker("slow"):
             named.remove(function)
             item.add_marker(pytest.mark.promise)
+    others = {item for item in items if not item.get_closest_marker("promise") and is_of_another_turn(item)}
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
+def is_of_another_turn(item):
+    return (zlib.crc32(item.nodeid.encode()) + turn.TURN) % TURNS != 0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -77,7 +87,7 @@ def pytest_runtest_makereport(item):
     report = yield
     if report.failed:
         way = f"KERAS_DP_TEST_WAY={item.stash[WAY]} " if WAY in item.stash else ""
-        command = f"{way}KERAS_DP_TEST_TURN={turn.SEED} .venv/bin/python -m pytest {shlex.quote(item.nodeid)}"
+        command = f"{way}KERAS_DP_TEST_TURN={turn.TURN} .venv/bin/python -m pytest {shlex.quote(item.nodeid)}"
         report.sections.append(("to repeat it", command))
     return report
 

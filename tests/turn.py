@@ -1,4 +1,4 @@
-"""Choose random programs by the commit: one commit draws the same ones each time, and the next commit others."""
+"""Choose by the commit what takes turns: one commit runs the same tests each time, and the next one others."""
 
 import os
 import subprocess
@@ -12,5 +12,10 @@ def _of_commit() -> int:
     return int(found.stdout[:5], 16) if found.returncode == 0 else 0
 
 
-# The environment variable draws the programs of another commit.
-SEED = int(os.environ.get("KERAS_DP_TEST_TURN") or _of_commit() * 1000)
+# The environment variable repeats the turn of another commit.
+TURN = int(os.environ.get("KERAS_DP_TEST_TURN") or _of_commit())
+# The first seed of the random programs of this turn.
+SEED = 1000 * TURN
+
+if __name__ == "__main__":
+    print(TURN)
