@@ -240,8 +240,6 @@ class DataParallelModel(Behind, keras.Model):
             calls = own.steps.calls
             try:
                 history = super().fit(arguments.pop("x", None), **arguments)
-                # The model inside keeps it, and would keep this wrapper alive.
-                history.set_model(own.inside)
             finally:
                 own.steps.slow_steps.is_wanted = False
         # As in Keras, a generator that ends between epochs ends training. A generator without any batch is a mistake.

@@ -66,6 +66,7 @@ class TowerTrainer:
         uses: how often something was asked for that runs on towers.
         methods_on_towers: names of methods of the user's class that have used towers, or were told not to.
         workers: the workers.
+        history: the history of the last `fit`, and its copy for the model inside.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class TowerTrainer:
         self.uses = 0
         self.methods_on_towers: set[str] = set()
         self.predicts_shard = False
+        self.history: Any = None, None
         self._told: set[str] = set()  # messages that come once
         self._eager: dict[str, bool] = {}  # whether a step's function runs eagerly
         self._made: dict[str, Any] = {}  # the functions that were made last

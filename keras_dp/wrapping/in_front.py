@@ -1,6 +1,9 @@
 """Define the names that a wrapped model has twice: one for towers, and one for the model inside."""
 
+import copy
 from typing import Any
+
+import keras
 
 from keras_dp.keras_internals.checkpoints import CheckpointedOptimizer
 from keras_dp.wrapping.one_state import Front, own_of, users_class
@@ -50,12 +53,34 @@ class Step:
         delattr(own_of(parallel).inside, self._name)
 
 
+class LastHistory:
+    """Is the history of the last `fit`. The model inside has a copy that refers to it, and keeps no wrapper alive."""
+
+    def __get__(self, parallel: Any, owner: type) -> Any:
+        """Returns the history, also one of the model inside, trained by itself."""
+        if parallel is None:
+            return self
+        own = own_of(parallel)
+        history, kept = own.history
+        return history if own.inside.history is kept else own.inside.history
+
+    def __set__(self, parallel: Any, history: Any) -> None:
+        """Sets the history of both."""
+        own, kept = own_of(parallel), history
+        if isinstance(history, keras.callbacks.History):
+            kept = copy.copy(history)
+            kept.set_model(own.inside)
+        own.history = history, kept
+        own.inside.history = kept
+
+
 class InFront(CheckpointedOptimizer, Front):
     """Stands in front of the user's class in the class of a wrapper. All that it does not define is one for both.
 
     - Steps run on towers. The model inside has the user's, which are traced.
     - Functions of Keras's trainer are compiled for towers. The model inside trains with its own, on one device.
     - The strategy cuts batches, and the optimizer combines gradients. The model inside has neither.
+    - `history` refers to the wrapper, and that of the model inside to the model inside.
     - `jit_compile` is whether XLA compiles what towers compute.
     - A call is one of the model inside, which becomes the layer of a model that calls a wrapper.
     """
@@ -71,6 +96,7 @@ class InFront(CheckpointedOptimizer, Front):
     distribute_strategy = OfTowers()
     optimizer = OfTowers()
     jit_compile = OfTowers()
+    history = LastHistory()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's outputs, computed on one device."""

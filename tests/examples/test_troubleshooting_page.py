@@ -206,7 +206,7 @@ def refused(patch, tmp_path):
         inside = error(wrapped)
         mirrored = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     patch.setitem(os.environ, "KERAS_BACKEND", "jax")
-    command = [sys.executable, "-c", "import keras_dp"]
+    command = [sys.executable, "-c", "import keras_dp; keras_dp.DataParallelModel"]
     on_jax = subprocess.run(command, capture_output=True, text=True, check=False, cwd=DOCS.parent).stderr
     told = [error(keras_dp.DataParallelModel, model) for model in (mirrored, lambda: None)]
     return [inside, *told, on_jax.replace("ImportError: ", ""), error(wrapped, device=2)]

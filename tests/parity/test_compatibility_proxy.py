@@ -539,7 +539,7 @@ def test_clones_with_a_function_for_each_layer():
     def script(model):
         clone = compiled(keras.models.clone_model(compiled(model), clone_function=wider))
         assert (inner(clone) is clone) == (inner(model) is model)
-        return [weight.shape for weight in clone.get_weights()], train(clone)
+        return [weight.shape for weight in clone.get_weights()], train(clone), train(model)
 
     assert_same_script(build, script, 3)
 
