@@ -90,7 +90,7 @@ def test_automatic_loss_scaling_follows_the_inner_models_policy(policy):
     inner.dtype_policy = policy
     parallel = keras_dp.DataParallelModel(inner, devices=2)
     parallel.compile("sgd", "mse")
-    assert isinstance(parallel.optimizer.inner_optimizer, optimizers.LossScaleOptimizer) is (policy == "mixed_float16")
+    assert isinstance(parallel.optimizer, optimizers.LossScaleOptimizer) is (policy == "mixed_float16")
     parallel.fit(np.ones((5, 4)), np.ones((5, 2)), batch_size=3, verbose=0)
     assert all(np.isfinite(weight).all() for weight in parallel.get_weights())
 
