@@ -112,7 +112,9 @@ class TowerSteps:
         self.batch_types[name] = BatchTypes.of(slices[0])
         result, partition = traced.run(self.home, self.jit_compile, self.pack_copies)
         # TensorFlow cannot differentiate the functions of towers, for a tape of the program's own around the call.
-        result = tf.nest.map_structure(lambda one: tf.stop_gradient(one) if tf.is_tensor(one) else one, result)
+        result = tf.nest.map_structure(
+            lambda one: tf.stop_gradient(one) if tf.is_tensor(one) else one, result, expand_composites=True
+        )
         _refuse_compiled_across_devices(partition.traced)
         self._partitions[name] = partition
         return result, partition
