@@ -85,7 +85,9 @@ class DataParallelModel(Behind, keras.Model):
             return object.__new__(cls)
         refuse_what_cannot_train(model)
         _begin()
-        return with_state_of(model, InFront, cls, lambda own_class: _initialized_once(cls) | watched_methods(own_class))
+        # A subclass with an `__init__` of its own decides by itself what a second call does.
+        names = {"__init__": _initialize} if cls.__init__ is DataParallelModel.__init__ else {}
+        return with_state_of(model, InFront, cls, lambda own_class: names | watched_methods(own_class))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses names of a subclass that the class of a wrapper has in front of it.
@@ -440,19 +442,15 @@ def _begin() -> None:
 DataParallelModel.__new__.__wrapped__ = DataParallelModel.__init__  # type: ignore[attr-defined]
 
 
-def _initialized_once(kind: type) -> dict[str, Callable[..., None]]:
-    """Returns the `__init__` of a wrapper, which a method of the user's may call again, for the model inside."""
-
-    @functools.wraps(kind.__init__)  # type: ignore[misc]
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            inside = object.__getattribute__(self, OWN).inside
-        except AttributeError:
-            kind.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        else:
-            type(inside).__init__(inside, *args, **kwargs)
-
-    return {"__init__": initialize}
+@functools.wraps(DataParallelModel.__init__)
+def _initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Initializes a wrapper the first time. A method of the user's that calls it again initializes the model inside."""
+    try:
+        inside = object.__getattribute__(self, OWN).inside
+    except AttributeError:
+        DataParallelModel.__init__(self, *args, **kwargs)
+    else:
+        type(inside).__init__(inside, *args, **kwargs)
 
 
 def _make(parallel: DataParallelModel, name: choices.Step, force: bool, make: Callable[..., None]) -> None:

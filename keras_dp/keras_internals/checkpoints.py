@@ -13,7 +13,8 @@ class CheckpointedOptimizer:
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         kept: Any = super()._lookup_dependency(name, *args, **kwargs)  # type: ignore[misc]
-        return kept if kept is None or name != "optimizer" else self.optimizer  # type: ignore[attr-defined]
+        # A program may set the first one now, before the model shows any.
+        return kept if kept is None or name != "optimizer" else getattr(self, "optimizer", kept)
 
     def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
         children: Any = super()._trackable_children(*args, **kwargs)  # type: ignore[misc]

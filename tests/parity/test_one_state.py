@@ -803,6 +803,15 @@ def a_part_called_inner_model(wrap, tmp_path):
 
 
 @program
+def an_optimizer_that_is_set_before_the_model_is_compiled(wrap):
+    model = wrap(dense())
+    model.optimizer = keras.optimizers.SGD(0.5)
+    rates = [float(model.optimizer.learning_rate)]
+    model.compile(model.optimizer, "mse")
+    return rates, fitted(model)
+
+
+@program
 def calls_inside_a_tape(wrap):
     """A tape that records TensorFlow's functions of towers could not differentiate them."""
     generator, critic = wrap(dense()), keras.Sequential([keras.Input((2,)), layers.Dense(1)])
