@@ -54,6 +54,14 @@ def test_every_test_of_compatibility_has_a_row():
     assert tests <= promised
 
 
+@pytest.mark.parametrize("file", [".ci/packages", ".ci/run", ".ci/versions", "Makefile", "CONTRIBUTING.md"])
+def test_commands_name_files_that_exist(file):
+    """CI once failed at its end, by the name of a test that had gone."""
+    paths = re.findall(r"tests/[\w/]+(?:\.py|/)", (ROOT / file).read_text(encoding="utf-8"))
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_a_row_is_read():
     page = "| promise | test |\n|---|---|\n| a | `test_b.py::test_c` |\n| d | `tests/unit/test_e.py::test_f` |\n| g | |\n"
     found = [(promise.path, promise.test) for promise in named("page", page)]
