@@ -175,8 +175,13 @@ class InputStrategy:
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
         """Returns this worker's N slices of a global batch."""
-        cut_own = _cut_own_rows if self.cuts_in_step else _cut_shard
-        return cut_own(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
+        return _cut_own_rows(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
+
+    def cut_ahead(self, batch: Any) -> tuple[Slice, ...]:
+        """Returns this worker's N slices of a batch that is not of a dataset, with the types that a dataset's would have."""
+        self.whole = self.named
+        with tf.device(HOST):
+            return typed_by_batch(self.cut(batch))
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Turns a dataset of batches into a dataset of N `Slice`s each.

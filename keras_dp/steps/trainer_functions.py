@@ -117,18 +117,17 @@ class StepFunction:
         self._function, self._name, self._verification = function, name, verification
         self._steps = steps
         self._executions = range(steps_per_execution)
-        self._on_batch = tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True)
+        # A batch is cut here, and the slices are as those of a dataset, whose traces they share, as on one device.
+        self._on_batch = tf.function(
+            lambda batch: function(iter([steps.inputs.cut_ahead(batch)])), autograph=False, reduce_retracing=True
+        )
+        self._on_shard = tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True)
 
     def __call__(self, iterator: Any) -> Any:
         """Runs the steps, and returns the result of the last one."""
         self._steps.refuse_moved()
         with _call(self._steps, len(self._executions), self._name):
-            if isinstance(iterator, tf.data.Iterator):
-                result = self._of_dataset(iterator)
-            else:
-                for _, batch in zip(self._executions, iterator, strict=False):
-                    with self._verified(types_of(batch), batch):
-                        result = self._on_batch(batch)
+            result = (self._of_dataset if isinstance(iterator, tf.data.Iterator) else self._of_batches)(iterator)
         self._steps.calls += 1
         if self._name == "train":
             self._steps.slow_steps.note_call(self._steps.partition("train"), len(self._executions), self._steps.jit_compile)
@@ -136,24 +135,30 @@ class StepFunction:
             self._steps.inputs.different_batches.report()
         return result
 
+    def _of_batches(self, iterator: Any) -> Any:
+        batches = list(itertools.islice(iterator, len(self._executions)))
+        with self._verified(types_of(batches[-1:]), batches):
+            if self._steps.inputs.cuts_in_step or not batches:
+                return self._function(iter(batches))
+            return [self._on_batch(batch) for batch in batches][-1]
+
     def _of_dataset(self, iterator: Any) -> Any:
-        verification, types = self._verification, iterator.element_spec
+        types = iterator.element_spec
         if STEPS_TAKE_BATCHES and len(self._executions) == 1 and self._steps.inputs.takes_shards:
             # All workers trace by the types of their datasets, together, and not by the sizes of their own batches.
-            self._on_batch.get_concrete_function(types)
-            return self._on_batch(next(iterator))
-        if verification is None or not verification.is_new(self._name, types):
+            self._on_shard.get_concrete_function(types)
+            return self._on_shard(next(iterator))
+        if self._verification is None or not self._verification.is_new(self._name, types):
             return self._function(iterator)
         batches = list(itertools.islice(iterator, len(self._executions)))
-        if not batches:
-            return self._function(iterator)
-        with verification.of_step(self._name, types, batches[-1]):
-            return self._function(iterator_of(batches, types))
+        with self._verified(types, batches):
+            return self._function(iterator_of(batches, types) if batches else iterator)
 
-    def _verified(self, types: Any, batch: Any) -> contextlib.AbstractContextManager[None]:
-        if self._verification is None or not self._verification.is_new(self._name, types):
+    def _verified(self, types: Any, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """Compares the last of some steps with one device, where that is wanted and was not done."""
+        if self._verification is None or not batches or not self._verification.is_new(self._name, types):
             return contextlib.nullcontext()
-        return self._verification.of_step(self._name, types, batch)
+        return self._verification.of_step(self._name, types, batches[-1])
 
 
 class CalledStep:

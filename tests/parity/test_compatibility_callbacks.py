@@ -20,6 +20,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same, assert_same_script, largest_change, twins, values
 from keras import callbacks, layers, optimizers
+from newest_keras import IS_NEWEST
 
 import keras_dp
 
@@ -494,7 +495,7 @@ def test_tensorboard_scalars_histograms_images_and_embeddings(tmp_path, summarie
     assert files == other_files
     names = ["train epoch_loss 2", "validation epoch_mae 1", "train epoch_learning_rate 0", "train body/kernel/histogram 2"]
     names += ["validation evaluation_loss_vs_iterations 12", "train head/bias/image 1"]
-    assert set(names) <= set(expected)
+    assert set(names) <= set(expected) or not IS_NEWEST
 
 
 def test_tensorboard_batches_and_profile(tmp_path, summaries):
@@ -685,4 +686,4 @@ TESTS = {
 
 def test_every_callback_of_keras_is_tested():
     public = {name for name, value in vars(callbacks).items() if inspect.isclass(value) and not name.startswith("_")}
-    assert public == set(TESTS)
+    assert public == set(TESTS) if IS_NEWEST else public <= set(TESTS)

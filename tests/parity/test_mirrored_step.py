@@ -5,14 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import keras
 import pytest
-from packaging.version import Version
+from newest_keras import IS_NEWEST
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.skipif(Version(keras.__version__) < Version("3.15"), reason="MirroredStrategy runs another step on older versions")
+@pytest.mark.skipif(not IS_NEWEST, reason="MirroredStrategy runs another step on older versions")
 def test_in_a_process_of_its_own():
     """In one process, the collectives of all strategies have the same keys, whatever their number of replicas."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / "mirrored_step.py"]

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same, largest_change
 from keras import layers, losses, metrics, ops, optimizers
+from newest_keras import IS_NEWEST
 
 import keras_dp
 
@@ -558,7 +559,8 @@ def test_metrics(floatx):
     parallel = assert_exact(build, compiled, batch, steps=2)
     classes = {f"metric_{name}": name for name in [*chosen, "Mean", "Sum"]}
     received = gathered(parallel, batch, classes)
-    assert received == {name: types for name, types in GATHERED_BY_METRICS.items() if name in classes.values()}
+    if IS_NEWEST:
+        assert received == {name: types for name, types in GATHERED_BY_METRICS.items() if name in classes.values()}
     assert set(named(metrics, metrics.Metric)) == {*METRICS, "Mean", "Sum", "Metric"}
 
 
