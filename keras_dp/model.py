@@ -12,6 +12,7 @@ from keras_dp.argument_names import suggesting_names
 from keras_dp.batches.input_strategy import empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
 from keras_dp.batches.slicing import known_rows
+from keras_dp.calls import announce, in_call, on_batch, predicting_shard, refuse_no_batches
 from keras_dp.choices import refuse_unknown
 from keras_dp.devices import announcement
 from keras_dp.keras_internals.cloning import pass_clones_through
@@ -233,11 +234,11 @@ class DataParallelModel(Behind, keras.Model):
             WorkerLostError: if a worker is lost.
         """
         own = own_of(self)
-        with own.in_call("fit", _given(DataParallelModel.fit, locals()), sharded) as arguments:
+        with in_call(own, "fit", _given(DataParallelModel.fit, locals()), sharded) as arguments:
             is_asked = any(isinstance(callback, InputWait) for callback in listed(arguments.get("callbacks")))
             if own.feed.waiting.measure(is_asked):
                 own.forget_traces()
-            own.announce(arguments)
+            announce(own, arguments)
             own.steps.slow_steps.is_wanted = arguments.get("verbose") != 0 and own.workers.is_chief
             calls = own.steps.calls
             try:
@@ -246,7 +247,7 @@ class DataParallelModel(Behind, keras.Model):
                 own.steps.slow_steps.is_wanted = False
         # As in Keras, a generator that ends between epochs ends training. A generator without any batch is a mistake.
         if history.epoch and not any(history.history.get("loss", ())):
-            own.refuse_no_batches("fit", calls)
+            refuse_no_batches(own, "fit", calls)
         return history
 
     @suggesting_names
@@ -288,10 +289,10 @@ class DataParallelModel(Behind, keras.Model):
             WorkerLostError: if a worker is lost.
         """
         own = own_of(self)
-        with own.in_call("evaluate", {**_given(DataParallelModel.evaluate, locals()), **kwargs}, sharded) as arguments:
+        with in_call(own, "evaluate", {**_given(DataParallelModel.evaluate, locals()), **kwargs}, sharded) as arguments:
             calls = own.steps.calls
             results = super().evaluate(arguments.pop("x", None), **arguments)
-        own.refuse_no_batches("evaluate", calls)
+        refuse_no_batches(own, "evaluate", calls)
         return results
 
     @suggesting_names
@@ -329,35 +330,32 @@ class DataParallelModel(Behind, keras.Model):
         """
         refuse_unknown("rows", rows, choices.Rows)
         own = own_of(self)
-        own.predict_shard(rows == "shard" and own.workers.count > 1)
-        try:
-            given = _given(DataParallelModel.predict, locals())
-            with own.in_call("predict", given, sharded) as arguments, empty_prediction_refused("predict"):
-                return super().predict(arguments.pop("x"), **arguments)
-        finally:
-            own.predict_shard(False)
+        given, wants_shard = _given(DataParallelModel.predict, locals()), rows == "shard" and own.workers.count > 1
+        with (
+            predicting_shard(own, wants_shard),
+            in_call(own, "predict", given, sharded) as arguments,
+            empty_prediction_refused("predict"),
+        ):
+            return super().predict(arguments.pop("x"), **arguments)
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """Runs one training step on one global batch; see `keras.Model.train_on_batch`."""
         own = own_of(self)
-        with own.workers.reporting_lost_workers():
-            batch = own.host_batch(x, y, sample_weight, method="fit")
+        with on_batch(own, x, y, sample_weight, method="fit") as batch:
             own.feed.usual_rows = known_rows(batch, own.feed.whole)
             return super().train_on_batch(*batch, class_weight=class_weight, return_dict=return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """Runs one evaluation step on one global batch; see `keras.Model.test_on_batch`."""
-        own = own_of(self)
-        with own.workers.reporting_lost_workers():
-            return super().test_on_batch(*own.host_batch(x, y, sample_weight, method="evaluate"), return_dict=return_dict)
+        with on_batch(own_of(self), x, y, sample_weight, method="evaluate") as batch:
+            return super().test_on_batch(*batch, return_dict=return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs for one global batch; see `keras.Model.predict_on_batch`."""
-        own = own_of(self)
-        with own.workers.reporting_lost_workers():
-            return super().predict_on_batch(*own.host_batch(x, method="predict"))
+        with on_batch(own_of(self), x, method="predict") as batch:
+            return super().predict_on_batch(*batch)
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Saves the inner model, on the chief alone; see `keras.Model.save`."""

@@ -11,18 +11,14 @@ import keras
 import tensorflow as tf
 
 from keras_dp import choices
-from keras_dp.batch_normalization.synchronized import batch_norms
-from keras_dp.batches.input_strategy import NO_BATCHES, InputStrategy
+from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
-from keras_dp.batches.other_rows import naming_other_rows
-from keras_dp.batches.shards import with_empty_batches
-from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_array, as_tensor, is_cut, own_rows, rows_of_batches
+from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_array, is_cut, own_rows
 from keras_dp.batches.whole_tensors import chosen_whole
-from keras_dp.devices import announcement, variable_homes
+from keras_dp.devices import variable_homes
 from keras_dp.devices.available import are_gpus, available_devices, parameter_device_name, tower_devices
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.keras_optimizers import optimizers_of
-from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.explaining import explained, warn_of_gathered_rows
@@ -34,11 +30,11 @@ from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.in_trace import in_trace, tracing
 from keras_dp.wrapping.one_state import own_of
-from keras_dp.wrapping.own_training import CALLS, has_own_step, is_own
+from keras_dp.wrapping.own_training import CALLS, is_own
 from keras_dp.wrapping.plain_training import PlainTraining
-from keras_dp.wrapping.refusals import refuse_keras_2, refuse_strategy
+from keras_dp.wrapping.refusals import refuse_keras_2
 
-_STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
+STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 _KEPT_FUNCTIONS = 16  # of steps that a program calls by itself
 
 logger = logging.getLogger("keras_dp")
@@ -64,6 +60,7 @@ class TowerTrainer:
         feed: the strategy that cuts batches.
         train_function: the functions that Keras's trainer calls, for towers.
         uses: how often something was asked for that runs on towers.
+        loops: the names of the methods that run, the innermost last.
         methods_on_towers: names of methods of the user's class that have used towers, or were told not to.
         workers: the workers.
         history: the history of the last `fit`, and its copy for the model inside.
@@ -108,7 +105,7 @@ class TowerTrainer:
         self._eager: dict[str, bool] = {}  # whether a step's function runs eagerly
         self._made: dict[str, Any] = {}  # the functions that were made last
         self._called: dict[Any, CalledStep] = {}  # steps that a program calls by itself
-        self._loops: list[str] = []
+        self.loops: list[str] = []
         self._is_read_by_keras = False
         # A function, not the metric itself: Keras would track it as this model's own, and refuses that on a quantized model.
         self._compiled_with: Callable[[], keras.metrics.Metric | None] = lambda: None
@@ -328,71 +325,18 @@ class TowerTrainer:
         self._made[f"{name}_function"] = function
         return function
 
-    @contextlib.contextmanager
-    def in_call(self, method: str, arguments: dict[str, Any], sharded: bool) -> Iterator[dict[str, Any]]:
-        """Wraps a call of `fit`, `evaluate` or `predict`, and yields its arguments for this worker."""
-        refuse_strategy()
-        if arguments.get("x") is None and arguments.get("y") is None:
-            raise ValueError(f"{method}() needs data: arrays, a dataset, a PyDataset or a generator. Received: x=None")
-        self.uses += 1
-        self.follow()
-        # fit() validates with a dataset and callbacks that it has prepared already.
-        is_within_fit = arguments.get("_use_cached_eval_dataset", False)
-        if not is_within_fit:
-            call = Call(
-                method,
-                sharded,
-                list(self.devices),
-                self.parameter_device,
-                self.steps.batch_norm,
-                self.steps.gradient_dtype,
-                self.inside.steps_per_execution,
-                "shard" if self.predicts_shard else "all",
-            )
-            self._joint_calls.begin(call, self.inside, self._wrapper(), arguments)
-        if sharded:
-            for name in ("x", "validation_data"):
-                if name in arguments:
-                    arguments[name] = with_empty_batches(arguments[name], self.workers, self.inside.steps_per_execution)
-        fed = self.feed.feeding(
-            feeds_trainer=True,
-            takes_shards=sharded,
-            cuts_in_step=self._traces_by_batch(method),
-            has_all_names=self._has_all_names(method),
-        )
-        self._loops.append(method)
-        try:
-            with fed, self.workers.reporting_lost_workers(), naming_other_rows():
-                yield arguments
-                if self.feed.different_batches is not None and method != "fit":
-                    # The epochs of `fit` have reported theirs.
-                    self.feed.different_batches.report()
-        finally:
-            self._loops.pop()
-
-    def announce(self, arguments: dict[str, Any]) -> None:
-        """Logs, once, where the model trains."""
-        data = arguments.get("x"), arguments.get("batch_size")
-        rows = None if self.feed.takes_shards else rows_of_batches(*data, self.feed.named)
-        self.feed.usual_rows = rows
-        if arguments.get("verbose") == 0 or self.is_eager() or not self.workers.is_chief or not self._is_first("fit"):
-            return
-        batch_norm = self.steps.batch_norm if batch_norms(self.inside) else None
-        spread = keras_models.is_built(self.inside) and variable_homes.should_spread(self.inside, self.devices)
-        logger.info(announcement.training(self.devices, self.workers.count, rows, batch_norm, spread))
-
     def tell_called(self, args: Any, kwargs: Any) -> None:
         """Logs, once, that a call of the model computes on one device."""
-        if self.num_towers == 1 or self._loops or in_trace():
+        if self.num_towers == 1 or self.loops or in_trace():
             return
         is_of_graph = any(isinstance(value, keras.KerasTensor) for value in keras.tree.flatten((args, kwargs)))
-        if not is_of_graph and self._is_first("call"):
+        if not is_of_graph and self.is_first("call"):
             logger.info(
                 "Calling the model computes on one device, and a loop of your own that does so trains there. The towers run in "
                 "fit, evaluate, predict and the *_on_batch methods: in a loop, call train_on_batch(x, y)."
             )
 
-    def _is_first(self, message: str) -> bool:
+    def is_first(self, message: str) -> bool:
         """Returns whether a message has not been told so far, and remembers it."""
         is_first = message not in self._told
         self._told.add(message)
@@ -406,38 +350,22 @@ class TowerTrainer:
             *(method, method if method in CALLS else "fit"),
         )
 
-    def refuse_no_batches(self, method: str, calls: int) -> None:
-        """Raises a ValueError if no step has run since there were so many calls of steps. Keras's functions are counted."""
-        if self.steps.calls == calls and isinstance(getattr(self, f"{_STEPS[method]}_function"), StepFunction):
-            raise ValueError(NO_BATCHES.format(method))
-
     def predict_shard(self, wanted: bool) -> None:
         """Makes `predict` return the rows of this worker alone, or all."""
         if self.predicts_shard != wanted:
             self.predicts_shard = wanted
             self.predict_function = None
 
-    def host_batch(self, *batch: Any, method: str) -> tuple[Any, ...]:
-        """Returns a batch of arrays as tensors on the host, where it is cut into slices."""
-        refuse_strategy()
-        self.uses += 1
-        with self.feed.feeding(has_all_names=self._has_all_names(method)):
-            return self.on_host(batch)
-
-    def on_host(self, batch: Any) -> Any:
-        """Returns nested arrays as tensors on the host."""
-        self.follow()
-        if self.is_eager():
-            with tf.device(HOST):
-                return map_leaves(as_tensor, batch)
-        return self.steps.on_host(batch)
+    def begin(self, call: Call, arguments: dict[str, Any]) -> None:
+        """Agrees with the other workers on a call, and on the state with which it begins."""
+        self._joint_calls.begin(call, self.inside, self._wrapper(), arguments)
 
     def forget_traces(self) -> None:
         """Makes all steps retrace, including those of a running `fit`, `evaluate` or `predict`."""
         self.train_function = self.test_function = self.predict_function = None
         self._called.clear()
-        for method in self._loops:
-            getattr(self._wrapper(), f"make_{_STEPS[method]}_function")()
+        for method in self.loops:
+            getattr(self._wrapper(), f"make_{STEPS[method]}_function")()
 
     def on_slices(self, step: choices.Step, slices: Sequence[Slice]) -> Any:
         """Runs the model's own step of this name on N slices of a batch, in the function that is being traced."""
@@ -466,7 +394,7 @@ class TowerTrainer:
                 'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
                 'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
             )
-        if self._is_first("eager"):
+        if self.is_first("eager"):
             logger.warning(
                 "The inner model runs eagerly on one device, without towers, so that it can be debugged line by line. "
                 'The result is the same as with batch_norm="sync".'
@@ -474,21 +402,9 @@ class TowerTrainer:
         with tracing():
             return step(*args, **kwargs)
 
-    def _has_own(self, function: str) -> bool:
+    def has_own(self, function: str) -> bool:
         """Returns whether the program makes, or has set, a function of Keras's trainer, which then takes whole batches."""
         return is_own(self.inside, f"make_{function}") or getattr(self, function) not in (None, self._made.get(function))
-
-    def _traces_by_batch(self, method: str) -> bool:
-        """Returns whether the function of a method's step is traced by the batch that it takes, with its known sizes."""
-        is_step = STEPS_TAKE_BATCHES and self.inside.steps_per_execution == 1
-        return is_step or method == "predict" or self._has_own(f"{_STEPS[method]}_function")
-
-    def _has_all_names(self, method: str) -> bool:
-        """Returns whether the data of a method have all tensors that `whole` names.
-
-        The data of training have them. A step of the user's own may evaluate other data.
-        """
-        return method == "fit" or (method == "evaluate" and not has_own_step(self.inside))
 
     def _prepare(self) -> None:
         """Makes variables that exist ready for a step: in their places, and equal on all workers."""
