@@ -89,16 +89,15 @@ def on_batch(trainer: TowerTrainer, *batch: Any, method: str) -> Iterator[tuple[
         method: the method for many batches that takes the same data.
     """
     refuse_strategy()
-    with trainer.workers.reporting_lost_workers():
-        trainer.uses += 1
-        trainer.follow()
-        with trainer.feed.feeding(has_all_names=_has_all_names(trainer, method)):
-            if trainer.is_eager():
-                with tf.device(HOST):
-                    tensors = map_leaves(as_tensor, batch)
-            else:
-                tensors = trainer.steps.on_host(batch)
-        yield tensors
+    trainer.uses += 1
+    trainer.follow()
+    fed = trainer.feed.feeding(cuts_in_step=_traces_by_batch(trainer, method), has_all_names=_has_all_names(trainer, method))
+    with trainer.workers.reporting_lost_workers(), fed:
+        if trainer.is_eager():
+            with tf.device(HOST):
+                yield map_leaves(as_tensor, batch)
+        else:
+            yield trainer.steps.on_host(batch)
 
 
 def announce(trainer: TowerTrainer, arguments: dict[str, Any]) -> None:
