@@ -136,7 +136,7 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
 
 
 def check_packing(program: Program, setting: Setting, seed: int) -> Failure | None:
-    """Compares a program whose devices send packed messages with the same one without, bit for bit.
+    """Compares a program whose devices send packed messages with the same one without, bit for bit on one worker.
 
     Where a program rounds much, this sees more than a comparison with the plain program.
     """
@@ -155,7 +155,10 @@ def check_packing(program: Program, setting: Setting, seed: int) -> Failure | No
                 results.add(b"".join(array.tobytes() for array in outcome.arrays))
             if not seen[0].isdisjoint(seen[1]):
                 return None
-    return Failure("packs otherwise", f"by {_apart(apart, packed):.1e}")
+    difference_by = _apart(apart, packed)
+    # With several workers, a sum has been one rounding apart.
+    is_rounding = setting.workers > 1 and difference_by <= tolerance_of(program)
+    return None if is_rounding else Failure("packs otherwise", f"by {difference_by:.1e}")
 
 
 def _is_compiled(statement: Statement) -> bool:
