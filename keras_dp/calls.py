@@ -115,12 +115,13 @@ def announce(trainer: TowerTrainer, arguments: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def predicting_shard(trainer: TowerTrainer, wanted: bool) -> Iterator[None]:
-    """Makes `predict` return the rows of this worker alone, if that is wanted."""
+    """Makes `predict` return the rows of this worker alone, or all."""
+    before = trainer.predicts_shard
+    trainer.predict_shard(wanted)
     try:
-        trainer.predict_shard(wanted)
         yield
     finally:
-        trainer.predict_shard(False)
+        trainer.predict_shard(before)
 
 
 def refuse_no_batches(trainer: TowerTrainer, method: str, calls: int) -> None:

@@ -175,13 +175,17 @@ class InputStrategy:
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
         """Returns this worker's N slices of a global batch."""
-        return _cut_own_rows(batch, self.num_towers, self.collectives.index, self.collectives.count, self.whole)
+        return _cut_shard(batch, *self._part())
 
-    def cut_ahead(self, batch: Any) -> tuple[Slice, ...]:
-        """Returns this worker's N slices of a batch that is not of a dataset, with the types that a dataset's would have."""
+    def cut_as_of_dataset(self, batch: Any) -> tuple[Slice, ...]:
+        """Returns this worker's N slices of a batch, with the types that the slices of a dataset's batches have."""
         self.whole = self.named
         with tf.device(HOST):
-            return typed_by_batch(self.cut(batch))
+            return typed_by_batch(_cut_own_rows(batch, *self._part()))
+
+    def _part(self) -> tuple[int, int, int, WholeTensors]:
+        """Returns N, the index of this worker, the number of workers, and what is not cut."""
+        return self.num_towers, self.collectives.index, self.collectives.count, self.whole
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Turns a dataset of batches into a dataset of N `Slice`s each.
@@ -232,11 +236,11 @@ class InputStrategy:
         kept = next((kept for kept in self._cut_functions if kept[0] == key), None)
         if kept is None:
             # TensorFlow may keep the function alive, so the function must not refer to this object, which refers to the model.
-            of_towers = self.num_towers, self.collectives.index, self.collectives.count, self.whole
+            part = self._part()
             # tf.data passes a batch that is a tuple as several arguments.
             is_tuple = type(types) is tuple
             function = tf.function(
-                lambda *batch: typed_by_batch(_cut_own_rows(batch if is_tuple else batch[0], *of_towers)), autograph=False
+                lambda *batch: typed_by_batch(_cut_own_rows(batch if is_tuple else batch[0], *part)), autograph=False
             )
             kept = key, function
             self._cut_functions.append(kept)
@@ -266,7 +270,7 @@ class InputStrategy:
         with outside_of_traces():
             self.prepare()
         with tf.device(HOST):
-            slices = self._joined(self._with_known_rows(batch) if is_cut(batch) else self.cut(batch))
+            slices = self._joined(self._with_known_rows(batch) if is_cut(batch) else _cut_own_rows(batch, *self._part()))
         with _single_rows_explained(self._shapes):
             result = self._run_on_slices(step, slices)
         self.waiting.step_ends(result)

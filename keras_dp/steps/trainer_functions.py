@@ -117,9 +117,9 @@ class StepFunction:
         self._function, self._name, self._verification = function, name, verification
         self._steps = steps
         self._executions = range(steps_per_execution)
-        # A batch is cut here, and the slices are as those of a dataset, whose traces they share, as on one device.
+        # Keras's function sees the slices of a dataset, and shares its traces, as on one device.
         self._on_batch = tf.function(
-            lambda batch: function(iter([steps.inputs.cut_ahead(batch)])), autograph=False, reduce_retracing=True
+            lambda batch: function(iter([steps.inputs.cut_as_of_dataset(batch)])), autograph=False, reduce_retracing=True
         )
         self._on_shard = tf.function(lambda batch: steps.inputs.run(step, (batch,)), autograph=False, reduce_retracing=True)
 
@@ -136,11 +136,10 @@ class StepFunction:
         return result
 
     def _of_batches(self, iterator: Any) -> Any:
-        batches = list(itertools.islice(iterator, len(self._executions)))
-        with self._verified(types_of(batches[-1:]), batches):
-            if self._steps.inputs.cuts_in_step or not batches:
-                return self._function(iter(batches))
-            return [self._on_batch(batch) for batch in batches][-1]
+        for batch in itertools.islice(iterator, len(self._executions)):
+            with self._verified(types_of(batch), batch):
+                result = self._function(iter([batch])) if self._steps.inputs.cuts_in_step else self._on_batch(batch)
+        return result
 
     def _of_dataset(self, iterator: Any) -> Any:
         types = iterator.element_spec
@@ -151,14 +150,15 @@ class StepFunction:
         if self._verification is None or not self._verification.is_new(self._name, types):
             return self._function(iterator)
         batches = list(itertools.islice(iterator, len(self._executions)))
-        with self._verified(types, batches):
-            return self._function(iterator_of(batches, types) if batches else iterator)
+        if not batches:
+            return self._function(iterator)
+        with self._verified(types, batches[-1]):
+            return self._function(iterator_of(batches, types))
 
-    def _verified(self, types: Any, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Compares the last of some steps with one device, where that is wanted and was not done."""
-        if self._verification is None or not batches or not self._verification.is_new(self._name, types):
+    def _verified(self, types: Any, batch: Any) -> contextlib.AbstractContextManager[None]:
+        if self._verification is None or not self._verification.is_new(self._name, types):
             return contextlib.nullcontext()
-        return self._verification.of_step(self._name, types, batches[-1])
+        return self._verification.of_step(self._name, types, batch)
 
 
 class CalledStep:

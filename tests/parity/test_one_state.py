@@ -812,6 +812,22 @@ def an_optimizer_that_is_set_before_the_model_is_compiled(wrap):
 
 
 @program
+def an_iterator_that_reads_the_weights_between_two_steps_of_one_execution(wrap):
+    model = wrap(dense())
+    model.compile("sgd", "mse", steps_per_execution=2)
+    seen = []
+
+    def batches():
+        for _ in range(2):
+            seen.append(model.get_weights())
+            yield X[:4], Y[:4]
+
+    model.make_train_function()
+    logs = model.train_function(batches())
+    return seen, {name: float(value) for name, value in logs.items()}
+
+
+@program
 def calls_inside_a_tape(wrap):
     """A tape that records TensorFlow's functions of towers could not differentiate them."""
     generator, critic = wrap(dense()), keras.Sequential([keras.Input((2,)), layers.Dense(1)])
