@@ -20,8 +20,8 @@ check: lint  ## Check style, types and imports, and run the unit tests: before e
 test: $(VENV)/dev.installed  ## Run the test of each promise, in ten minutes.
 	$(BIN)/python -m pytest -n 2 -m promise
 
-test-all: $(VENV)/dev.installed  ## Run all tests but those that take long; TURNS=6 for the promises, and one in six of the others.
-	KERAS_DP_TEST_TURNS=$(TURNS) $(BIN)/python -m pytest -n 2
+test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 import turn
 import ways_of_wrapping
+from commands_in_process import in_process, in_users_directory  # noqa: F401
 from tensorflow.python.framework import ops
 
 import keras_dp
@@ -38,31 +39,21 @@ gc.freeze()
 collect_ignore = ["mutation", "worker_scripts"]
 
 WAY = pytest.StashKey[str]()
-# One in so many of the tests that show no promise runs, in turn by the commit.
-TURNS = int(os.environ.get("KERAS_DP_TEST_TURNS") or 1)
 
 
 def pytest_report_header():
-    tests = "all tests" if TURNS == 1 else f"the promises, and one in {TURNS} of the other tests"
-    return f"{tests}, with random programs from seed {turn.SEED}: KERAS_DP_TEST_TURN={turn.TURN} repeats this choice"
+    return f"random programs from seed {turn.SEED}: KERAS_DP_TEST_TURN={turn.TURN} repeats this choice"
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Marks the first case of each test that the documentation names beside a promise; leaves out tests of other turns."""
+def pytest_collection_modifyitems(items):
+    """Marks the first case of each test that the documentation names beside a promise."""
     named = promises.shown_by_make_test()
     for item in items:
         function = str(item.path.relative_to(promises.ROOT)), getattr(item, "originalname", item.name)
         if function in named and not item.get_closest_marker("slow"):
             named.remove(function)
             item.add_marker(pytest.mark.promise)
-    others = {item for item in items if not item.get_closest_marker("promise") and is_of_another_turn(item)}
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
-
-
-def is_of_another_turn(item):
-    return (zlib.crc32(item.nodeid.encode()) + turn.TURN) % TURNS != 0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -96,7 +87,7 @@ def way(request, monkeypatch):
     module = getattr(request.node, "module", None)
     if module is None or module.__name__.rpartition(".")[2] not in ways_of_wrapping.OF_RESULTS:
         return "plain"
-    names = list(ways_of_wrapping.WAYS)
+    names = ways_of_wrapping.WITHOUT_XLA
     name = os.environ.get("KERAS_DP_TEST_WAY") or names[zlib.crc32(request.node.nodeid.encode()) % len(names)]
     request.node.stash[WAY] = name
     ways_of_wrapping.wrap_in_the_way(name, monkeypatch)

@@ -4,20 +4,20 @@ The weights are large and the epochs short, so that much of the time is spent wr
 """
 
 import json
-import multiprocessing
 import os
 import pathlib
+import signal
+import sys
 import time
 
 import keras
 import numpy as np
+from forked_processes import Process
 from keras import layers
 
 import keras_dp
 
 EPOCHS, ROWS, BATCH, WIDTH = 6, 23, 5, 500  # the last batch has three rows
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tensorflow", "keras", "keras_dp"])
 
 
 class Shuffled(keras.utils.PyDataset):
@@ -121,11 +121,10 @@ WAYS = {
 
 
 def train(folder, way, towers):
-    """Trains to the end from what a run before has left in the folder; on one device with plain Keras if `towers` is None."""
+    """Trains to the end from what a run before has left in the folder; on one device with plain Keras if there is no tower."""
     if towers:
         keras_dp.use_logical_cpus(towers)
     keras.config.set_floatx("float64")
-    folder = pathlib.Path(folder)
     begun, callback = WAYS[way]
     model, epoch = begun(folder)
     trained = keras_dp.DataParallelModel(model) if towers else model
@@ -140,29 +139,24 @@ def train(folder, way, towers):
 def told(folder):
     """Returns all events of a folder that were told as a whole."""
     path = folder / "told.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if path.exists()
-        else []
-    )
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def run(folder, way, towers, kill=None):
     """Trains in a process of its own, kills it when `kill` has waited, and returns its exit code."""
-    process = processes.Process(target=train, args=(folder, way, towers))
-    process.start()
-    if kill is not None:
-        kill(process)
-        process.kill()
-    process.join(120)
-    return process.exitcode
+    with Process(__file__, folder, way, towers, log=folder / "log") as process:
+        if kill is not None:
+            kill(process)
+            process.send_signal(signal.SIGKILL)
+        return process.wait()
 
 
 def at_a_moment_of(folder, epoch, seconds):
     """Returns a function that waits until an epoch has ended, and a file is being written, and for some seconds more."""
 
     def wait(process):
-        while process.is_alive() and not any(event[:2] == ["end", epoch] for event in told(folder)):
+        while process.poll() is None and not any(event[:2] == ["end", epoch] for event in told(folder)):
             time.sleep(0.001)
         time.sleep(seconds)
 
@@ -173,3 +167,7 @@ def result(folder):
     """Returns the last results of each epoch, and the weights and the optimizer's state at the end."""
     with np.load(folder / "end.npz") as end:
         return {event[1]: event[2] for event in told(folder) if event[0] == "end"}, [end[name] for name in end.files]
+
+
+if __name__ == "__main__":
+    train(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

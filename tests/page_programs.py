@@ -1,9 +1,11 @@
 """Take the programs of a page from its Markdown, run them, and compare what they print with what the page shows."""
 
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -12,6 +14,8 @@ FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILIN
 UNNAMED = "page.py"
 COLOUR = re.compile(r"\x1b\[\d+m|\x08")
 FIGURE = r"\d+\.\d+(?:e[+-]\d+)?"
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tensorflow", "keras", "keras_dp"])
 
 
 def programs(page):
@@ -74,12 +78,29 @@ def logs_of(line):
     return re.sub(FIGURE, "", line), [float(figure) for figure in re.findall(FIGURE, line)]
 
 
-def run(directory, *arguments):
-    """Runs Python in a process of its own, on a machine without GPUs, and returns all that it prints."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    environment.pop("COLUMNS", None)  # set for the tests
-    command = [sys.executable, "-u", *arguments]
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
-    finished = subprocess.run(command, cwd=directory, env=environment, stdout=pipe, stderr=both, text=True, check=False)
-    assert finished.returncode == 0, finished.stdout[-3000:]
-    return finished.stdout.replace(f"{directory}{os.sep}", "")
+def run(directory, script, *arguments):
+    """Runs a script as a user does, in a process that has imported TensorFlow already, and returns all that it prints."""
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as printed:
+        process = PROCESSES.Process(target=_run_here, args=(str(directory), str(script), arguments, printed.name))
+        process.start()
+        try:
+            process.join()
+        finally:
+            process.kill()
+        output = printed.read()
+    assert process.exitcode == 0, output[-3000:]
+    return output.replace(f"{directory}{os.sep}", "")
+
+
+def _run_here(directory, script, arguments, printed):
+    """Runs a script in this process, on a machine without GPUs, with its output in a file."""
+    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+        stream.reconfigure(encoding="utf-8", write_through=True)
+    os.chdir(directory)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    os.environ.pop("COLUMNS", None)  # set for the tests
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")

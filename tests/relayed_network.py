@@ -10,6 +10,7 @@ real one would let the connection wait, its bytes wait.
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import math
 import selectors
@@ -18,8 +19,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 VARIABLE = "RELAYED_NETWORK"  # holds the address at which workers find the relay; worker_scripts/relayed.py reads it
 
@@ -31,114 +31,70 @@ _RESET = struct.pack("ii", 1, 0)  # closing sends a reset
 
 
 class Line(NamedTuple):
-    """One direction between two workers.
-
-    Attributes:
-        delay: the seconds that each byte is under way.
-        rate: the bytes that pass in a second, of all connections together.
-    """
+    """One direction between two workers: each byte is under way for `delay` seconds, and `rate` bytes pass in a second."""
 
     delay: float = 0.0
     rate: float = math.inf
-
-    def slower(self, times: float) -> "Line":
-        """Returns a line of a lower rate."""
-        return self._replace(rate=self.rate / times)
 
 
 class RelayedNetwork:
     """A network between workers, whose lines can be changed, held and cut while they are used.
 
-    Methods take the numbers of workers. Inside the `with` block, the relay runs.
+    Inside the `with` block, the relay runs, and does what it is asked; the numbers are those of workers.
+
+        port(worker, other, address)            returns the port at which a worker reaches another one at its address
+        set_line(source, destination, line)     changes the line for all that is sent from now on
+        hold(source, destination)               lets nothing pass, and closes nothing
+        release(source, destination)            lets all that was held pass, and what follows it
+        cut(worker, other)                      resets all connections, and returns their number; new ones may follow
+        refuse(worker, other)                   resets each new connection
+        accept(worker, other)                   lets two workers connect again
+        passed(source, destination)             returns the number of bytes that have arrived
 
     Args:
         line: what every direction between two workers is like at first.
     """
 
-    def __init__(self, line: Line = Line()):  # noqa: B008
+    def __init__(self, line=Line()):  # noqa: B008
         self._line = line
 
-    def __enter__(self) -> "RelayedNetwork":
+    def __enter__(self):
         command = [sys.executable, __file__, json.dumps(self._line)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
-        self._ask = Questions(self.address)
+        self.environment = {VARIABLE: self._process.stdout.readline().strip()}
+        self._ask = Questions(self.environment[VARIABLE])
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._ask.close()
         self._process.kill()
         self._process.communicate()
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables with which worker_scripts/relayed.py finds this network."""
-        return {VARIABLE: self.address}
+    def __getattr__(self, name):
+        return functools.partial(self.__dict__["_ask"], name)
 
-    def port(self, worker: int, other: int, address: str) -> int:
-        """Returns the port at which a worker reaches another one, which listens at an address."""
-        return self._ask("port", worker, other, address)
+    def hold_both(self, one, other):
+        self.hold(one, other)
+        self.hold(other, one)
 
-    def set_line(self, source: int, destination: int, line: Line) -> None:
-        """Changes the line from one worker to another, for all that is sent from now on."""
-        self._ask("set_line", source, destination, line)
-
-    def hold(self, source: int, destination: int) -> None:
-        """Lets nothing pass from one worker to another, and closes nothing."""
-        self._ask("hold", source, destination)
-
-    def release(self, source: int, destination: int) -> None:
-        """Lets all that was held pass, and what follows it."""
-        self._ask("release", source, destination)
-
-    def hold_around(self, worker: int, others: tuple[int, ...]) -> None:
-        """Holds both directions between a worker and each of some others."""
-        for other in others:
-            self.hold(worker, other)
-            self.hold(other, worker)
-
-    def release_around(self, worker: int, others: tuple[int, ...]) -> None:
-        """Releases both directions between a worker and each of some others."""
-        for other in others:
-            self.release(worker, other)
-            self.release(other, worker)
-
-    def cut(self, worker: int, other: int) -> int:
-        """Resets all connections between two workers, and returns their number. New ones may follow."""
-        return self._ask("cut", worker, other)
-
-    def refuse(self, worker: int, other: int) -> None:
-        """Resets each new connection between two workers."""
-        self._ask("refuse", worker, other)
-
-    def accept(self, worker: int, other: int) -> None:
-        """Lets two workers connect again."""
-        self._ask("accept", worker, other)
-
-    def passed(self, source: int, destination: int) -> int:
-        """Returns the number of bytes that one worker has received from another so far."""
-        return self._ask("passed", source, destination)
+    def release_both(self, one, other):
+        self.release(one, other)
+        self.release(other, one)
 
 
 class Questions:
-    """Asks the relay to do something, and waits until it is done.
+    """Asks the relay at an address to do something, and waits until it is done."""
 
-    Args:
-        address: of the relay.
-    """
-
-    def __init__(self, address: str):
+    def __init__(self, address):
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)))
         self._answers = self._socket.makefile()
 
-    def __call__(self, command: str, *arguments: Any) -> Any:
+    def __call__(self, command, *arguments):
         self._socket.sendall(json.dumps([command, *arguments]).encode() + b"\n")
         return json.loads(self._answers.readline())
 
-    def close(self) -> None:
-        """Ends the connection."""
+    def close(self):
         self._answers.close()
         self._socket.close()
 
@@ -147,31 +103,30 @@ class _Direction:
     """The line from one worker to another, and what is on it.
 
     Attributes:
-        line: the line.
         passing: an event, cleared while the line is held.
         free_at: the time at which the line takes the next byte.
         passed: how many bytes have arrived.
     """
 
-    def __init__(self, line: Line):
+    def __init__(self, line):
         self.line = line
         self.passing = asyncio.Event()
         self.passing.set()
         self.free_at = 0.0
         self.passed = 0
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def carry(self, reader, writer):
         """Passes the bytes of one connection on, until its end, which is passed on like a byte."""
-        under_way: asyncio.Queue[tuple[float, bytes, bool]] = asyncio.Queue(_PIECES)
+        under_way = asyncio.Queue(_PIECES)
         await asyncio.gather(self._take(reader, under_way), self._give(under_way, writer))
 
-    async def _take(self, reader: asyncio.StreamReader, under_way: asyncio.Queue[tuple[float, bytes, bool]]) -> None:
+    async def _take(self, reader, under_way):
         while True:
             await _sleep_until(self.free_at - _QUEUE_SECONDS)
             await self.passing.wait()
             piece, is_reset = b"", False
             try:
-                piece = await reader.read(max(1, min(_PIECE_BYTES, int(min(self.line.rate * _PIECE_SECONDS, _PIECE_BYTES)))))
+                piece = await reader.read(max(1, int(min(self.line.rate * _PIECE_SECONDS, _PIECE_BYTES))))
             except ConnectionError:
                 is_reset = True
             self.free_at = max(self.free_at, time.monotonic()) + len(piece) / self.line.rate
@@ -179,7 +134,7 @@ class _Direction:
             if not piece:
                 return
 
-    async def _give(self, under_way: asyncio.Queue[tuple[float, bytes, bool]], writer: asyncio.StreamWriter) -> None:
+    async def _give(self, under_way, writer):
         while True:
             arrival, piece, is_reset = await under_way.get()
             await _sleep_until(arrival)
@@ -200,12 +155,12 @@ class _Direction:
 class _Relay:
     """Carries all connections, and does what is asked."""
 
-    def __init__(self, line: Line):
-        self._directions: dict[tuple[int, int], _Direction] = collections.defaultdict(lambda: _Direction(line))
-        self._connections: dict[frozenset[int], set[asyncio.StreamWriter]] = collections.defaultdict(set)
-        self._refused: set[frozenset[int]] = set()
+    def __init__(self, line):
+        self._directions = collections.defaultdict(lambda: _Direction(line))
+        self._connections = collections.defaultdict(set)
+        self._refused = set()
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, reader, writer):
         """Does what one `Questions` asks."""
         while line := await reader.readline():
             command, *arguments = json.loads(line)
@@ -214,17 +169,15 @@ class _Relay:
             await writer.drain()
         writer.close()
 
-    async def do_port(self, worker: int, other: int, address: str) -> int:
-        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def do_port(self, worker, other, address):
+        async def connect(reader, writer):
             with self._counted(frozenset((worker, other)), writer):
                 await self._connect(reader, writer, worker, other, address)
 
         server = await asyncio.start_server(connect, "127.0.0.1", 0)
         return server.sockets[0].getsockname()[1]
 
-    async def _connect(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, worker: int, other: int, address: str
-    ) -> None:
+    async def _connect(self, reader, writer, worker, other, address):
         if frozenset((worker, other)) in self._refused:
             return
         there, back = self._directions[worker, other], self._directions[other, worker]
@@ -242,7 +195,7 @@ class _Relay:
                 end.close()
 
     @contextlib.contextmanager
-    def _counted(self, pair: frozenset[int], writer: asyncio.StreamWriter) -> Iterator[None]:
+    def _counted(self, pair, writer):
         """Lets `cut` reset an end of a connection, and resets it if it is still open at the end."""
         self._connections[pair].add(writer)
         try:
@@ -252,44 +205,44 @@ class _Relay:
             if not writer.is_closing():
                 _reset(writer)
 
-    async def do_set_line(self, source: int, destination: int, line: list[float]) -> None:
+    async def do_set_line(self, source, destination, line):
         self._directions[source, destination].line = Line(*line)
 
-    async def do_hold(self, source: int, destination: int) -> None:
+    async def do_hold(self, source, destination):
         self._directions[source, destination].passing.clear()
 
-    async def do_release(self, source: int, destination: int) -> None:
+    async def do_release(self, source, destination):
         self._directions[source, destination].passing.set()
 
-    async def do_cut(self, worker: int, other: int) -> int:
+    async def do_cut(self, worker, other):
         ends = list(self._connections[frozenset((worker, other))])
         for writer in ends:
             _reset(writer)
         return len(ends) // 2
 
-    async def do_refuse(self, worker: int, other: int) -> None:
+    async def do_refuse(self, worker, other):
         self._refused.add(frozenset((worker, other)))
 
-    async def do_accept(self, worker: int, other: int) -> None:
+    async def do_accept(self, worker, other):
         self._refused.discard(frozenset((worker, other)))
 
-    async def do_passed(self, source: int, destination: int) -> int:
+    async def do_passed(self, source, destination):
         return self._directions[source, destination].passed
 
 
-async def _sleep_until(moment: float) -> None:
+async def _sleep_until(moment):
     seconds = moment - time.monotonic()
     if seconds > 0:
         await asyncio.sleep(seconds)
 
 
-def _reset(writer: asyncio.StreamWriter) -> None:
+def _reset(writer):
     with contextlib.suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()
 
 
-async def _serve(line: Line) -> None:
+async def _serve(line):
     relay = _Relay(line)
     server = await asyncio.start_server(relay.answer, "127.0.0.1", 0)
     print(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)

@@ -6,8 +6,8 @@ from keras_dp.batches import input_strategy
 from keras_dp.devices import variable_homes
 from keras_dp.steps import slow_steps
 
-# Packed copies, variables on several devices, towers that XLA compiles, and all defaults of GPUs at once. Each test of what is
-# computed runs in one of these, which its name chooses; KERAS_DP_TEST_WAY=packed and the like choose one for all.
+# Packed copies, variables on several devices, towers that XLA compiles, and all defaults of GPUs at once. test_ways.py trains
+# each kind of program in each of these. KERAS_DP_TEST_WAY=gpus and the like choose one for all tests of what is computed.
 WAYS = {
     "plain": {},
     "packed": {"pack_copies": True},
@@ -17,6 +17,9 @@ WAYS = {
     "gpus": {},
 }
 DEFAULTS_OF_GPUS = [trainer, input_strategy, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
+# Each test of what is computed runs in one of these, which its name chooses. Programs that XLA has compiled stay in memory for
+# the life of a process, some 30 MB a test.
+WITHOUT_XLA = ("plain", "packed", "sharded", "packed-sharded")
 OF_RESULTS = {
     "test_accumulation",
     "test_compatibility_losses",

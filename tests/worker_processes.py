@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+from forked_processes import TESTS, Process
+
 SCRIPTS = TESTS / "worker_scripts"
 
 
@@ -41,17 +43,10 @@ class Workers:
     """
 
     def __init__(self, script, count, directory, *arguments, **environment):
-        self.script = SCRIPTS / script
+        self.command = [SCRIPTS / script, *arguments]
         self.ports = free_ports(count)
         self.logs = [Path(directory, f"worker_{i}.log") for i in range(count)]
-        self.arguments = arguments
-        self.environment = {
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "KERAS_BACKEND": "tensorflow",
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "parity", TESTS.parent, os.environ.get("PYTHONPATH", "")))),
-            **environment,
-        }
+        self.environment = environment
         self.processes = {}
 
     def __enter__(self):
@@ -59,33 +54,25 @@ class Workers:
 
     def __exit__(self, *error):
         for process in self.processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            process.__exit__(*error)
 
     def start(self, *indices, **environment):
         """Starts the workers at the given indices, or all of them."""
         for i in indices or range(len(self.ports)):
-            with self.logs[i].open("wb") as log:
-                self.processes[i] = subprocess.Popen(
-                    [sys.executable, str(self.script), *map(str, self.arguments)],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "TF_CONFIG": tf_config(self.ports, i), **self.environment, **environment},
-                )
+            variables = {"TF_CONFIG": tf_config(self.ports, i), **self.environment, **environment}
+            self.processes[i] = Process(*self.command, log=self.logs[i], environment=variables, server=i)
         return self
 
     def output(self, i):
         return self.logs[i].read_text(encoding="utf-8", errors="replace")
 
+    def outputs(self):
+        return [self.output(i) for i in range(len(self.logs))]
+
     def wait_for_output(self, text, *indices, seconds=120):
         """Waits until workers have printed a text."""
-        end = time.monotonic() + seconds
         for i in indices or self.processes:
-            while text not in self.output(i):
-                assert time.monotonic() < end, f"worker {i} did not print {text!r}:\n{self.output(i)[-3000:]}"
-                assert self.processes[i].poll() is None, f"worker {i} has ended:\n{self.output(i)[-3000:]}"
-                time.sleep(0.05)
+            wait_for(lambda i=i: text in self.output(i), self.processes[i], lambda i=i: self.output(i), seconds)
 
     def wait(self, *indices, seconds=120):
         """Waits until the workers have ended, and returns their exit codes."""
@@ -99,3 +86,53 @@ class Workers:
 
     def signal(self, i, name):
         self.processes[i].send_signal(getattr(signal, f"SIG{name}"))
+
+
+class Launched:
+    """Runs `keras-dp launch` with worker_scripts/training.py or another script, and kills it at the end of the `with` block.
+
+    Args:
+        directory: the directory for the output.
+        options: the options of the command.
+        script: the script and its arguments.
+        environment: further environment variables.
+    """
+
+    def __init__(self, directory, options, *script, **environment):
+        self._log = directory / "launched.log"
+        command = [sys.executable, "-m", "keras_dp", "launch", *options.split(), *map(str, script)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=TESTS.parent, env={**os.environ, **environment}
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.terminate()
+        self.process.wait()
+
+    def output(self):
+        return self._log.read_text()
+
+    def wait_for_output(self, text):
+        wait_for(lambda: text in self.output(), self.process, self.output)
+
+    def whole_output(self, seconds=300):
+        """Returns what was printed, when all workers have ended without an error."""
+        assert self.process.wait(seconds) == 0, self.output()[-3000:]
+        return self.output()
+
+    def running(self):
+        """Returns the number of the process of each worker, as it has printed it."""
+        return {int(worker): int(pid) for worker, pid in re.findall(r"connected (\d) of \d, process (\d+)", self.output())}
+
+
+def wait_for(condition, process, output, seconds=120):
+    """Waits until a condition holds, while a process runs."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain:\n{output()[-3000:]}"
+        assert process.poll() is None or condition(), f"the process has ended:\n{output()[-3000:]}"
+        time.sleep(0.05)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import socket
 import subprocess
 import sys
 import time
@@ -13,30 +12,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from worker_processes import free_ports
+from worker_threads import on_workers
 
 import keras_dp
 from keras_dp import tables
 from keras_dp.cli import main, models
-from keras_dp.cli.check import checking, copying, machine, training, workers
-from keras_dp.cli.check.command import Question
+from keras_dp.cli.check import checking, command, copying, machine, training, workers
 from keras_dp.cli.check.findings import Finding
 from keras_dp.devices import nvidia, platforms
 from keras_dp.partition.placing.rules import RULES
-
-MODEL = """
-import keras, numpy as np, os, signal
-def build():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-def batch():
-    return np.ones((1, 4), "float32"), np.ones((1, 2), "float32")
-def ends():
-    os.kill(os.getpid(), signal.SIGABRT)
-def unbuilt():
-    print("building", end="")
-    raise RuntimeError("no such file")
-def leaves():
-    raise SystemExit(0)
-"""
+from keras_dp.workers.group import WorkerGroup
+from keras_dp.workers.health_check import HealthCheck
 
 
 @pytest.fixture
@@ -45,13 +32,25 @@ def findings(monkeypatch):
     monkeypatch.setattr(checking, "use_logical_cpus", lambda count: None)
     keras.config.set_floatx("float32")
     return lambda *arguments, **named: {
-        one.name: one for one in checking.findings(Question(*arguments, **{"towers": 2} | named))
+        one.name: one for one in checking.findings(command.Question(*arguments, **{"towers": 2} | named))
     }
 
 
+def wrapped(*stack, features=4):
+    """Returns a model with these layers, compiled on two towers."""
+    inputs = keras.Input((features,))
+    outputs = inputs
+    for layer in (*stack, keras.layers.Dense(2)):
+        outputs = layer(outputs)
+    parallel = keras_dp.DataParallelModel(keras.Model(inputs, outputs), devices=2)
+    parallel.compile("sgd", "mse")
+    return parallel
+
+
 @pytest.mark.promise
-def test_a_machine_that_works(tmp_path, capsys):
-    """Runs the command as a user does. Without GPUs, only the devices are a warning."""
+def test_a_machine_that_works(findings, monkeypatch, capsys):
+    """Prints what a user sees. Without GPUs, only the devices are a warning."""
+    monkeypatch.setattr(command, "answers", checking.findings)
     assert main(["check"]) == 0
     printed = capsys.readouterr().out
     verdicts = {line.split()[1]: line.split()[0] for line in printed.splitlines() if not line.startswith(" ")}
@@ -62,59 +61,46 @@ def test_a_machine_that_works(tmp_path, capsys):
     assert all(len(line) <= tables.WIDEST for line in printed.splitlines())
 
 
+@pytest.mark.parametrize(("end", "code"), [("kill -ABRT $$", -6), ("exit 0", 0)])
+def test_a_process_that_ends_before_its_checks(end, code, tmp_path, monkeypatch, capsys):
+    """The finding before the end is kept, although a model has printed the beginning of its line."""
+    python = tmp_path / "python"
+    finding = json.dumps(dataclasses.asdict(Finding("versions", "pass", "all is well")))
+    python.write_text(f"#!/bin/sh\nprintf '\nfinding: %s\nno such file' '{finding}'\n{end}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert main(["check", "--json"]) == 1
+    first, last = json.loads(capsys.readouterr().out)
+    assert first["name"] == "versions"
+    assert (last["verdict"], last["seen"]) == ("fail", f"the checks ended with exit code {code}: no such file")
+
+
 @pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        ("ends", "the checks ended with exit code -6"),
-        ("unbuilt", "RuntimeError: no such file"),
-        ("other", "has no function 'other'"),
-        ("leaves", "the checks ended with exit code 0"),
-    ],
+    ("function", "said"), [("broken", "RuntimeError: this model cannot be built"), ("other", "has no function 'other'")]
 )
-def test_a_model_that_cannot_be_checked(function, said, tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    assert main(["check", "--model", f"my_model:{function}", "--json"]) == 1
-    *others, last = json.loads(capsys.readouterr().out)
-    assert last["verdict"] == "fail"
-    assert said in last["seen"]
-    assert [one["name"] for one in others] == ["versions", "devices", "copies"]
+def test_a_model_that_cannot_be_checked(function, said, findings):
+    *others, (name, last) = findings(f"user_models:{function}").items()
+    assert (name, last.verdict) == ("model", "fail")
+    assert said in last.seen
+    assert [name for name, _ in others] == ["versions", "devices", "copies"]
 
 
 def test_a_model_and_data_of_the_user(findings, tmp_path, monkeypatch):
-    """One row for two towers: one of them is idle."""
-    (tmp_path / "a_model.py").write_text(MODEL)
+    """One row for two towers: one of them is idle. The module is in the current directory."""
+    (tmp_path / "a_module.py").write_text("from user_models import one_row, small\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    found = findings("a_model:build", "a_model:batch")
+    found = findings("a_module:small", "a_module:one_row")
     assert found["rows"].verdict == "warn"
     assert "1 rows for 2 towers, 0 or more for each" in found["rows"].seen
     assert found["result"].verdict == found["repeated"].verdict == "pass"
 
 
-GENERATORS = """
-import keras, numpy as np
-
-def endless():
-    while True:
-        yield [np.ones((4, 3), "float32"), np.zeros((4, 1), "float32")]
-
-class Batches(keras.utils.PyDataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return np.ones((4, 3), "float32"), np.zeros((4, 1), "float32")
-"""
-
-
-@pytest.mark.parametrize("name", ["endless", "Batches"])
-def test_data_of_a_generator_or_a_py_dataset(name, tmp_path, monkeypatch):
-    """The first batch is enough. An endless generator was once read to its end."""
-    (tmp_path / f"batches_of_{name}.py").write_text(GENERATORS)
-    monkeypatch.chdir(tmp_path)
-    given = models.function_named(f"batches_of_{name}:{name}")()
-    x, y = checking._first_batch(given)
-    assert (x.shape, y.shape) == ((4, 3), (4, 1))
+@pytest.mark.parametrize(("name", "rows"), [("generator", 4), ("Sequence", 5)])
+def test_data_of_a_generator_or_a_py_dataset(name, rows):
+    """The first batch is enough: a generator may be endless."""
+    x, y = checking._first_batch(models.function_named(f"user_models:{name}")())
+    assert (x.shape, y.shape) == ((rows, 3), (rows, 2))
 
 
 def test_copies_that_change_numbers(monkeypatch):
@@ -122,11 +108,8 @@ def test_copies_that_change_numbers(monkeypatch):
     copied = copying._copied
 
     def broken(tensor, device):
-        return (
-            tf.concat([copied(tensor, device)[:-1], [tf.constant(7, tf.uint8)]], 0)
-            if device == "CPU:2"
-            else copied(tensor, device)
-        )
+        right = copied(tensor, device)
+        return tf.concat([right[:-1], [tf.constant(7, tf.uint8)]], 0) if device == "CPU:2" else right
 
     assert copying.copies(["CPU:0", "CPU:1", "CPU:2"]).verdict == "pass"
     monkeypatch.setattr(copying, "_copied", broken)
@@ -163,18 +146,8 @@ def test_a_result_that_differs(findings, monkeypatch):
     assert any("Relu" in line for line in found.table)
 
 
-class DrawsByItself(keras.layers.Layer):
-    """Draws from the operating system's randomness, and not from Keras's seeds."""
-
-    def build(self, shape):
-        self.generator = tf.random.Generator.from_non_deterministic_state()
-
-    def call(self, x):
-        return x * self.generator.uniform(tf.shape(x))
-
-
 def test_a_step_that_cannot_run_twice():
-    """It counts its rows in a table, and was called wrong."""
+    """It counts its rows in a table, and is not wrong."""
     counts = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
 
     class Counting(keras.Sequential):
@@ -189,27 +162,29 @@ def test_a_step_that_cannot_run_twice():
     assert "an iterator, a queue, a table" in found.advice
 
 
-def test_a_layer_that_draws_its_own_randomness(monkeypatch):
-    def build():
-        parallel = keras_dp.DataParallelModel(
-            keras.Sequential([keras.Input((4,)), DrawsByItself(), keras.layers.Dense(2)]), devices=2
-        )
-        parallel.compile("sgd", "mse")
-        return parallel
+class DrawsByItself(keras.layers.Layer):
+    """Draws from the operating system's randomness, and not from Keras's seeds."""
 
-    keras.config.set_floatx("float32")
-    found = training.repeated(build, tf.data.Dataset.from_tensors((np.ones((8, 4), "float32"), np.ones((8, 2), "float32"))))
+    def build(self, shape):
+        self.generator = tf.random.Generator.from_non_deterministic_state()
+
+    def call(self, x):
+        return x * self.generator.uniform(tf.shape(x), dtype=x.dtype)
+
+
+def test_a_layer_that_draws_its_own_randomness():
+    batches = tf.data.Dataset.from_tensors((np.ones((8, 4)), np.ones((8, 2))))
+    found = training.repeated(lambda: wrapped(DrawsByItself()), batches)
     assert found.verdict == "warn"
     assert found.seen.startswith("the same seed gives weights that differ by ")
     assert "without Keras's seeds" in found.advice
 
 
 @pytest.mark.parametrize(
-    ("device", "by", "verdict"),
-    [("GPU:0", 5e-10, "pass"), ("GPU:0", 1e-4, "warn"), ("CPU:0", 5e-10, "warn"), ("CPU:0", 0.0, "pass")],
+    ("device", "by", "verdict"), [("GPU:0", 5e-10, "pass"), ("GPU:0", 1e-4, "warn"), ("CPU:0", 5e-10, "warn")]
 )
 def test_gpus_may_add_in_any_order(device, by, verdict):
-    """On an H100, weights differed by 5e-10 between two trainings of a small network, and every check warned of it."""
+    """On an H100, weights differed by 5e-10 between two trainings of a small network."""
     weights = iter([np.zeros(3), np.full(3, by)])
 
     def build():
@@ -227,42 +202,38 @@ def test_a_version_that_was_never_tested(package, version, monkeypatch):
     assert (found.verdict, "not tested with versions as new" in found.advice) == ("warn", True)
 
 
-def test_gpus_that_tensorflow_does_not_see(tmp_path, monkeypatch):
-    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "gpus")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = machine.devices_found()
-    assert found.verdict == "fail"
-    assert found.seen.startswith("the driver has 1 GPU(s), and TensorFlow, built for CUDA ")
-    assert "[cuda]" in found.advice
+@pytest.fixture
+def machine_with(monkeypatch):
+    """Returns a function that makes a machine with some GPUs, of which TensorFlow sees the named ones, and looks at it."""
+
+    def look(count, gpus, capability=(9, 0)):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(nvidia, "count_gpus", lambda: count)
+        monkeypatch.setattr(machine, "environment", lambda: {"gpus": gpus})
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+        monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": capability})
+        return machine.devices_found()
+
+    return look
 
 
 @pytest.mark.parametrize(
-    ("gpus", "in_machine", "verdict", "advice"),
+    ("count", "gpus", "capability", "verdict", "seen", "advice"),
     [
-        (["A100", "A100"], 2, "pass", ""),
-        (["A100"], 2, "warn", "Is another version of CUDA"),
-        (["A100", "T4"], 2, "warn", "They differ"),
+        (2, ["A100", "A100"], (9, 0), "pass", "", ""),
+        (2, ["A100"], (9, 0), "warn", "", "Is another version of CUDA"),
+        (2, ["A100", "T4"], (9, 0), "warn", "", "They differ"),
+        # Plain Keras fails on them, too, and says less.
+        (1, ["RTX 5090"], (12, 0), "warn", "12.0", "Blackwell"),
+        (1, [], None, "fail", "the driver has 1 GPU(s), and TensorFlow, built for CUDA ", "[cuda]"),
     ],
 )
-def test_gpus_that_tensorflow_sees(gpus, in_machine, verdict, advice, monkeypatch):
-    monkeypatch.setattr(machine, "environment", lambda: {"gpus": gpus})
-    monkeypatch.setattr(nvidia, "count_gpus", lambda: in_machine)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = machine.devices_found()
-    assert (found.verdict, found.advice[: len(advice)]) == (verdict, advice)
-
-
-@pytest.mark.parametrize(("capability", "verdict"), [((9, 0), "pass"), ((12, 0), "warn")])
-def test_gpus_that_tensorflow_has_no_kernels_for(capability, verdict, monkeypatch):
-    """Plain Keras fails on them, too, and says less."""
-    monkeypatch.setattr(machine, "environment", lambda: {"gpus": ["RTX 5090"]})
-    monkeypatch.setattr(nvidia, "count_gpus", lambda: 1)
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
-    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": capability})
-    found = machine.devices_found()
-    assert (found.verdict, "Blackwell" in found.advice) == (verdict, verdict == "warn")
-    assert f"{capability[0]}.{capability[1]}" in found.seen or verdict == "pass"
+def test_gpus_of_the_machine(count, gpus, capability, verdict, seen, advice, machine_with):
+    found = machine_with(count, gpus, capability)
+    assert found.verdict == verdict
+    assert seen in found.seen
+    assert advice in found.advice
+    assert found.advice or verdict == "pass"
 
 
 @pytest.mark.parametrize(("megabytes", "verdict"), [(3, "pass"), (9000, "warn")])
@@ -275,16 +246,13 @@ def test_other_programs_on_a_gpu(megabytes, verdict, monkeypatch):
 
 
 def test_steps_that_wait_for_input():
-    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), devices=2)
-    parallel.compile("sgd", "mse")
-
     def slow():
         while True:
-            time.sleep(0.1)
+            time.sleep(0.05)
             yield np.ones((8, 4)), np.ones((8, 2))
 
     spec = tuple(tf.TensorSpec((8, width), tf.float64) for width in (4, 2))
-    found = training.speed(parallel, tf.data.Dataset.from_generator(slow, output_signature=spec))
+    found = training.speed(wrapped(), tf.data.Dataset.from_generator(slow, output_signature=spec))
     assert found.verdict == "warn"
     assert found.data["input_wait"] > 0.5
 
@@ -294,10 +262,7 @@ def test_rows_that_are_gathered():
         def call(self, x):
             return x + tf.sort(x, axis=0)
 
-    inputs = keras.Input((40_000,))
-    parallel = keras_dp.DataParallelModel(keras.Model(inputs, keras.layers.Dense(1)(Sorts()(inputs))), devices=2)
-    parallel.compile("sgd", "mse")
-    found = training.work(parallel, (np.ones((8, 40_000)), np.ones((8, 1))))
+    found = training.work(wrapped(Sorts(), features=40_000), (np.ones((8, 40_000)), np.ones((8, 2))))
     assert found.verdict == "warn"
     assert "gather rows, the largest 2.6 MB" in found.seen
 
@@ -327,6 +292,7 @@ def test_machines_where_gpus_come_otherwise(variables, release, system, name, ad
     assert ("pip install" in found.advice) == platforms.current_platform().has_cuda
 
 
+@pytest.mark.processes
 def test_workers_that_work(capfd):
     """The first worker prints all, the other one only what is not as it should be: there is no GPU."""
     assert main(["launch", "--workers", "2", "-m", "keras_dp", "check"]) == 0
@@ -340,29 +306,32 @@ def test_workers_that_work(capfd):
     assert any("32 rows for 2 towers" in line for line in lines)
 
 
-def test_a_worker_that_cannot_be_reached(monkeypatch, capsys):
-    with socket.socket() as free, socket.socket() as own:
-        free.bind(("127.0.0.1", 0))
-        own.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (own, free)]
-    cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
-    assert main(["check", "--start-timeout", "3", "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["name"], found["verdict"]) == ("workers", "fail")
-    assert addresses[1] in found["seen"]
-    assert "firewalls" in found["advice"]
+def wait_for_nobody(start_timeout):
+    """Waits for another worker that does not start."""
+    waiting = HealthCheck([f"127.0.0.1:{port}" for port in free_ports(2)], 0, timeout=1.0)
+    try:
+        waiting.wait_for_all(start_timeout)
+    finally:
+        waiting.stop()
 
 
-def test_workers_with_other_versions(monkeypatch):
-    def differ(**arguments):
-        raise ValueError("They differ in versions, keras: worker 0 has '3.15.1', worker 1 has '3.14.0'.")
+def differ(start_timeout):
+    raise ValueError("They differ in versions, keras: worker 0 has '3.15.1', worker 1 has '3.14.0'.")
 
+
+@pytest.mark.parametrize(
+    ("connect", "said", "advised"),
+    [(wait_for_nobody, "127.0.0.1:", "firewalls"), (differ, "worker 1 has '3.14.0'", "")],
+    ids=["not started", "other versions"],
+)
+def test_workers_that_cannot_be_connected(connect, said, advised, findings, monkeypatch):
+    """Nothing else is checked then."""
     monkeypatch.setattr(workers, "find_cluster", lambda: "a cluster")
-    monkeypatch.setattr(workers, "connect_workers", differ)
-    group, found = workers.connected(1.0)
-    assert group is None
-    assert (found.verdict, "worker 1 has '3.14.0'" in found.seen) == ("fail", True)
+    monkeypatch.setattr(workers, "connect_workers", connect)
+    (found,) = findings("small", start_timeout=1).values()
+    assert (found.name, found.verdict) == ("workers", "fail")
+    assert said in found.seen
+    assert advised in found.advice
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -382,7 +351,6 @@ TIMES = {(i, j): 2e-4 for i in range(3) for j in range(3) if i != j}
 @pytest.mark.parametrize(
     ("times", "verdict", "said"),
     [
-        ({}, "pass", "a worker answers in 0.20 ms"),
         ({(2, 0): 9e-4}, "pass", "a worker answers in 0.90 ms"),
         ({(0, 2): 0.03}, "warn", "most workers answer in 0.20 ms, but worker 2 answers 0 in 30.00 ms"),
         ({(1, 2): math.inf}, "fail", "most workers answer in 0.20 ms, but worker 2 does not answer 1"),
@@ -402,21 +370,15 @@ def test_two_workers_that_are_silent():
     assert (found.verdict, found.seen) == ("fail", "worker 1 does not answer 0, worker 0 does not answer 1")
 
 
-def test_times_between_three_workers(tmp_path):
-    """Each worker measures its own row of the table, and all receive the same one."""
-    (tmp_path / "times.py").write_text(
-        "import json, keras_dp\n"
-        "group = keras_dp.connect_workers()\n"
-        "print('times', json.dumps(group.answer_times()), flush=True)\n"
-    )
-    command = [sys.executable, "-m", "keras_dp", "launch", "--workers", "3", str(tmp_path / "times.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    received = [line.partition("times ")[2] for line in printed.splitlines() if "times " in line]
-    assert len(received) == 3
-    assert len(set(received)) == 1
-    times = json.loads(received[0])
-    assert [sorted(row) for row in times] == [["1", "2"], ["0", "2"], ["0", "1"]]
-    assert all(0 < time < 5 for row in times for time in row.values())
+def test_times_between_three_workers():
+    """Each worker measures its own row of the table, in turn, and all receive the same one."""
+    rows = [{1: 0.1, 2: 0.2}, {0: 0.3, 2: math.inf}, {0: 0.4, 1: 0.5}]
+
+    def times(collectives):
+        own = SimpleNamespace(answer_times=lambda: rows[collectives.index])
+        return WorkerGroup(collectives, own).answer_times()
+
+    assert on_workers(3, times) == [rows] * 3
 
 
 def test_too_few_devices(findings):

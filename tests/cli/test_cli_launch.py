@@ -1,7 +1,7 @@
 """The command `keras-dp launch` starts workers with their environment, prints their output, and ends them."""
 
+import argparse
 import collections
-import contextlib
 import io
 import json
 import os
@@ -54,9 +54,12 @@ def user_directory(tmp_path, monkeypatch):
 
 
 def run(script, options="--workers 2", arguments=(), begin=BEGIN):
-    """Launches a script, and returns the launcher's exit code."""
+    """Launches a script, which must not take long, and returns the launcher's exit code."""
     Path("script.py").write_text(begin + script, encoding="utf-8")
-    return main(["launch", *options.split(), "script.py", *arguments])
+    started = time.monotonic()
+    code = main(["launch", *options.split(), "script.py", *arguments])
+    assert time.monotonic() - started < 30
+    return code
 
 
 def reports(output):
@@ -66,18 +69,17 @@ def reports(output):
     return [{**report, "TF_CONFIG": json.loads(report["TF_CONFIG"])} for report in found]
 
 
+def becomes(condition, seconds=20):
+    """Waits until a condition holds, and returns whether it does."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
 def when_told(name, action):
     """Starts a thread that calls `action` when a worker has called `tell(name)`."""
-
-    def wait():
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            if Path(name).exists():
-                action()
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=lambda: becomes(Path(name).exists) and action())
     thread.start()
     return thread
 
@@ -85,13 +87,10 @@ def when_told(name, action):
 def ends(name):
     """Waits for the process that called `tell(name)`, and returns whether it ends; a zombie process counts as ended."""
     status = Path(f"/proc/{Path(name).read_text()}/status")
-    end = time.monotonic() + 10
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while "\nState:\tZ" not in status.read_text():
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-    return True
+    try:
+        return becomes(lambda: "\nState:\tZ" in status.read_text(), 10)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_workers_know_each_other(capsys):
@@ -118,24 +117,27 @@ def test_module(user_directory, capsys):
 
 
 @pytest.mark.parametrize(
-    ("visible", "options", "expected"),
+    ("visible", "workers", "towers", "expected"),
     [
-        (None, "--workers 2", ["0,1", "2,3"]),
-        (None, "--workers 3 --towers-per-worker 1", ["0", "1", "2"]),
-        ("4,5,6,7", "--workers 2 --towers-per-worker 2", ["4,5", "6,7"]),
-        ("GPU-8932f937, GPU-d7b0c9a1", "--workers 2", ["GPU-8932f937", "GPU-d7b0c9a1"]),
-        ("2,3,-1,1", "--workers 2", ["2", "3"]),
-        ("-1", "--workers 2 --towers-per-worker 3", ["-1", "-1"]),
-        ("", "--workers 2", ["", ""]),
+        (None, 2, None, ["0,1", "2,3"]),
+        (None, 3, 1, ["0", "1", "2"]),
+        ("GPU-8932f937, GPU-d7b0c9a1", 2, None, ["GPU-8932f937", "GPU-d7b0c9a1"]),
+        ("2,3,-1,1", 2, None, ["2", "3"]),
+        ("-1", 2, 3, [None, None]),
+        ("0,1,2", 2, None, "Each of 2 workers needs the same number of GPUs. Received: 3 GPUs. Change --workers"),
+        ("0,1,2", 2, 2, "Each of 2 workers needs 2 GPUs. Received: 3 GPUs. Change --workers"),
     ],
 )
-def test_gpus_are_divided(user_directory, monkeypatch, capsys, visible, options, expected):
+def test_gpus_are_divided(user_directory, monkeypatch, visible, workers, towers, expected):
     for index in range(4):
         (user_directory / "gpus" / f"0000:0{index}:00.0").mkdir(parents=True)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert run(REPORT, options, begin="") == 0
-    assert [report["CUDA_VISIBLE_DEVICES"] for report in reports(capsys.readouterr().out)] == expected
+    try:
+        received = [variables.get("CUDA_VISIBLE_DEVICES") for variables in launch._gpus_of_workers(workers, towers)]
+    except argparse.ArgumentError as error:
+        received = str(error)[: len(expected)]
+    assert received == expected
 
 
 def test_lines_have_the_number_of_their_worker(capsys):
@@ -144,7 +146,7 @@ bar = "\n\r\x1b[1m1/3\x1b[0m ━━\b\b\b\r2/3 ━━\b\b\b\r\b\b\r3/3 ━━\n"
 sys.stdout.buffer.write(bar.encode() + b"first\r\nsecond \xff")
 sys.stderr.write("one\ntwo")
 """
-    assert run(script) == 0
+    assert run(script + "\nif index:\n    time.sleep(0.3)") == 0
     output = capsys.readouterr()
     for prefix in ("[0] ", "[1] "):
         lines = [line.removeprefix(prefix) for line in output.out.split("\n") if line.startswith(prefix)]
@@ -154,7 +156,7 @@ sys.stderr.write("one\ntwo")
 
 def test_lines_are_not_mixed(capsys):
     script = """
-for line in range(300):
+for line in range(100):
     for part in range(3):
         (sys.stdout if line % 2 else sys.stderr).write(str(index) * 50)
     (sys.stdout if line % 2 else sys.stderr).write(chr(10))
@@ -162,7 +164,7 @@ for line in range(300):
     assert run(script, "--workers 3") == 0
     output = capsys.readouterr()
     for stream in (output.out, output.err):
-        assert collections.Counter(stream.splitlines()) == {f"[{index}] {str(index) * 150}": 150 for index in range(3)}
+        assert collections.Counter(stream.splitlines()) == {f"[{index}] {str(index) * 150}": 50 for index in range(3)}
 
 
 def test_lines_are_printed_as_they_come(capfd):
@@ -188,11 +190,6 @@ def test_nobody_reads_the_output(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Closed())
     assert run("while True: print('more')", "--workers 1") == 1
     assert "[0] BrokenPipeError" in capsys.readouterr().err
-
-
-def test_waits_for_all(capsys):
-    assert run("if index: time.sleep(0.5); print('last')") == 0
-    assert capsys.readouterr().out == "[1] last\n"
 
 
 def test_failure_is_summarized(capsys):
@@ -230,30 +227,24 @@ begin = time.monotonic()
 tell("ready")
 time.sleep(60)
 """
-    begin = time.monotonic()
     assert run(script) == 1
-    assert time.monotonic() - begin < 10
     output = capsys.readouterr()
     assert output.out == "[0] terminated True\n"
     assert output.err.endswith("\n[1] ValueError: lost\n")
 
 
-@pytest.mark.parametrize("state", ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_others_are_killed_if_they_do_not_end(monkeypatch, capsys, state):
+def test_others_are_killed_if_they_do_not_end(monkeypatch, capsys):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(launch, "KILL_SECONDS", 0.3)
-    script = f"""
+    script = """
 if index == 1:
     wait_for("ready")
-    time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 tell("ready")
-{state}
 time.sleep(60)
 """
-    begin = time.monotonic()
     assert run(script) == 128 + signal.SIGKILL
-    assert time.monotonic() - begin < 10
     assert "worker 1 failed first, with signal 9 (Killed)." in capsys.readouterr().err
     assert ends("ready")
 
@@ -267,9 +258,7 @@ if index == 0:
     os._exit(5)
 wait_for("child")
 """
-    begin = time.monotonic()
     assert run(script) == 5
-    assert time.monotonic() - begin < 10
     assert ends("child")
 
 
@@ -322,9 +311,7 @@ while True:
     threads = [when_told("ready", lambda: os.kill(os.getpid(), signal.SIGTERM))]
     if twice:
         threads.append(when_told("stubborn", lambda: os.kill(os.getpid(), signal.SIGINT)))
-    begin = time.monotonic()
     assert run(script, "--workers 1") == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < 10
     for thread in threads:
         thread.join()
     assert ends("stubborn")
@@ -336,10 +323,10 @@ def test_restarts_until_it_works(capsys):
     output = capsys.readouterr()
     found = reports(output.out)
     assert [report["KERAS_DP_RESTART"] for report in found] == ["0", "1", "2"] * 2
-    clusters = {json.dumps(report["TF_CONFIG"]["cluster"]) for report in found}
-    assert len(clusters) == 3
-    restarts = re.findall(r"keras-dp launch: (all .*)", output.err)
-    assert restarts == [f"all workers start again, restart {number} of 5." for number in (1, 2)]
+    assert len({json.dumps(report["TF_CONFIG"]["cluster"]) for report in found}) == 3
+    assert re.findall(r"all workers start again, restart \d of 5\.", output.err) == [
+        f"all workers start again, restart {number} of 5." for number in (1, 2)
+    ]
 
 
 def test_restarts_have_an_end(capsys):
@@ -348,34 +335,26 @@ def test_restarts_have_an_end(capsys):
 
 
 def test_a_worker_that_fails_twice_in_a_row_is_left_out(monkeypatch, capsys):
-    """The others go on with their own GPUs, and with new numbers. A worker that fails once starts again.
-
-    When another one fails, the worker that was left out is tried again.
-    """
+    """The others go on with their own GPUs, and with new numbers."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    failing = {"0": "4", "1": "5", "2": "4", "3": "4", "4": "6", "5": "6"}  # the GPU that is broken in each start
-    script = (
-        REPORT + f"sys.exit(3 if {failing}.get(os.environ['KERAS_DP_RESTART']) == os.environ['CUDA_VISIBLE_DEVICES'] else 0)"
-    )
+    script = REPORT + "sys.exit(3 if os.environ['CUDA_VISIBLE_DEVICES'] == '4' else 0)"
     assert run(script, "--workers 3 --max-restarts 6 --min-workers 2") == 0
     output = capsys.readouterr()
-    gpus = {}
-    for report in reports(output.out):
-        gpus.setdefault(report["KERAS_DP_RESTART"], set()).add(
-            (report["CUDA_VISIBLE_DEVICES"], report["TF_CONFIG"]["task"]["index"])
-        )
-    every = {("4", 0), ("5", 1), ("6", 2)}
-    assert gpus == dict.fromkeys("01235", every) | {"4": {("5", 0), ("6", 1)}, "6": {("4", 0), ("5", 1)}}
-    restarts = re.findall(r"keras-dp launch: (.* start again)", output.err)
-    left_out = "worker {} has failed twice in a row and is left out, 2 workers start again"
-    assert restarts == [*["all workers start again"] * 3, left_out.format(0), "all workers start again", left_out.format(2)]
+    seen = [
+        (one["KERAS_DP_RESTART"], one["CUDA_VISIBLE_DEVICES"], one["TF_CONFIG"]["task"]["index"]) for one in reports(output.out)
+    ]
+    every = [(restart, gpu, index) for restart in "01" for index, gpu in enumerate("456")]
+    assert sorted(seen) == [*every, ("2", "5", 0), ("2", "6", 1)]
+    assert re.findall(r"keras-dp launch: (.* start again)", output.err) == [
+        "all workers start again",
+        "worker 0 has failed twice in a row and is left out, 2 workers start again",
+    ]
 
 
 @pytest.mark.parametrize(
     ("least", "culprits", "places"),
     [
         (3, [1, 1, 1], [[0, 1, 2]] * 3),
-        (2, [1, 1, 0], [[0, 1, 2], [0, 2], [0, 1, 2]]),
         (2, [1, 1, 0, 1, 1], [[0, 1, 2], [0, 2], [0, 1, 2], [0, 2], [0, 1, 2]]),
         # Two workers are broken, and the one that was left out first keeps failing when it is tried again.
         (1, [2, 2, 0, 2, 0], [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1], [1]]),
@@ -412,7 +391,6 @@ elif len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) == 2:
 @pytest.mark.parametrize(
     ("options", "addresses"),
     [
-        ("--hosts alpha,beta", ["alpha:2222", "beta:2222"]),
         ("--hosts alpha,beta:99,[::1],[fe80::1]:7 --port 5000", ["alpha:5000", "beta:99", "[::1]:5000", "[fe80::1]:7"]),
         ("--hosts alpha,alpha,beta,alpha:2223 --workers 4", ["alpha:2222", "alpha:2223", "beta:2222", "alpha:2224"]),
     ],
@@ -423,21 +401,14 @@ def test_commands_for_hosts(user_directory, capsys, options, addresses):
     assert main(["launch", *options.split(), "--towers-per-worker", "3", "my script.py", *arguments]) == 0
     commands = capsys.readouterr().out
     assert re.findall("# (.*)", commands) == addresses
-    (user_directory / "bin").mkdir()
-    (user_directory / "bin" / "python").symlink_to(sys.executable)
-    shell = subprocess.run(
-        ["bash", "-eu"],
-        input=commands,
-        capture_output=True,
-        text=True,
-        env={"PATH": f"{user_directory / 'bin'}:{os.environ['PATH']}"},
-    )
-    assert shell.returncode == 0, shell.stderr
-    for index, line in enumerate(shell.stdout.splitlines()):
-        (report,) = reports(line)
+    (user_directory / "python").symlink_to(sys.executable)
+    path = f"{user_directory}:{os.environ['PATH']}"
+    printed = subprocess.check_output(["bash", "-eu"], input=commands, text=True, env={"PATH": path})
+    found = [report for line in printed.splitlines() for report in reports(line)]
+    for index, report in enumerate(found):
         assert report["TF_CONFIG"] == {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         assert (report["arguments"], report["KERAS_DP_TOWERS"]) == (arguments, "3")
-    assert index + 1 == len(addresses)
+    assert len(found) == len(addresses)
 
 
 def test_commands_for_hosts_with_a_module(capsys):
@@ -451,7 +422,6 @@ def test_commands_for_hosts_with_a_module(capsys):
     ("arguments", "message"),
     [
         ("--workers 0 script.py", "argument --workers: must be an integer from 1 to 65535. Received: '0'"),
-        ("--workers two script.py", "argument --workers: must be an integer from 1 to 65535. Received: 'two'"),
         ("--workers 2 --towers-per-worker 0 script.py", "--towers-per-worker: must be an integer of at least 1. Received: '0'"),
         ("--workers 2 --max-restarts -1 script.py", "--max-restarts: must be an integer of at least 0. Received: '-1'"),
         ("--hosts a --port 70000 script.py", "--port: must be an integer from 1 to 65535. Received: '70000'"),
@@ -459,13 +429,11 @@ def test_commands_for_hosts_with_a_module(capsys):
         ("--workers 2", "the following arguments are required: script"),
         ("script.py --workers 2", "Either --workers or --hosts is needed. Received: neither."),
         ("--workers 3 --hosts a,b script.py", "--workers and --hosts differ. Received: 3 and 2."),
-        ("--hosts a --max-restarts 1 script.py", "--hosts starts nothing. Received: --max-restarts 1."),
-        ("--hosts a --min-workers 1 script.py", "--hosts starts nothing. Received: --min-workers 1."),
+        *((f"--hosts a --{option} script.py", f"--hosts starts nothing. Received: --{option}.")
+          for option in ("max-restarts 1", "min-workers 1", "share-cores")),
         ("--workers 2 --min-workers 3 --max-restarts 1 a.py", "--min-workers is more than --workers. Received: 3 and 2."),
         ("--workers 2 --min-workers 1 a.py", "--min-workers is for restarts. Received: no --max-restarts."),
-        ("--hosts a --share-cores script.py", "--hosts starts nothing. Received: --share-cores."),
         ("--hosts a,,b script.py", "A host is name, name:port or [IPv6]:port. Received: ''"),
-        ("--hosts a:b script.py", "A host is name, name:port or [IPv6]:port. Received: 'a:b'"),
         ("--hosts ::1 script.py", "A host is name, name:port or [IPv6]:port. Received: '::1'"),
         ("--hosts a:0 script.py", "--hosts: must be an integer from 1 to 65535. Received: '0'"),
     ],
@@ -476,20 +444,6 @@ def test_wrong_arguments(user_directory, capsys, arguments, message):
         main(["launch", *arguments.split()])
     assert refusal.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "needed"),
-    [("--workers 2", "the same number of"), ("--workers 2 --towers-per-worker 2", "2"), ("--workers 4", "the")],
-)
-def test_wrong_number_of_gpus(monkeypatch, capsys, options, needed):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with pytest.raises(SystemExit) as refusal:
-        run(REPORT, options, begin="")
-    assert refusal.value.code == 2
-    error = capsys.readouterr().err
-    assert f"workers needs {needed}" in error
-    assert "Received: 3 GPUs. Change --workers" in error
 
 
 CORES = """

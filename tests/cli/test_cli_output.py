@@ -59,12 +59,6 @@ def test_lines_do_not_depend_on_the_pieces_that_they_come_in(cuts):
     assert stream.getvalue() == "".join(f"[0] {line}\n" for line in tail)
 
 
-def test_without_a_terminal_a_bar_is_its_last_state(clock):
-    stream = io.StringIO()
-    assert fed(stream, [BAR]) == ["Epoch 1/2", "3/3 ━━ loss: 0.6", "done"]
-    assert stream.getvalue() == "[0] Epoch 1/2\n[0] 3/3 ━━ loss: 0.6\n[0] done\n"
-
-
 def test_a_bar_that_takes_long_is_shown_on_the_way_if_it_changes(clock):
     stream = io.StringIO()
     worker = WorkerOutput(1, stream, Screen(stream), False, deque())

@@ -57,14 +57,13 @@ def data_service(count):
         server._stop()
 
 
-@pytest.mark.parametrize("mode", ["parallel_epochs", "distributed_epoch"])
-def test_tf_data_service(mode):
+def test_tf_data_service():
     """One worker of the service shuffles and makes the batches."""
     with data_service(1) as address:
 
         def source():
             rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=2).batch(BATCH)
-            return rows.apply(service.distribute(mode, address)).prefetch(2)
+            return rows.apply(service.distribute("distributed_epoch", address)).prefetch(2)
 
         assert_trains_as_plain(source)
 
@@ -147,7 +146,6 @@ def streamed_batches(rows):
 WAYS_OF_HUGGING_FACE = {
     "to_tf_dataset": lambda rows: rows.to_tf_dataset(BATCH, columns="x", label_cols="y"),
     "PyDataset": lambda rows: PyDataset(rows.with_format("numpy", dtype="float64")),
-    "generator of arrays": lambda rows: batches(rows.with_format("numpy", dtype="float64")),
     "generator of tensors": lambda rows: batches(rows.with_format("tf", dtype=tf.float64)),
     "generator of a stream": streamed_batches,
 }

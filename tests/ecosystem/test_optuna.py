@@ -22,13 +22,6 @@ def quiet():
     optuna.logging.set_verbosity(verbosity)
 
 
-class After(optuna.pruners.BasePruner):
-    """Prunes the first trial after its second report."""
-
-    def prune(self, study, trial):
-        return trial.number == 0 and len(trial.intermediate_values) == 2
-
-
 def new_study(pruner=None):
     """Creates a study whose sampler draws two trials at random, and learns from the values of the trials before it then."""
     return optuna.create_study(sampler=optuna.samplers.TPESampler(n_startup_trials=2, seed=0), pruner=pruner)
@@ -57,22 +50,6 @@ def test_pruning(callback, data):
         study.optimize(objective, n_trials=5)
     assert_same_trials(*studies)
     assert {trial.state for trial in studies[1].trials} == {TrialState.COMPLETE, TrialState.PRUNED}
-
-
-def test_a_pruned_model_trains_on(data):
-    studies = []
-    for wrapped in (False, True):
-        model = classifier(wrapped)
-        study = new_study(After())
-
-        def objective(trial, model=model):
-            pruning = optuna_integration.KerasPruningCallback(trial, "loss")
-            return model.fit(*data, epochs=3, verbose=0, callbacks=[pruning]).history["loss"][-1]
-
-        study.optimize(objective, n_trials=2)
-        studies.append(study)
-    assert_same_trials(*studies)
-    assert [len(trial.intermediate_values) for trial in studies[1].trials] == [2, 3]
 
 
 def test_trials_in_threads(data):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import sklearn.base
 from classification import classifier
-from keras import layers
 from scikeras.wrappers import KerasClassifier
 from sklearn.model_selection import GridSearchCV, cross_val_predict
 
@@ -87,30 +86,3 @@ def test_grid_search(jobs, data):
 def test_cross_validation(data):
     predicted = cross_val_predict(keras_estimator(wrapped=True), *data, cv=2, n_jobs=2)
     assert predicted.shape == (40,)
-
-
-class Pretrained(sklearn.base.BaseEstimator, sklearn.base.ClassifierMixin):
-    """Defines an estimator as users do, which takes a compiled model and fits a copy of it."""
-
-    def __init__(self, model, epochs=1):
-        self.model = model
-        self.epochs = epochs
-
-    def fit(self, x, y):
-        self.classes_ = np.unique(y)
-        self.model_ = keras.models.clone_model(self.model)
-        self.model_.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-        self.model_.set_weights(self.model.get_weights())
-        self.model_.fit(x, y, epochs=self.epochs, verbose=0)
-        return self
-
-    def predict(self, x):
-        return self.classes_[self.model_.predict(x, verbose=0).argmax(axis=1)]
-
-
-def test_an_estimator_of_ones_own(data):
-    search = GridSearchCV(Pretrained(classifier(wrapped=True)), {"epochs": [1, 2]}, n_jobs=2, cv=2, error_score="raise")
-    search.fit(*data)
-    assert isinstance(search.best_estimator_.model_, keras_dp.DataParallelModel)
-    assert pickle.loads(pickle.dumps(search)).predict(data[0]).shape == (40,)
-    assert isinstance(search.best_estimator_.model_.layers[1], layers.Dense)

@@ -82,15 +82,6 @@ def opened(file, name):
     return json.loads(file.read_text())["data"]
 
 
-def test_metrics_logger(data, tmp_path):
-    plain, parallel = map(history, runs(data, tmp_path, lambda folder: [WandbMetricsLogger("batch"), WandbMetricsLogger()]))
-    assert len(plain) == len(parallel) == 2 * (4 + 2)
-    names = {name for row in plain for name in row}
-    assert {"_step", "batch/batch_step", "batch/loss", "epoch/epoch", "epoch/learning_rate", "epoch/val_accuracy"} < names
-    for expected, received in zip(plain, parallel, strict=True):
-        assert received == pytest.approx(expected, rel=1e-4)
-
-
 class Predictions(WandbEvalCallback):
     """Logs the model's predictions after each epoch as a table."""
 
@@ -109,11 +100,18 @@ class Predictions(WandbEvalCallback):
             self.pred_table.add_data(epoch, row, float(probabilities[0]))
 
 
-def test_checkpoints_and_predictions(data, tmp_path):
+def test_metrics_checkpoints_and_predictions(data, tmp_path):
     def callbacks(folder):
-        return [WandbModelCheckpoint(folder / "{epoch}.keras", save_best_only=True), Predictions(data[0])]
+        checkpoint = WandbModelCheckpoint(folder / "{epoch}.keras", save_best_only=True)
+        return [WandbMetricsLogger("batch"), WandbMetricsLogger(), checkpoint, Predictions(data[0])]
 
-    plain, parallel = map(artifacts, runs(data, tmp_path, callbacks))
+    both = runs(data, tmp_path, callbacks)
+    plain, parallel = map(history, both)
+    names = {name for row in plain for name in row}
+    assert {"_step", "batch/batch_step", "batch/loss", "epoch/epoch", "epoch/learning_rate", "epoch/val_accuracy"} < names
+    for expected, received in zip(plain, parallel, strict=True):
+        assert received == pytest.approx(expected, rel=1e-4)
+    plain, parallel = map(artifacts, both)
     assert [kind for kind, *_ in plain] == ["model", "evaluation"] * 2
     for (*description, one), (*other_description, other) in zip(plain, parallel, strict=True):
         assert description == other_description

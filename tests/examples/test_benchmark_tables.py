@@ -1,9 +1,10 @@
-"""The tables of docs/benchmarks.md are written by the commands above them."""
+"""The benchmarks of examples/benchmarks start, and the tables of docs/benchmarks.md are written by the commands above them."""
 
 import argparse
 import dataclasses
 import importlib
 import json
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from keras_dp.cli.bench import command as bench
 from keras_dp.cli.bench.step_summary import Row
 
 ROOT = Path(__file__).parents[2]
+DIRECTORY = ROOT / "examples" / "benchmarks"
+SCRIPTS = sorted(path for path in DIRECTORY.glob("*.py") if "def main(" in path.read_text(encoding="utf-8"))
 
 PAGE = """The command `keras-dp bench --model other` has no table. A program:
 
@@ -47,7 +50,7 @@ print("a table\\nof two lines")
 @pytest.fixture
 def write_tables(tmp_path, monkeypatch):
     """The program, with a page and programs of the test, in the directory of the test."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    monkeypatch.syspath_prepend(DIRECTORY)
     program = importlib.import_module("write_tables")
     rows = [
         dataclasses.asdict(Row(engine, 2, 256, median, median, median, 0.7, 0.6, 0.8))
@@ -114,9 +117,20 @@ def test_what_cannot_be_written_is_refused(write_tables, tmp_path, monkeypatch, 
             write_tables.main()
 
 
-def test_commands_of_the_page(monkeypatch):
-    """Each one could be run."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+def test_each_script_says_what_it_measures(monkeypatch, capsys):
+    """They import what there is; what they measure is not checked."""
+    assert len(SCRIPTS) > 5
+    monkeypatch.syspath_prepend(DIRECTORY)
+    for script in SCRIPTS:
+        monkeypatch.setattr("sys.argv", [str(script), "--help"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        assert ended.value.code == 0
+        assert "usage:" in capsys.readouterr().out
+
+
+def test_commands_of_the_page_could_be_run(monkeypatch):
+    monkeypatch.syspath_prepend(DIRECTORY)
     write_tables = importlib.import_module("write_tables")
     commands = write_tables.commands(write_tables.PAGE)
     parser = argparse.ArgumentParser()

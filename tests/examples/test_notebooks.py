@@ -64,8 +64,7 @@ def test_cells(monkeypatch, tmp_path):
 
 def test_the_command_writes_a_notebook(tmp_path):
     command = [sys.executable, DOCUMENTATION / "notebooks.py", DOCUMENTATION / "tutorials" / "gan.md"]
-    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert printed == "notebook: gan.ipynb\n"
+    assert subprocess.check_output(command, cwd=tmp_path, text=True) == "notebook: gan.ipynb\n"
     notebook = json.loads((tmp_path / "gan.ipynb").read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])

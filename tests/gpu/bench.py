@@ -27,6 +27,16 @@ BENCHES = [
     Bench("transformer, 96 million weights", "gpu.models:large_transformer", 16),
     Bench("MLP", "mlp", 256),
 ]
+# The columns of the report, and those of bench.json.
+COLUMNS = {
+    "batch": "batch_size",
+    "ms_a_step": "median_milliseconds",
+    "keras_dp_over_it": "keras_dp_ratio",
+    "first_step_s": "first_step_seconds",
+    "host_memory_MB": "peak_memory_megabytes",
+    "MB_sent": "communication_megabytes",
+    "mean_loss": "loss",
+}
 
 
 def run(record: Record) -> None:
@@ -40,19 +50,9 @@ def run(record: Record) -> None:
         _run(bench, towers, directory, record.quick)
         results = json.loads((directory / "bench.json").read_text(encoding="utf-8"))
         for row in results["rows"]:
-            record.row(
-                "Steps",
-                model=bench.name,
-                engine=ENGINES[row["engine"]],
-                devices=1 if row["engine"] == "single" else row["towers"],
-                batch=row["batch_size"],
-                ms_a_step=row["median_milliseconds"],
-                keras_dp_over_it=row["keras_dp_ratio"],
-                first_step_s=row["first_step_seconds"],
-                host_memory_MB=row["peak_memory_megabytes"],
-                MB_sent=row["communication_megabytes"],
-                mean_loss=row["loss"],
-            )
+            engine, towers_of_it = ENGINES[row["engine"]], 1 if row["engine"] == "single" else row["towers"]
+            columns = {name: row[source] for name, source in COLUMNS.items()}
+            record.row("Steps", model=bench.name, engine=engine, devices=towers_of_it, **columns)
             if row["engine"] == "mirrored":
                 ratios.append(f"{bench.name} {row['keras_dp_ratio']:.2f}")
         failures += [f"{failure['engine']} of {bench.name} failed: {failure['message']}" for failure in results["failures"]]

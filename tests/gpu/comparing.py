@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 
+LIMIT = 1e-9  # in float64
+
 
 def difference(expected: Any, received: Any) -> float:
     """Returns the largest difference of two nested results, each relative to 1 plus the size of the expected number.

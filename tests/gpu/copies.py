@@ -31,26 +31,16 @@ def run(record: Record) -> None:
         seconds = []
         for size in sizes:
             seconds.append(_seconds_of_a_copy(one, other, size, 5 if record.quick else 15))
-            record.row(
-                f"A copy between {one} and {other}",
-                bytes=size,
-                microseconds=1e6 * seconds[-1],
-                gigabytes_per_second=size / seconds[-1] / 1e9 if seconds[-1] > 0 else None,
-            )
+            rate = size / seconds[-1] / 1e9 if seconds[-1] > 0 else None
+            measured = {"bytes": size, "microseconds": 1e6 * seconds[-1], "gigabytes_per_second": rate}
+            record.row(f"A copy between {one} and {other}", **measured)
         latency, bandwidth = fit(sizes, seconds)
         edge = _seconds_of_a_control_edge(one, other, 5 if record.quick else 15)
-        record.row(
-            "Constants",
-            between=f"{one} and {other}",
-            latency_microseconds=1e6 * latency,
-            bandwidth_gigabytes_per_second=bandwidth / 1e9,
-            control_edge_microseconds=1e6 * edge,
-        )
+        constants = {"latency_microseconds": 1e6 * latency, "bandwidth_gigabytes_per_second": bandwidth / 1e9}
+        record.row("Constants", between=f"{one} and {other}", **constants, control_edge_microseconds=1e6 * edge)
         found.append(f"{one} - {other}: {1e6 * latency:.1f} µs, {bandwidth / 1e9:.1f} GB/s, control edge {1e6 * edge:.1f} µs")
     record.finding("; ".join(found))
-    record.remark(
-        "Each time is the median over calls, of one hop; copies between the host and a GPU are the mean of both ways."
-    )
+    record.remark("Times are medians, of one hop; copies between the host and a GPU are the mean of both ways.")
     record.remark("Logical CPUs share their memory, and so do the pieces of one card: only two cards show what a link costs.")
 
 

@@ -16,13 +16,11 @@ USED_SHARE = 0.75
 
 
 def prepare(record: Record, count: int) -> list[str]:
-    """Makes `count` devices for towers, before TensorFlow has started.
+    """Makes `count` devices for towers, before TensorFlow has started, and returns their names.
 
     Cards are used as they are if there are enough, and are split into logical GPUs otherwise. Memory grows with use on whole
-    cards; TensorFlow cannot do that on pieces of a card, so each piece has a limit.
-
-    Returns:
-        The names of the devices. Neighbours are on different cards as far as possible.
+    cards; TensorFlow cannot do that on pieces of a card, so each piece has a limit. Neighbours are on different cards as far as
+    possible.
     """
     cards = tf.config.list_physical_devices("GPU")
     if not cards:
@@ -52,13 +50,9 @@ def use_exact_arithmetic() -> None:
 
 
 def ask_driver(*questions: str) -> list[list[str]]:
-    """Asks the driver about the cards that CUDA_VISIBLE_DEVICES shows, in the order of the driver.
+    """Asks the driver about the cards that CUDA_VISIBLE_DEVICES shows, in its order, what `nvidia-smi --help-query-gpu` lists.
 
-    Args:
-        *questions: names that `nvidia-smi --help-query-gpu` lists.
-
-    Returns:
-        The answers for each card; nothing if there is no driver, or it knows a question no more.
+    Returns the answers for each card; nothing if there is no driver, or it knows a question no more.
     """
     if shutil.which("nvidia-smi") is None:
         return []

@@ -2,34 +2,31 @@
 
 import gc
 import math
-import resource
-import sys
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
 
-import keras_dp
+from gpu import models
 from gpu.devices import prepare
 from gpu.record import Record
 
 TABLE = "Peak memory in a step, MB"
+RUNS = (0, None), (4, "sharded"), (4, None), (2, None), (1, None)  # towers, none for plain Keras, and the variables' place
 
 
 def run(record: Record) -> None:
     """Trains a model with large weights, and one with large activations, on one device and on towers."""
     devices = prepare(record, 4)
     for name in MODELS:
-        for count, parameter_device in ((0, None), (1, None), (2, None), (4, None), (4, "sharded")):
+        for count, parameter_device in RUNS[:2] if record.quick else RUNS:
             _measure(record, name, devices[:count], parameter_device)
     if record.results["gpus"]:
         ratios = [row["peak"] / row["at_least"] for row in record.results["tables"][TABLE]]
         record.finding(f"peaks are {min(ratios):.2f} to {max(ratios):.2f} times the least that is needed")
     else:
         record.finding("TensorFlow does not count the memory of CPUs")
-        record.remark(f"The process itself had at most {_process_megabytes():,.0f} MB.")
 
 
 def _measure(record: Record, name: str, towers: list[str], parameter_device: str | None) -> None:
@@ -41,9 +38,7 @@ def _measure(record: Record, name: str, towers: list[str], parameter_device: str
     # What former models have left behind is not this model's.
     before = {device: _memory(device)["current"] if is_counted else 0 for device in devices}
     model = MODELS[name](record.quick)
-    trained: Any = model
-    if towers:
-        trained = keras_dp.DataParallelModel(model, devices=towers, parameter_device=parameter_device)
+    trained = models.on(towers or None, model, parameter_device=parameter_device)
     trained.compile(keras.optimizers.Adam(), "mse", jit_compile=False)
     rows = 16 if record.quick else 128
     random = np.random.default_rng(0)
@@ -54,16 +49,11 @@ def _measure(record: Record, name: str, towers: list[str], parameter_device: str
     trained.fit(tf.data.Dataset.from_tensors(tuple(batch)).repeat(), steps_per_epoch=3, shuffle=False, verbose=0)
     for tower, device in enumerate(devices):
         share = 1 / len(devices) if parameter_device == "sharded" else float(tower == 0)
-        record.row(
-            TABLE,
-            model=name,
-            engine="keras_dp" if towers else "plain Keras",
-            towers=len(devices),
-            parameter_device=parameter_device or "default",
-            device=device,
-            peak=(_memory(device)["peak"] - before[device]) / 1e6 if is_counted else None,
-            at_least=least_bytes(model, math.ceil(rows / len(devices)), share) / 1e6,
-        )
+        run = {"model": name, "engine": "keras_dp" if towers else "plain Keras", "towers": len(devices)}
+        run |= {"parameter_device": parameter_device or "default", "device": device}
+        peak = (_memory(device)["peak"] - before[device]) / 1e6 if is_counted else None
+        least = least_bytes(model, math.ceil(rows / len(devices)), share) / 1e6
+        record.row(TABLE, **run, peak=peak, at_least=least)
 
 
 def _memory(device: str) -> dict[str, int]:
@@ -90,14 +80,8 @@ def _large_weights(quick: bool) -> keras.Model:
 
 def _large_activations(quick: bool) -> keras.Model:
     side = 16 if quick else 64
-    convolutions = [layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(6)]
+    convolutions = [layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(2 if quick else 6)]
     return keras.Sequential([keras.Input((side, side, 3)), *convolutions, layers.GlobalAveragePooling2D(), layers.Dense(8)])
 
 
 MODELS = {"large weights": _large_weights, "large activations": _large_activations}
-
-
-def _process_megabytes() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # The unit is bytes on macOS, and kilobytes elsewhere.
-    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

@@ -8,9 +8,13 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+import keras_dp
 from keras_dp.cli.models import PositionEmbedding
 
 Data = tuple[np.ndarray, np.ndarray]
+
+# Batches of 11, 11, 11 and 1 rows: slices are uneven, and the last batch has fewer rows than towers.
+ROWS, BATCH_SIZE = 34, 11
 
 CLASSES = 4
 TOKENS, LENGTH = 20, 6
@@ -19,14 +23,11 @@ VOCABULARY, POSITIONS, WIDTH, BLOCKS = 16_000, 128, 768, 10
 
 
 class Case(NamedTuple):
-    """Holds a model and its data.
+    """Holds functions that build a model, which returns logits of shape (rows, CLASSES), and make a number of rows (x, y).
 
-    Attributes:
-        build: a function that builds the model, which returns logits of shape (rows, CLASSES).
-        data: a function that makes a number of rows (x, y).
-        has_float64: whether the kernels of GPUs compute the model right in float64. TensorFlow has no fused batch normalization
-            in float64. Its recurrent kernels leave arbitrary numbers at the padded steps, in plain Keras, too, and the gradient
-            of the padding's embedding takes them.
+    `has_float64` says whether the kernels of GPUs compute the model right in float64. TensorFlow has no fused batch
+    normalization in float64. Its recurrent kernels leave arbitrary numbers at the padded steps, in plain Keras, too, and the
+    gradient of the padding's embedding takes them.
     """
 
     build: Callable[[], keras.Model]
@@ -51,21 +52,20 @@ def images(rows: int) -> Data:
     return random.normal(size=(rows, 12, 12, 3)), random.integers(0, CLASSES, rows)
 
 
-def sequences(rows: int) -> Data:
-    """Makes rows of LENGTH tokens, padded with 0 at their ends, and their classes."""
-    random = np.random.default_rng(2)
-    tokens, lengths = random.integers(1, TOKENS, (rows, LENGTH)), random.integers(1, LENGTH + 1, (rows, 1))
-    return np.where(np.arange(LENGTH) < lengths, tokens, 0), random.integers(0, CLASSES, rows)
-
-
 def whole_sequences(rows: int) -> Data:
-    """Makes rows of LENGTH tokens without padding, and their classes."""
+    """Makes rows of LENGTH tokens, and their classes."""
     random = np.random.default_rng(2)
     return random.integers(1, TOKENS, (rows, LENGTH)), random.integers(0, CLASSES, rows)
 
 
+def sequences(rows: int) -> Data:
+    """Makes the same, padded with 0 at their ends."""
+    tokens, classes = whole_sequences(rows)
+    lengths = np.random.default_rng(3).integers(1, LENGTH + 1, (rows, 1))
+    return np.where(np.arange(LENGTH) < lengths, tokens, 0), classes
+
+
 def dense() -> keras.Model:
-    """Builds an MLP."""
     return keras.Sequential([keras.Input((12, 12, 3)), layers.Flatten(), layers.Dense(32, "tanh"), layers.Dense(CLASSES)])
 
 
@@ -101,12 +101,10 @@ def recurrent(*stack: layers.Layer) -> keras.Model:
 
 
 def lstm() -> keras.Model:
-    """Builds two LSTM layers."""
     return recurrent(layers.LSTM(8, return_sequences=True), layers.LSTM(8))
 
 
 def gru() -> keras.Model:
-    """Builds a GRU layer for both directions."""
     return recurrent(layers.Bidirectional(layers.GRU(8)))
 
 
@@ -133,6 +131,25 @@ CASES = {
 def loss() -> keras.losses.Loss:
     """Returns the loss of all these models."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def fresh(floatx: str = "float64", policy: str | None = None) -> None:
+    """Forgets all models, and sets the precision and the seeds, so that all that is built next begins with the same weights."""
+    keras.utils.clear_session()
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy or floatx)
+    keras.utils.set_random_seed(3)
+
+
+def on(devices: list[str] | None, model: keras.Model, **arguments: Any) -> Any:
+    """Returns the model on towers; the model itself, if there are no devices."""
+    return model if devices is None else keras_dp.DataParallelModel(model, devices=devices, **arguments)
+
+
+def compiled(model: Any, optimizer: keras.optimizers.Optimizer, jit_compile: Any = False) -> Any:
+    """Compiles a model, and returns it. By default, plain Keras would use XLA on GPUs, and keras_dp would not."""
+    model.compile(optimizer, loss(), jit_compile=jit_compile)
+    return model
 
 
 def large_transformer() -> keras.Model:

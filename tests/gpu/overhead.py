@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-import keras_dp
+from gpu import models
 from gpu.devices import prepare
 from gpu.record import Record
 from gpu.timing import step_milliseconds
@@ -45,6 +45,6 @@ FOUND = ("plain Keras", "keras_dp, 1 tower", "keras_dp, 2 towers", "keras_dp, 4 
 def _model(devices: list[str] | None, jit_compile: Any = False, **arguments: Any) -> Any:
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((FEATURES,)), *(layers.Dense(FEATURES, "relu") for _ in range(3)), layers.Dense(1)])
-    trained: Any = model if devices is None else keras_dp.DataParallelModel(model, devices=devices, **arguments)
+    trained = models.on(devices, model, **arguments)
     trained.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=jit_compile)
     return trained

@@ -18,10 +18,9 @@ from gpu import comparing, models
 from gpu.devices import prepare, use_exact_arithmetic
 from gpu.record import Record
 
-# Batches of 11, 11, 11 and 1 rows: slices are uneven, and the last batch has fewer rows than towers.
-ROWS, BATCH_SIZE = 34, 11
-LIMIT = 1e-9
+ROWS, BATCH_SIZE = models.ROWS, models.BATCH_SIZE
 PERMUTATIONS = 3
+LOWER = "Lower precision: errors of one device, and the difference of towers from it"
 # The errors of one device are those of few trainings. Towers round each part of a sum once more.
 TIMES = 4.0
 LEAST_ERROR = float(np.finfo("float32").eps)
@@ -40,35 +39,26 @@ class Trained(NamedTuple):
     variables: list[np.ndarray]
 
 
-class Tally:
-    """Counts the comparisons for the summary.
+Largest = dict[str, float]  # the largest difference of each precision
 
-    Args:
-        record: the record of the part.
-    """
 
-    def __init__(self, record: Record):
-        self._record = record
-        self._largest: dict[str, float] = {}
-
-    def add(self, policy: str, difference: float) -> None:
-        """Notes a difference, and sets the finding."""
-        self._largest[policy] = max(self._largest.get(policy, 0.0), difference)
-        compared, different = self._record.results["compared"], len(self._record.results["different"])
-        largest = ", ".join(f"{name} {number:.0e}" for name, number in self._largest.items())
-        self._record.finding(f"{compared - different} of {compared} within their limits; largest differences: {largest}")
+def tell(record: Record, largest: Largest, policy: str, difference: float) -> None:
+    """Notes a difference, and sets the finding."""
+    largest[policy] = max(largest.get(policy, 0.0), difference)
+    words = ", ".join(f"{name} {number:.0e}" for name, number in largest.items())
+    record.finding(f"{record.within_limits()} within their limits; largest differences: {words}")
 
 
 def run(record: Record) -> None:
     """Compares all models on 2, 4 and 1 towers, then the options of the wrapper, then lower precision."""
     devices = prepare(record, 4)
     use_exact_arithmetic()
-    tally = Tally(record)
-    _in_float64(record, tally, devices)
-    _in_lower_precision(record, tally, devices)
+    largest: Largest = {}
+    _in_float64(record, largest, devices)
+    _in_lower_precision(record, largest, devices)
 
 
-def _in_float64(record: Record, tally: Tally, devices: list[str]) -> None:
+def _in_float64(record: Record, largest: Largest, devices: list[str]) -> None:
     names = [name for name, case in models.CASES.items() if case.has_float64]
     names = names[:2] if record.quick else names
     plain = {}
@@ -77,22 +67,22 @@ def _in_float64(record: Record, tally: Tally, devices: list[str]) -> None:
             if name not in plain:
                 plain[name] = train(compiled(built(name, "float64")), name)
             parallel = compiled(keras_dp.DataParallelModel(built(name, "float64"), devices=devices[:count]))
-            compare_float64(record, tally, name, plain[name], parallel)
+            compare_float64(record, largest, name, plain[name], parallel)
             if count == 2:
                 _list_computed_once(record, name, parallel)
     options = OTHER_OPTIONS[2:4] if record.quick else OTHER_OPTIONS
     for name in names[:1] if record.quick else names[:2]:
         for arguments in options:
             parallel = compiled(keras_dp.DataParallelModel(built(name, "float64"), devices=devices, **arguments))
-            compare_float64(record, tally, name, plain[name], parallel, **arguments)
+            compare_float64(record, largest, name, plain[name], parallel, **arguments)
 
 
-def compare_float64(record: Record, tally: Tally, name: str, plain: Trained, parallel: Any, **arguments: Any) -> None:
+def compare_float64(record: Record, largest: Largest, name: str, plain: Trained, parallel: Any, **arguments: Any) -> None:
     difference = comparing.difference(plain, train(parallel, name))
     arguments = {"parameter_device": None, "pack_copies": None} | arguments
     words = {argument: "default" if value is None else str(value) for argument, value in arguments.items()}
-    record.compare("float64", difference, LIMIT, model=name, towers=parallel.num_towers, **words)
-    tally.add("float64", difference)
+    record.compare("float64", difference, comparing.LIMIT, model=name, towers=parallel.num_towers, **words)
+    tell(record, largest, "float64", difference)
 
 
 def _list_computed_once(record: Record, name: str, parallel: Any) -> None:
@@ -102,30 +92,21 @@ def _list_computed_once(record: Record, name: str, parallel: Any) -> None:
         record.row("Computed once, from gathered rows", model=name, operation=once.type, why=once.reason, name=once.name)
 
 
-def _in_lower_precision(record: Record, tally: Tally, devices: list[str]) -> None:
+def _in_lower_precision(record: Record, largest: Largest, devices: list[str]) -> None:
     names = ["convolutions"] if record.quick else list(models.CASES)
     for policy, name in itertools.product(POLICIES[:2] if record.quick else POLICIES, names):
         plain_model = compiled(built(name, policy))
         weights, state = plain_model.get_weights(), _optimizer_state(plain_model)
         plain = train(plain_model, name)
-        spread = max(
-            comparing.difference(plain, _trained_again(plain_model, weights, state, name, order)) for order in _orders()
-        )
+        again = (_trained_again(plain_model, weights, state, name, order) for order in _orders())
+        spread = max(comparing.difference(plain, one) for one in again)
         error = _error(plain, weights, name)
         for count in (2, 4):
             parallel = compiled(keras_dp.DataParallelModel(built(name, policy), devices=devices[:count]))
             difference = comparing.difference(plain, train(parallel, name))
-            record.compare(
-                "Lower precision: errors of one device, and the difference of towers from it",
-                difference,
-                TIMES * max(spread, error or 0.0, LEAST_ERROR),
-                precision=policy,
-                model=name,
-                towers=count,
-                spread=spread,
-                error=error,
-            )
-            tally.add(policy, difference)
+            columns = {"precision": policy, "model": name, "towers": count, "spread": spread, "error": error}
+            record.compare(LOWER, difference, TIMES * max(spread, error or 0.0, LEAST_ERROR), **columns)
+            tell(record, largest, policy, difference)
             if (policy, count) == ("float32", 2) and error is None:
                 _list_computed_once(record, name, parallel)
 
@@ -152,10 +133,8 @@ def _error(plain: Trained, weights: list[np.ndarray], name: str) -> float | None
     precise = compiled(built(name, "float64"), _momentum())
     precise.set_weights(weights)
     # A loss scale has variables that float64 does not need.
-    trained = train(precise, name)
-    return comparing.difference(
-        (trained.results, trained.variables[: len(weights)]), (plain.results, plain.variables[: len(weights)])
-    )
+    trained, given = ((one.results, one.variables[: len(weights)]) for one in (train(precise, name), plain))
+    return comparing.difference(trained, given)
 
 
 def _orders() -> Iterator[np.ndarray]:
@@ -167,10 +146,7 @@ def _orders() -> Iterator[np.ndarray]:
 
 def built(name: str, policy: str) -> keras.Model:
     """Builds a model in a precision, with the same weights each time."""
-    keras.utils.clear_session()
-    keras.config.set_floatx("float64" if policy == "float64" else "float32")
-    keras.config.set_dtype_policy(policy)
-    keras.utils.set_random_seed(3)
+    models.fresh("float64" if policy == "float64" else "float32", policy)
     return models.CASES[name].build()
 
 
@@ -182,18 +158,11 @@ def compiled(model: Any, optimizer: keras.optimizers.Optimizer | None = None) ->
     """
     if optimizer is None:
         optimizer = keras.optimizers.Adam(0.01) if keras.config.floatx() == "float64" else _momentum()
-    # By default, plain Keras uses XLA on GPUs, and keras_dp does not: the part "xla" is about that.
-    model.compile(optimizer, models.loss(), jit_compile=False)
-    return model
+    return models.compiled(model, optimizer)
 
 
 def train(model: Any, name: str, order: np.ndarray | None = None) -> Trained:
-    """Trains, evaluates and predicts.
-
-    Args:
-        model: a compiled model.
-        name: its name in `models.CASES`.
-        order: the order of the rows for training; None for the order in which they are.
+    """Trains a compiled model with rows in an order, evaluates and predicts.
 
     Raises:
         RuntimeError: if nothing was trained, so that a comparison would show nothing.

@@ -8,14 +8,9 @@ MEANS_NOTHING = "means nothing"
 
 
 class Part(NamedTuple):
-    """Describes a part.
+    """Describes a part: what it teaches, when it is ended, and the module whose `run` takes the part's `Record`.
 
-    Attributes:
-        name: the part's name.
-        teaches: what the part teaches.
-        limit_seconds: the time after which the part is ended.
-        without_gpus: what the part's result means on logical CPUs.
-        module: the module whose `run` takes the part's `Record`.
+    `without_gpus` says what its result means on logical CPUs.
     """
 
     name: str

@@ -7,32 +7,18 @@ from typing import Any
 
 
 class Record:
-    """Holds the findings of a part, and writes them to a file after each one.
+    """Holds the findings of a part, and writes them to a file of JSON after each one.
 
-    Args:
-        path: the file, JSON.
-        quick: whether the part is to run with small sizes.
-
-    Attributes:
-        quick: the same.
-        directory: the directory for other files of the part.
-        results: the findings so far, as the file has them: "devices", in words; "gpus", whether these are GPUs; "finding", the
-            line for the summary; "tables", rows by title; "remarks"; "compared", the number of comparisons; and "different",
-            those that are not within their limit.
+    `quick` asks the part for small sizes, and `directory` is for its other files. `results` is what the file holds: "devices",
+    in words; "gpus", whether these are GPUs; "finding", the line for the summary; "tables", rows by title; "remarks";
+    "compared", the number of comparisons; "different", those that are not within their limit.
     """
 
     def __init__(self, path: Path, quick: bool):
         self.quick = quick
         self.directory = path.parent
-        self.results: dict[str, Any] = {
-            "devices": None,
-            "gpus": False,
-            "finding": "",
-            "tables": {},
-            "remarks": [],
-            "compared": 0,
-            "different": [],
-        }
+        self.results: dict[str, Any] = {"devices": None, "gpus": False, "finding": "", "tables": {}, "remarks": []}
+        self.results |= {"compared": 0, "different": []}
         self._path = path
         self._write()
 
@@ -48,8 +34,7 @@ class Record:
 
     def compare(self, table: str, difference: float, limit: float, **columns: Any) -> None:
         """Adds a row with a difference from the exact result, which must be at most its limit. Not a number counts as more."""
-        is_within = difference <= limit
-        self.check(table, is_within, **columns, difference=difference, limit=limit)
+        self.check(table, difference <= limit, **columns, difference=difference, limit=limit)
 
     def check(self, table: str, is_right: bool, **columns: Any) -> None:
         """Adds a row that is either right or wrong."""
@@ -57,6 +42,10 @@ class Record:
         if not is_right:
             self.results["different"].append(f"{table}: " + ", ".join(f"{name} {value}" for name, value in columns.items()))
         self.row(table, **columns, right="yes" if is_right else "NO")
+
+    def within_limits(self) -> str:
+        """Returns in words how many comparisons were right."""
+        return f"{self.results['compared'] - len(self.results['different'])} of {self.results['compared']}"
 
     def remark(self, text: str) -> None:
         """Adds a sentence for the reader."""

@@ -13,13 +13,7 @@ WITHOUT_GPUS = (
 
 
 def write(results: Sequence[dict[str, Any]], about: dict[str, Any], directory: Path) -> None:
-    """Writes report.json and report.md.
-
-    Args:
-        results: the results of `run_parts`.
-        about: facts about the run, by name.
-        directory: the directory, which exists.
-    """
+    """Writes report.json and report.md into a directory: the results of `run_parts`, and facts about the run by name."""
     (directory / "report.json").write_text(json.dumps({**about, "parts": results}, indent=1), encoding="utf-8")
     (directory / "report.md").write_text(text(results, about), encoding="utf-8")
 

@@ -26,18 +26,11 @@ NO_TIME, INTERRUPTED = "no time left", "interrupted"
 def run_parts(
     parts: Sequence[Part], directory: Path, seconds: float, quick: bool, tell: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """Runs parts one after the other.
+    """Runs parts one after the other, in `seconds` together, and calls `tell` with the results so far after each.
 
-    Args:
-        parts: the parts.
-        directory: the directory for the records and logs of the parts.
-        seconds: the time for all parts together.
-        quick: whether to use small sizes.
-        tell: a function that is called with the results so far, after each part.
-
-    Returns:
-        For each part a dictionary with its name and what it teaches, its "result", the "seconds" that it took, its "error", the
-        last lines of its output if it has failed, and what it has recorded. After Ctrl-C, the last result is "interrupted".
+    Records and logs of the parts are in `directory`. A result has the part's name and what it teaches, the "result", "seconds",
+    as "error" the last lines of its output if it has failed, and all that it has recorded. After Ctrl-C, the last result is
+    "interrupted".
     """
     (directory / "parts").mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
@@ -65,14 +58,8 @@ def _run(part: Part, directory: Path, seconds: float, quick: bool) -> dict[str, 
     command = [sys.executable, "-m", "gpu.part", part.module, str(record), *(["--quick"] if quick else [])]
     begin = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_environment(),
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=_environment(), start_new_session=True, **streams)
     ended = None
     try:
         process.wait(seconds)
@@ -101,15 +88,8 @@ def _verdict(code: int, recorded: dict[str, Any]) -> str:
 
 
 def _result(part: Part, result: str, seconds: float, recorded: dict[str, Any], error: list[str]) -> dict[str, Any]:
-    return {
-        "name": part.name,
-        "teaches": part.teaches,
-        "without_gpus": part.without_gpus,
-        "result": result,
-        "seconds": round(seconds, 1),
-        "error": error,
-        **recorded,
-    }
+    about = {"name": part.name, "teaches": part.teaches, "without_gpus": part.without_gpus}
+    return {**about, "result": result, "seconds": round(seconds, 1), "error": error, **recorded}
 
 
 def _environment() -> dict[str, str]:

@@ -55,17 +55,10 @@ def run(record: Record) -> None:
         nanoseconds_computing = sum(end - begin for begin, end in computing)
         # No more can be hidden than the shorter of the two takes.
         share = f"{100 * hidden / min(copying, nanoseconds_computing):.0f} %" if copying and nanoseconds_computing else "-"
-        record.row(
-            "Copies of slices to GPUs",
-            gpu=name,
-            slice_megabytes=slice_bytes / 1e6,
-            copies=len(copies),
-            steps=STEPS,
-            copying_ms=copying / 1e6,
-            computing_ms=nanoseconds_computing / 1e6,
-            both_at_once_ms=hidden / 1e6,
-            share_of_the_shorter=share,
-        )
+        counted = {"gpu": name, "slice_megabytes": slice_bytes / 1e6, "copies": len(copies), "steps": STEPS}
+        times = {"copying_ms": copying, "computing_ms": nanoseconds_computing, "both_at_once_ms": hidden}
+        milliseconds = {name: nanoseconds / 1e6 for name, nanoseconds in times.items()}
+        record.row("Copies of slices to GPUs", **counted, **milliseconds, share_of_the_shorter=share)
         shares.append(share if copying else "no copies found")
     record.finding(f"copying and computing at once, as a share of the shorter of the two: {', '.join(shares)}")
     record.remark("Pieces of one card share its plane: computation of one tower hides the copy to another one.")

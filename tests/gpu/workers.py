@@ -12,7 +12,6 @@ from worker_processes import Workers
 from gpu import comparing
 from gpu.record import Record
 
-LIMIT = 1e-9
 SECONDS = 75
 TABLE = "Two workers with a tower each, beside plain Keras in one process"
 
@@ -46,7 +45,7 @@ def run(record: Record) -> None:
 def _compare(record: Record, communication: str, worker: int, plain: dict[str, Any], result: Any) -> float:
     difference = comparing.difference(plain["weights"], result["weights"])
     times = {"ms_a_step": result["milliseconds"], "ms_plain": plain["milliseconds"]}
-    record.compare(TABLE, difference, LIMIT, communication=communication, worker=worker, **times)
+    record.compare(TABLE, difference, comparing.LIMIT, communication=communication, worker=worker, **times)
     return difference
 
 

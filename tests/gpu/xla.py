@@ -7,16 +7,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import keras_dp
 from gpu import comparing, models
 from gpu.devices import prepare, use_exact_arithmetic
 from gpu.record import Record
 from gpu.timing import step_milliseconds
 from keras_dp.cli import models as benchmarks
 from keras_dp.cli import synthetic
-
-LIMIT = 1e-9
-ROWS, BATCH_SIZE = 34, 11
 
 
 def run(record: Record) -> None:
@@ -26,10 +22,9 @@ def run(record: Record) -> None:
     use_exact_arithmetic()
     for count, name in itertools.product(counts, ("convolutions",) if record.quick else ("convolutions", "attention", "dense")):
         _compare(record, name, devices[:count])
-    compared, different = record.results["compared"], len(record.results["different"])
-    exact = f"{compared - different} of {compared} exact"
+    exact = f"{record.within_limits()} exact"
     record.finding(exact)
-    keras.config.set_floatx("float32")
+    models.fresh("float32")
     tf.config.experimental.enable_tensor_float_32_execution(True)
     ratios = []
     workloads = (("mlp", 256),) if record.quick else (("mlp", 1024), ("resnet20", 256), ("transformer", 64))
@@ -41,23 +36,20 @@ def run(record: Record) -> None:
 def _compare(record: Record, name: str, devices: list[str]) -> None:
     """Compares towers with plain Keras without XLA, after uneven batches. Plain Keras itself uses XLA by default on GPUs."""
     expected, by_default = (_trained(name, None, jit_compile) for jit_compile in (False, "auto"))
+    columns = {"model": name, "towers": len(devices)}
     difference = comparing.difference(expected, _trained(name, devices, True))
-    record.compare("Towers with XLA beside plain Keras without XLA", difference, LIMIT, model=name, towers=len(devices))
+    record.compare("Towers with XLA beside plain Keras without XLA", difference, comparing.LIMIT, **columns)
     difference = comparing.difference(expected, by_default)
-    record.row(
-        "Plain Keras as it is by default, with XLA on GPUs, beside plain Keras without", model=name, difference=difference
-    )
+    table = "Plain Keras as it is by default, with XLA on GPUs, beside plain Keras without"
+    record.row(table, model=name, difference=difference)
 
 
 def _trained(name: str, devices: list[str] | None, jit_compile: Any) -> list[np.ndarray]:
-    keras.utils.clear_session()
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(3)
-    inner = models.CASES[name].build()
-    model: Any = inner if devices is None else keras_dp.DataParallelModel(inner, devices=devices)
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), models.loss(), jit_compile=jit_compile)
-    x, y = models.CASES[name].data(ROWS)
-    model.fit(x, y, batch_size=BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+    models.fresh()
+    model = models.on(devices, models.CASES[name].build())
+    models.compiled(model, keras.optimizers.SGD(0.05, momentum=0.9), jit_compile)
+    x, y = models.CASES[name].data(models.ROWS)
+    model.fit(x, y, batch_size=models.BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
     return comparing.state(model)
 
 
@@ -66,19 +58,12 @@ def _time(record: Record, name: str, rows: int, devices: list[str]) -> float:
     medians = {}
     for jit_compile in (False, True):
         keras.utils.clear_session()
-        model: Any = keras_dp.DataParallelModel(benchmarks.workload(name).build(), devices=devices)
-        model.compile(keras.optimizers.SGD(0.01), models.loss(), jit_compile=jit_compile)
+        model = models.on(devices, benchmarks.workload(name).build())
+        models.compiled(model, keras.optimizers.SGD(0.01), jit_compile)
         dataset = synthetic.dataset(model.inner_model, rows)
         milliseconds = step_milliseconds(model, dataset, steps=10 if record.quick else 40, warm_up=5)
         medians[jit_compile] = float(np.median(milliseconds))
     ratio = medians[True] / medians[False]
-    record.row(
-        "Times",
-        model=name,
-        batch=rows,
-        towers=len(devices),
-        ms_without_XLA=medians[False],
-        ms_with_XLA=medians[True],
-        with_over_without=ratio,
-    )
+    times = {"ms_without_XLA": medians[False], "ms_with_XLA": medians[True], "with_over_without": ratio}
+    record.row("Times", model=name, batch=rows, towers=len(devices), **times)
     return ratio

@@ -64,6 +64,7 @@ def strategy_of(replicas):
         return tf.distribute.MirroredStrategy(devices[:replicas])
 
 
+@functools.cache
 def mirrored(build, replicas):
     """Returns a model under MirroredStrategy, and its step for `ROWS` rows for each replica."""
     with logical_cpus_for_gpus(REPLICAS) as devices:
@@ -73,6 +74,7 @@ def mirrored(build, replicas):
         return model, place_step(step, ROWS * replicas, devices[:replicas])
 
 
+@functools.cache
 def plain(build):
     """Returns the step of plain Keras for `ROWS` rows."""
     with logical_cpus_for_gpus(REPLICAS) as devices:

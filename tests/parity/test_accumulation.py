@@ -27,12 +27,11 @@ OPTIMIZERS = {
 
 def build():
     keras.utils.set_random_seed(3)
-    regularizer = keras.regularizers.L2(0.01)
-    hidden = layers.Dense(5, activation="tanh", kernel_regularizer=regularizer)
+    hidden = layers.Dense(5, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01))
     return keras.Sequential([keras.Input((4,)), hidden, layers.Dense(2)])
 
 
-def one_batch_at_a_time(optimizer, epochs, sample_weight=None):
+def one_batch_at_a_time(optimizer, epochs=2, sample_weight=None):
     """Trains plain Keras on batches of 11 rows, and returns the weights."""
     model = build()
     model.compile(optimizer, "mse")
@@ -40,7 +39,7 @@ def one_batch_at_a_time(optimizer, epochs, sample_weight=None):
     return model.get_weights()
 
 
-def train_in_parts(model, epochs, sample_weight=None):
+def train_in_parts(model, epochs=2, sample_weight=None):
     """Trains on 22 rows as batches of 4, 4, 3, 4, 4, 3."""
     for _ in range(epochs):
         for begin in (0, ROWS):
@@ -56,32 +55,29 @@ def accumulating(name, num_towers=2, accumulate="rows", **wrapper_arguments):
     return model
 
 
+def two_batches_by_rows(learning_rate=1.0, **arguments):
+    inner_optimizer = keras.optimizers.SGD(learning_rate, gradient_accumulation_steps=2, **arguments)
+    return keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
+
+
 def difference(expected, received):
     return max(np.abs(one - other).max() for one, other in zip(expected, received, strict=True))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_uneven_batches_are_one_batch(name, weighted):
-    sample_weight = WEIGHTS if weighted else None
-    expected = one_batch_at_a_time(OPTIMIZERS[name](), 3, sample_weight)
-    for num_towers in (1, 3):
-        model = accumulating(name, num_towers)
-        train_in_parts(model, epochs=3, sample_weight=sample_weight)
-        assert difference(expected, model.get_weights()) < 1e-9
-
-
-def test_with_variables_on_all_devices():
-    model = accumulating("Adam", parameter_device="sharded")
-    train_in_parts(model, epochs=3)
-    assert difference(one_batch_at_a_time(OPTIMIZERS["Adam"](), 3), model.get_weights()) < 1e-9
+@pytest.mark.parametrize(
+    ("name", "num_towers", "wrapper_arguments"),
+    [("SGD", 1, {}), ("Adam", 3, {"parameter_device": "sharded"}), ("clipped", 3, {}), ("loss scaling", 3, {})],
+)
+def test_uneven_batches_are_one_batch(name, num_towers, wrapper_arguments):
+    model = accumulating(name, num_towers, **wrapper_arguments)
+    train_in_parts(model, sample_weight=WEIGHTS)
+    assert difference(one_batch_at_a_time(OPTIMIZERS[name](), sample_weight=WEIGHTS), model.get_weights()) < 1e-9
 
 
 def test_through_fit_with_windows_across_epochs():
     """An epoch has three batches, of 4, 4 and 3 rows, so that a window of two batches ends in the next epoch."""
-    inner_optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     model = keras_dp.DataParallelModel(build(), devices=2)
-    model.compile(keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows"), "mse")
+    model.compile(two_batches_by_rows(0.1), "mse")
     model.fit(X[:ROWS], Y[:ROWS], BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
     plain = build()
     plain.compile(keras.optimizers.SGD(0.1), "mse")
@@ -92,18 +88,8 @@ def test_through_fit_with_windows_across_epochs():
 
 def test_keras_own_mean_of_means_is_another_thing():
     model = accumulating("SGD", accumulate="batches")
-    train_in_parts(model, epochs=3)
-    assert difference(one_batch_at_a_time(OPTIMIZERS["SGD"](), 3), model.get_weights()) > 1e-4
-
-
-def test_of_equal_batches_both_are_the_large_batch():
-    plain = build()
-    plain.compile(OPTIMIZERS["Adam"](), "mse")
-    plain.fit(X[:12], Y[:12], 12, epochs=3, shuffle=False, verbose=0)
-    for accumulate in ("rows", "batches"):
-        model = accumulating("Adam", accumulate=accumulate)
-        model.fit(X[:12], Y[:12], BATCH_SIZE, epochs=3, shuffle=False, verbose=0)
-        assert difference(plain.get_weights(), model.get_weights()) < 1e-9
+    train_in_parts(model)
+    assert difference(one_batch_at_a_time(OPTIMIZERS["SGD"]()), model.get_weights()) > 1e-4
 
 
 def test_a_batch_that_overflows_is_left_out_with_its_rows():
@@ -130,31 +116,34 @@ def test_embeddings_of_rows_that_occur_twice():
     plain.compile(keras.optimizers.SGD(0.1), "mse")
     plain.train_on_batch(x[:7], Y[:7])
     model = keras_dp.DataParallelModel(tokens(), devices=2)
-    inner_optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    model.compile(keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows"), "mse")
+    model.compile(two_batches_by_rows(0.1), "mse")
     for rows in (slice(0, 4), slice(4, 7)):
         model.train_on_batch(x[rows], Y[rows])
     assert difference(plain.get_weights(), model.get_weights()) < 1e-9
 
 
-def test_training_that_resumes_within_equal_batches(tmp_path):
-    whole = accumulating("Adam")
-    for _ in range(2):
-        whole.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
-    broken = accumulating("Adam")
-    broken.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
-    broken.save_weights(tmp_path / "middle.weights.h5")
-    resumed = accumulating("Adam")
-    resumed.inner_model.optimizer.build(resumed.trainable_variables)
-    resumed.load_weights(tmp_path / "middle.weights.h5")
-    resumed.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
-    assert difference(whole.get_weights(), resumed.get_weights()) < 1e-12
+def test_state_that_is_restored_in_the_middle_of_a_window(tmp_path):
+    """Restoring the variables discards the rows of the window in progress, in this process as from a file."""
+    model, path = accumulating("Adam"), tmp_path / "middle.weights.h5"
+    arguments = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0}
+    model.fit(X[:8], Y[:8], **arguments)
+    model.save_weights(path)
+    variables = [*model.variables, *model.inner_model.optimizer.variables]
+    state = [variable.numpy() for variable in variables]
+    model.fit(X[8:20], Y[8:20], **arguments)
+    expected = model.get_weights()
+    for variable, value in zip(variables, state, strict=True):
+        variable.assign(value)
+    loaded = accumulating("Adam")
+    loaded.inner_model.optimizer.build(loaded.trainable_variables)
+    loaded.load_weights(path)
+    for way, restored in {"assigned": model, "loaded": loaded}.items():
+        restored.fit(X[8:20], Y[8:20], **arguments)
+        assert difference(expected, restored.get_weights()) < 1e-12, way
 
 
 def test_in_a_loop_of_ones_own():
-    weight = keras.Variable([0.0])
-    inner_optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    optimizer = keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
+    weight, optimizer = keras.Variable([0.0]), two_batches_by_rows()
     optimizer.apply_tower_gradients([[[1.0]], [[1.0]]], [weight], rows=3)
     optimizer.apply_tower_gradients([[[-1.0]], [[-1.0]]], [weight], rows=1)
     assert weight.numpy() == [-(3 * 2 - 1 * 2) / 4]
@@ -162,26 +151,10 @@ def test_in_a_loop_of_ones_own():
         optimizer.apply_tower_gradients([[[1.0]]], [weight])
 
 
-def test_state_that_is_restored_in_the_same_process():
-    """Restoring the variables discards the rows of the window in progress: the restored window has its own."""
-    weights = []
-    for trained_further in (False, True):
-        keras.utils.set_random_seed(0)
-        model = accumulating("Adam")
-        model.fit(X[:8], Y[:8], BATCH_SIZE, shuffle=False, verbose=0)
-        state = [variable.numpy() for variable in (*model.variables, *model.inner_model.optimizer.variables)]
-        if trained_further:
-            model.fit(X[:4], Y[:4], BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
-            for variable, value in zip((*model.variables, *model.inner_model.optimizer.variables), state, strict=True):
-                variable.assign(value)
-        model.fit(X[8:20], Y[8:20], BATCH_SIZE, shuffle=False, verbose=0)
-        weights.append(model.get_weights())
-    assert difference(*weights) < 1e-12
-
-
-@pytest.mark.parametrize("name", ["Adam", "loss scaling"])
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, keras.models.clone_model])
-def test_copies_and_clones_weight_rows_too(copied, name):
+@pytest.mark.parametrize(
+    ("name", "copied"), [("Adam", copy.copy), ("loss scaling", copy.deepcopy), ("Adam", keras.models.clone_model)]
+)
+def test_copies_and_clones_weight_rows_too(name, copied):
     """A file holds no such argument, and these pass through one: a copy once averaged over batches, in silence."""
     model = accumulating(name, batch_norm="local")
     train_in_parts(model, 1)
@@ -189,24 +162,18 @@ def test_copies_and_clones_weight_rows_too(copied, name):
     assert other.optimizer.accumulate == "rows"
     if copied is keras.models.clone_model:
         other.set_weights(build().get_weights())
-        fresh = accumulating(name)
-        for each in (fresh, other):
-            train_in_parts(each, 2)
-        assert difference(fresh.get_weights(), other.get_weights()) < 1e-12
-    else:
-        before = other.get_weights()
-        train_in_parts(model, 1)
-        assert difference(before, other.get_weights()) == 0.0
-        train_in_parts(other, 1)
-        assert difference(model.get_weights(), other.get_weights()) < 1e-12
+        model = accumulating(name)
+    before = other.get_weights()
+    train_in_parts(model, 1)
+    assert difference(before, other.get_weights()) == 0.0
+    train_in_parts(other, 1)
+    assert difference(model.get_weights(), other.get_weights()) < 1e-12
 
 
 def test_what_overwrites_its_variable_is_not_weighted():
     """The scales of float8 are such variables: Keras takes the largest of their values."""
-    scale, weight = keras.Variable([1.0]), keras.Variable([0.0])
+    scale, weight, optimizer = keras.Variable([1.0]), keras.Variable([0.0]), two_batches_by_rows()
     scale.overwrite_with_gradient = True
-    inner_optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    optimizer = keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
     for value, rows in ((5.0, 6), (3.0, 2)):
         optimizer.apply_tower_gradients([[[value], [value]]], [scale, weight], rows=rows)
     assert scale.numpy() == [5.0]
@@ -214,9 +181,7 @@ def test_what_overwrites_its_variable_is_not_weighted():
 
 
 def test_infinite_gradients_that_keras_clips_count():
-    weight = keras.Variable([0.0])
-    inner_optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, clipvalue=0.5)
-    optimizer = keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
+    weight, optimizer = keras.Variable([0.0]), two_batches_by_rows(clipvalue=0.5)
     for value in (np.inf, 1.0, 0.25, 0.25):
         optimizer.apply_tower_gradients([[[value]]], [weight], rows=2)
     assert weight.numpy() == [-0.75]
@@ -229,25 +194,12 @@ def test_running_eagerly_is_refused():
         model.fit(X, Y, verbose=0)
 
 
-@pytest.mark.parametrize(
-    ("inner_optimizer", "accumulate", "message"),
-    [
-        (
-            lambda: "sgd",
-            "rows",
-            "accumulates none, or is made of several. Give a single optimizer with gradient_accumulation_steps",
-        ),
-        (
-            lambda: keras.optimizers.MultiOptimizer(
-                keras.optimizers.OptimizerMap(keras.optimizers.SGD(gradient_accumulation_steps=2))
-            ),
-            "rows",
-            "or is made of several. Give a single optimizer",
-        ),
-        (lambda: "sgd", "elements", "`accumulate` must be one of 'batches', 'rows'. Received: accumulate='elements'"),
-    ],
-)
-def test_bad_arguments(inner_optimizer, accumulate, message):
-    inner_optimizer = inner_optimizer()
-    with pytest.raises(ValueError, match=message):
-        keras_dp.DataParallelOptimizer(inner_optimizer, accumulate=accumulate)
+def test_bad_arguments():
+    accumulates = keras.optimizers.OptimizerMap(keras.optimizers.SGD(gradient_accumulation_steps=2))
+    for inner_optimizer, accumulate, message in [
+        ("sgd", "rows", "accumulates none, or is made of several. Give a single optimizer with gradient_accumulation_steps"),
+        (keras.optimizers.MultiOptimizer(accumulates), "rows", "or is made of several. Give a single optimizer"),
+        ("sgd", "elements", "`accumulate` must be one of 'batches', 'rows'. Received: accumulate='elements'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            keras_dp.DataParallelOptimizer(inner_optimizer, accumulate=accumulate)

@@ -1,6 +1,7 @@
 """Moments of the global batch are Keras's, accurate, masked and cheap; the other modes work as documented."""
 
 import itertools
+import math
 from pathlib import Path
 from unittest import mock
 
@@ -56,18 +57,18 @@ def moments_on_towers(x, num_towers, mask=None, mode="sync"):
     return step_on_towers(moments, (x, mask), num_towers)()
 
 
-@pytest.mark.parametrize(("rows", "num_towers"), [(3, 1), (1, 2), (10, 4)])
-def test_moments_of_the_global_batch(rows, num_towers):
-    """Each row has the same weight, also if towers have several rows, one or none.
+@pytest.mark.parametrize(("rows", "num_towers", "mode"), [(10, 4, "sync"), (10, 4, "local"), (1, 2, "sync"), (3, 4, "local")])
+def test_moments_of_the_global_batch(rows, num_towers, mode):
+    """Each row has the same weight, also if towers have several rows, one or none, and other means than their neighbours.
 
     https://github.com/pytorch/pytorch/issues/22192: the running variance gave every process the same weight.
     https://github.com/pytorch/pytorch/issues/36865: a process with a single value failed, even if others had more.
     """
-    x = rng.normal(size=(rows, 5, 3))
-    count, mean, variance = moments_on_towers(x, num_towers)
+    x = rng.normal(size=(rows, 5, 3)) + np.arange(rows)[:, None, None]
+    count, mean, variance = moments_on_towers(x, num_towers, mode=mode)
     np.testing.assert_array_equal(count, rows * 5)
-    np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-14)
-    np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-14)
+    np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-13)
+    np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-13)
 
 
 def test_masked_moments_divide_by_n_plus_epsilon():
@@ -76,21 +77,10 @@ def test_masked_moments_divide_by_n_plus_epsilon():
     n = mask.sum() + keras.config.epsilon()
     mean = x[mask].sum(axis=0) / n
     variance = ((x[mask] - mean) ** 2).sum(axis=0) / n
-    for num_towers in (1, 2, 4):
-        count, received_mean, received_variance = moments_on_towers(x, num_towers, mask)
-        np.testing.assert_allclose(count, n, rtol=1e-15)
-        np.testing.assert_allclose(received_mean, mean, rtol=1e-12)
-        np.testing.assert_allclose(received_variance, variance, rtol=1e-12)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 10])
-def test_moments_of_slices_are_pooled_to_those_of_the_global_batch(rows):
-    """A mean of the variances would be wrong: the slices have different means and sizes."""
-    x = rng.normal(size=(rows, 5, 3)) + np.arange(rows)[:, None, None]
-    count, mean, variance = moments_on_towers(x, 4, mode="local")
-    np.testing.assert_array_equal(count, rows * 5)
-    np.testing.assert_allclose(mean, x.mean(axis=(0, 1)), atol=1e-13)
-    np.testing.assert_allclose(variance, x.var(axis=(0, 1)), atol=1e-13)
+    count, received_mean, received_variance = moments_on_towers(x, 4, mask)
+    np.testing.assert_allclose(count, n, rtol=1e-15)
+    np.testing.assert_allclose(received_mean, mean, rtol=1e-12)
+    np.testing.assert_allclose(received_variance, variance, rtol=1e-12)
 
 
 def beside_a_large_mean():
@@ -109,15 +99,11 @@ def test_keras_loses_a_variance_beside_a_large_mean():
 @pytest.mark.parametrize("mode", ["sync", "local"])
 def test_large_means_do_not_cost_the_variance(mode):
     x, exact = beside_a_large_mean()
-    for num_towers in (2, 3):
-        _, _, variance = moments_on_towers(x, num_towers, mode=mode)
-        np.testing.assert_allclose(variance, exact, rtol=1e-3)
+    _, _, variance = moments_on_towers(x, 3, mode=mode)
+    np.testing.assert_allclose(variance, exact, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("value", "mode", "masked"),
-    [(5000.1, "sync", False), (-3e7, "sync", True), (0.1, "local", False), (5000.1, "local", True)],
-)
+@pytest.mark.parametrize(("value", "mode", "masked"), [(-3e7, "sync", True), (0.1, "local", False)])
 def test_variance_is_never_negative(value, mode, masked):
     x = np.full((11, 3, 2), value, "float32")
     _, _, variance = moments_on_towers(x, 4, np.ones((11, 3), bool) if masked else None, mode)
@@ -198,21 +184,23 @@ def test_what_the_towers_exchange(mask, exchanged):
 RENORM = {"renorm": True, "renorm_clipping": {"rmax": 2.0, "rmin": 0.5, "dmax": 0.5}}
 
 LAYERS = {
-    "renorm": lambda: layers.BatchNormalization(**RENORM),
-    "renorm without clipping": lambda: layers.BatchNormalization(renorm=True, renorm_momentum=0.8, axis=1),
-    "no center": lambda: layers.BatchNormalization(center=False, momentum=0.8),
-    "no scale": lambda: layers.BatchNormalization(scale=False, epsilon=0.1),
-    "neither": lambda: layers.BatchNormalization(center=False, scale=False),
-    "regularized and constrained": lambda: layers.BatchNormalization(
-        gamma_regularizer="l2", beta_regularizer="l1", gamma_constraint=keras.constraints.MaxNorm(0.9), beta_initializer="ones"
-    ),
-    "other first statistics": lambda: layers.BatchNormalization(
-        moving_mean_initializer="ones", moving_variance_initializer="zeros"
-    ),
-    "synchronized": lambda: layers.BatchNormalization(synchronized=True),
-    "time distributed": lambda: layers.TimeDistributed(layers.BatchNormalization()),
-    "nested": lambda: keras.Sequential([layers.Dense(6), keras.Sequential([layers.BatchNormalization(), layers.ReLU()])]),
-    "not trainable": lambda: layers.BatchNormalization(trainable=False, moving_mean_initializer="ones"),
+    "renorm": {
+        "clipped": lambda: layers.BatchNormalization(**RENORM),
+        "not_clipped": lambda: layers.BatchNormalization(renorm=True, renorm_momentum=0.8, axis=1),
+    },
+    "weights": {
+        "no_center": lambda: layers.BatchNormalization(center=False, momentum=0.8),
+        "no_scale": lambda: layers.BatchNormalization(scale=False, epsilon=0.1),
+        "regularized_and_constrained": lambda: layers.BatchNormalization(
+            gamma_regularizer="l2", beta_regularizer="l1", gamma_constraint=keras.constraints.MaxNorm(0.9)
+        ),
+    },
+    "places": {
+        "synchronized": lambda: layers.BatchNormalization(synchronized=True),
+        "over_time": lambda: layers.TimeDistributed(layers.BatchNormalization()),
+        "nested": lambda: keras.Sequential([layers.Dense(6), layers.BatchNormalization(), layers.ReLU()]),
+        "not_trainable": lambda: layers.BatchNormalization(trainable=False, moving_mean_initializer="ones"),
+    },
 }
 
 
@@ -220,92 +208,80 @@ def compile_arguments():
     return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": "mse"}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_every_kind_of_layer(layer):
-    """Towers have two or three rows.
+@pytest.mark.parametrize("kinds", LAYERS.values(), ids=LAYERS)
+def test_every_kind_of_layer(kinds):
+    """Each kind has an output and so a loss of its own, which a failure names. Towers have two or three rows.
 
     https://github.com/pytorch/pytorch/issues/36382: backward, gradients were averaged over processes, not over rows.
     """
 
     def build():
         inputs = keras.Input((4, 6))
-        x = LAYERS[layer]()(layers.Dense(6)(inputs))
-        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+        normalized = {kind: layer()(layers.Dense(6)(inputs)) for kind, layer in kinds.items()}
+        return keras.Model(inputs, {kind: layers.Dense(2, name=kind)(layers.Flatten()(x)) for kind, x in normalized.items()})
 
-    data = rng.normal(size=(15, 4, 6)), rng.normal(size=(15, 2))
-    assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
+    data = rng.normal(size=(15, 4, 6)), dict.fromkeys(kinds, rng.normal(size=(15, 2)))
+    _, inner = assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
+    frozen = [layer for layer in inner.layers if isinstance(layer, layers.BatchNormalization) and not layer.trainable]
+    assert len(frozen) == ("not_trainable" in kinds)
+    for layer in frozen:
+        np.testing.assert_array_equal(layer.moving_mean.numpy(), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [
-        ((6,), 1),
-        ((4, 6), 1),
-        ((4, 6), -2),
-        ((3, 2, 4), 1),
-        ((3, 2, 4), 2),
-        ((3, 2, 4), -1),
-        ((2, 3, 2, 4), 1),
-        ((2, 3, 2, 4), 4),
-    ],
-)
-def test_every_rank_and_axis(shape, axis):
+AXES = [((6,), 1), ((4, 6), -2), ((3, 2, 4), 2), ((3, 2, 4), -1), ((2, 3, 2, 2), 1)]
+
+
+def test_every_rank_and_axis():
     """The last batch has one row for three towers; in inputs of rank 2, its variance is zero.
 
     https://github.com/pytorch/pytorch/issues/36530: a process without rows failed, or blocked the others.
     https://github.com/pytorch/pytorch/issues/62967: statistics of permuted inputs assumed another memory layout.
     """
+    names = [f"{'x'.join(map(str, shape))}_axis{axis}" for shape, axis in AXES]
 
     def build():
-        inputs = keras.Input(shape)
-        x = layers.BatchNormalization(axis=axis, momentum=0.5)(layers.Dense(shape[-1], "tanh")(inputs))
-        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+        inputs, outputs = keras.Input((24,)), {}
+        for name, (shape, axis) in zip(names, AXES, strict=True):
+            x = layers.Reshape(shape)(layers.Dense(math.prod(shape), "tanh")(inputs))
+            x = layers.BatchNormalization(axis=axis, momentum=0.5)(x)
+            outputs[name] = layers.Dense(2, name=name)(layers.Flatten()(x))
+        return keras.Model(inputs, outputs)
 
-    data = rng.normal(2, 3, size=(15, *shape)), rng.normal(size=(15, 2))
+    data = rng.normal(2, 3, size=(15, 24)), dict.fromkeys(names, rng.normal(size=(15, 2)))
     assert_same_training(build, compile_arguments, [(data, 7)], 3)
 
 
-@pytest.mark.parametrize("axis", [-1, 1])
-def test_masked_layer(axis):
+def test_masked_layer():
     """Under tf.distribute, Keras with `synchronized=True` takes the moments of each replica's valid entries separately."""
 
     def build():
         inputs = keras.Input((5, 3))
-        x = layers.BatchNormalization(axis=axis)(layers.Dense(4)(layers.Masking()(inputs)))
-        return keras.Model(inputs, layers.LSTM(3)(x))
+        masked = layers.Masking()(inputs)
+        normalized = {f"axis{axis}": layers.BatchNormalization(axis=axis)(layers.Dense(4)(masked)) for axis in (-1, 1)}
+        return keras.Model(inputs, {name: layers.Dense(2, name=name)(x) for name, x in normalized.items()})
 
-    x = rng.normal(size=(13, 5, 3))
+    x, y = rng.normal(size=(13, 5, 3)), rng.normal(size=(13, 5, 2))
     x[:, 3:] *= rng.integers(0, 2, (13, 1, 1))
     x[4:8] = 0  # A slice of which every entry is masked.
-    assert_same_training(build, compile_arguments, [((x, rng.normal(size=(13, 3))), 12)], 3)
+    assert_same_training(build, compile_arguments, [((x, {"axis-1": y, "axis1": y}), 12)], 3)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_that_call_tells_whether_to_train(training):
-    """The `training` that a `call` passes to its layer holds in `fit`, `evaluate` and `predict`."""
+def test_layers_that_call_tells_whether_to_train():
+    """The `training` that a `call` passes to its layers holds in `fit`, `evaluate` and `predict`."""
 
     class Told(keras.Model):
         def __init__(self):
             super().__init__()
-            self.norm, self.dense = layers.BatchNormalization(moving_mean_initializer="ones"), layers.Dense(1)
+            self.trained, self.fixed = (layers.BatchNormalization(moving_mean_initializer="ones") for _ in range(2))
+            self.dense = layers.Dense(1)
 
         def call(self, x):
-            return self.dense(self.norm(x, training=training))
+            return self.dense(self.fixed(self.trained(x, training=True), training=False))
 
     data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
     one, _ = assert_towers_match_one_device(Told, compile_arguments, [(data, 7)], 3)
-    assert np.all(one.norm.moving_mean.numpy() == 1) != training
-
-
-def test_frozen_layers_use_and_keep_their_moving_statistics():
-    def build():
-        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)])
-        model.layers[1].trainable = False
-        return model
-
-    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
-    _, inner = assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
-    np.testing.assert_array_equal(inner.layers[1].moving_mean.numpy(), 0.0)
+    assert np.all(one.trained.moving_mean.numpy() != 1)
+    assert np.all(one.fixed.moving_mean.numpy() == 1)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -323,43 +299,11 @@ def test_moments_are_float32_under_mixed_precision(policy):
     np.testing.assert_allclose(norm.moving_variance, exact.var(axis=(0, 1)), rtol=1e-4)
 
 
-def test_group_and_layer_normalization_are_left_alone():
-    def build():
-        inputs = keras.Input((4, 6))
-        x = layers.GroupNormalization(2)(layers.LayerNormalization()(layers.Dense(6)(inputs)))
-        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
-
-    data = rng.normal(size=(15, 4, 6)), rng.normal(size=(15, 2))
-    for mode in ("sync", "local"):
-        assert_same_training(build, compile_arguments, [(data, 7)], 3, {"batch_norm": mode})
-
-
-def small_network(norm=layers.BatchNormalization):
-    return keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(3, "tanh"),
-            norm(momentum=0.5),
-            layers.Dense(2, "tanh"),
-            norm(momentum=0.9),
-            layers.Dense(1),
-        ]
-    )
-
-
-def convolutions():
-    return keras.Sequential(
-        [
-            keras.Input((4, 4, 2)),
-            layers.Conv2D(3, 2),
-            layers.BatchNormalization(momentum=0.5),
-            layers.ReLU(),
-            layers.Conv2D(2, 2),
-            layers.BatchNormalization(momentum=0.7, axis=1),
-            layers.Flatten(),
-            layers.Dense(1),
-        ]
-    )
+def small_network(**first):
+    """Builds a network of two batch normalizations, of which the first takes more arguments."""
+    norms = [layers.BatchNormalization(momentum=0.5, **first), layers.BatchNormalization(momentum=0.9)]
+    parts = [layers.Dense(3, "tanh"), norms[0], layers.Dense(2, "tanh"), norms[1], layers.Dense(1)]
+    return keras.Sequential([keras.Input((3,)), *parts])
 
 
 def slices_one_after_the_other(model, batches, num_slices, mode, learning_rate=0.1):
@@ -373,32 +317,28 @@ def slices_one_after_the_other(model, batches, num_slices, mode, learning_rate=0
     losses = []
     for x, y in batches:
         state = [variable.numpy() for variable in model.non_trainable_variables]
+
+        def reset(state=state):
+            for variable, value in zip(model.non_trainable_variables, state, strict=True):
+                variable.assign(value)
+
         bounds = [len(x) * i // num_slices for i in range(num_slices + 1)]
         gradients, parts, loss = [0.0] * len(model.trainable_variables), [], 0.0
-        for begin, end in itertools.pairwise(bounds):
-            if begin == end:
-                continue
-            for run in ("inputs", "step"):
-                # Every slice starts from the state before the step.
-                for variable, value in zip(model.non_trainable_variables, state, strict=True):
-                    variable.assign(value)
-                if run == "inputs":
-                    parts.append([part.numpy() for part in inputs_of(x[begin:end], training=True)])
-                    continue
-                with tf.GradientTape() as tape:
-                    part = tf.reduce_sum((model(x[begin:end], training=True) - y[begin:end]) ** 2) / len(x)
-                for k, gradient in enumerate(tape.gradient(part, model.trainable_variables)):
-                    gradients[k] += gradient.numpy()
-                loss += part.numpy()
+        for rows in [slice(*bound) for bound in itertools.pairwise(bounds) if bound[0] < bound[1]]:
+            parts.append([part.numpy() for part in inputs_of(x[rows], training=True)])
+            reset()
+            with tf.GradientTape() as tape:
+                part = tf.reduce_sum((model(x[rows], training=True) - y[rows]) ** 2) / len(x)
+            for k, gradient in enumerate(tape.gradient(part, model.trainable_variables)):
+                gradients[k] += gradient.numpy()
+            loss += part.numpy()
+            reset()
         losses.append(loss)
         for weight, gradient in zip(model.trainable_variables, gradients, strict=True):
             weight.assign_sub(learning_rate * gradient)
-        for variable, value in zip(model.non_trainable_variables, state, strict=True):
-            variable.assign(value)
         for norm, own in zip(norms, zip(*parts, strict=True), strict=True):
             values = own[0] if mode == "first" else np.concatenate(own)
-            axes = tuple(axis for axis in range(values.ndim) if axis != norm.axis % values.ndim)
-            update(norm, values.mean(axes), values.var(axes))
+            update(norm, values.mean(0), values.var(0))
     return losses
 
 
@@ -419,19 +359,14 @@ def update(norm, mean, variance):
     norm.moving_variance.assign(norm.moving_stddev.numpy() ** 2 - norm.epsilon)
 
 
-MODELS = {
-    "dense": (small_network, (3,)),
-    "convolutions": (convolutions, (4, 4, 2)),
-    "renorm": (lambda: small_network(lambda **arguments: layers.BatchNormalization(**RENORM, **arguments)), (3,)),
-}
-
-
 @pytest.mark.parametrize("mode", ["local", "first"])
-@pytest.mark.parametrize("model", MODELS)
-def test_other_modes_against_the_slices_one_after_the_other(model, mode):
-    """Covers uneven slices, and a batch with fewer rows than towers."""
-    build, shape = MODELS[model]
-    batches = [(rng.normal(2, 3, size=(rows, *shape)), rng.normal(size=(rows, 1))) for rows in (7, 11, 2, 10)]
+def test_other_modes_against_the_slices_one_after_the_other(mode):
+    """Covers uneven slices, and a batch with fewer rows than towers. In "local", the first layer renormalizes."""
+
+    def build():
+        return small_network(**RENORM if mode == "local" else {})
+
+    batches = [(rng.normal(2, 3, size=(rows, 3)), rng.normal(size=(rows, 1))) for rows in (7, 11, 2)]
     one, inner = twins(build)
     parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode)
     parallel.compile(keras.optimizers.SGD(0.1), "mse")
@@ -498,25 +433,24 @@ def test_gradients_of_every_mode_are_those_of_finite_differences(mode):
 
     step(weights)
     trained = {id(v) for v in inner.trainable_variables}
-    checked = 0
     gradients = [before - after for before, after in zip(weights, inner.get_weights(), strict=True)]
-    for k, variable in enumerate(inner.weights):
-        for index in np.ndindex(weights[k].shape) if id(variable) in trained else ():
-            losses = []
-            for change in (1e-5, -1e-5):
-                changed = [value.copy() for value in weights]
-                changed[k][index] += change
-                losses.append(step(changed))
-            np.testing.assert_allclose(gradients[k][index], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
-            checked += 1
-    assert checked == inner.count_params() - 2 * (3 + 2)
+    places = [(k, i) for k, v in enumerate(inner.weights) if id(v) in trained for i in np.ndindex(tuple(v.shape))]
+    assert len(places) == inner.count_params() - 2 * (3 + 2)
+    for k, index in places:
+        losses = []
+        for change in (1e-5, -1e-5):
+            changed = [value.copy() for value in weights]
+            changed[k][index] += change
+            losses.append(step(changed))
+        np.testing.assert_allclose(gradients[k][index], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
-def test_layers_that_say_so_stay_synchronized_in_local_mode():
+def test_other_layers_than_plain_batch_normalization_stay_as_they_are_in_local_mode():
     def build():
-        return keras.Sequential([keras.Input((3,)), layers.BatchNormalization(synchronized=True), layers.Dense(1)])
+        normalized = [layers.BatchNormalization(synchronized=True), layers.LayerNormalization(), layers.GroupNormalization(2)]
+        return keras.Sequential([keras.Input((4,)), *normalized, layers.Dense(1)])
 
-    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
+    data = rng.normal(size=(15, 4)), rng.normal(size=(15, 1))
     assert_same_training(build, compile_arguments, [(data, 7)], 3, {"batch_norm": "local"})
 
 

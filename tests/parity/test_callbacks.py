@@ -20,6 +20,14 @@ def build():
     return keras.Sequential([keras.Input((4,)), layers.Dense(2)])
 
 
+def compiled(num_towers, optimizer=None, **arguments):
+    model = build()
+    if num_towers:
+        model = keras_dp.DataParallelModel(model, devices=num_towers)
+    model.compile(optimizer or keras.optimizers.SGD(1.0, momentum=0.9), "mse", **arguments)
+    return model
+
+
 def slow(x, y):
     """Returns a dataset that takes 0.3 seconds for each batch."""
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
@@ -33,18 +41,14 @@ def _sleep(x):
     return x
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices(steps_per_execution):
-    parallel = keras_dp.DataParallelModel(build(), devices=2)
-    parallel.compile("sgd", "mse", steps_per_execution=steps_per_execution)
-    wait = keras_dp.callbacks.InputWait()
+def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices():
+    parallel, wait = compiled(2, "sgd"), keras_dp.callbacks.InputWait()
     parallel.fit(X, Y, verbose=0)
     assert "input_wait" not in parallel.history.history
-    starved = parallel.fit(slow(X, Y), epochs=3, verbose=0, shuffle=False, callbacks=[wait]).history["input_wait"]
+    starved = parallel.fit(slow(X, Y), epochs=2, verbose=0, shuffle=False, callbacks=[wait]).history["input_wait"]
     fed = parallel.fit(X, Y, batch_size=1, epochs=2, verbose=0, callbacks=[wait]).history["input_wait"]
     assert min(starved) > 0.3
     assert 0 <= fed[-1] < min(starved)
-    # Without the callback, nothing is logged.
     parallel.fit(X, Y, verbose=0)
     assert "input_wait" not in parallel.history.history
 
@@ -63,8 +67,7 @@ def test_on_gpus_nothing_is_measured_unless_the_callback_asks():
     assert seconds.numpy() == before
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 5])
-def test_tracing_callbacks_and_predictions_are_no_wait(steps_per_execution):
+def test_tracing_callbacks_and_predictions_are_no_wait():
     """The data are in memory: next to the first trace and to what a callback does, nothing is waited for."""
 
     class Predicts(keras.callbacks.Callback):
@@ -72,11 +75,9 @@ def test_tracing_callbacks_and_predictions_are_no_wait(steps_per_execution):
             time.sleep(0.2)
             self.model.predict(X, verbose=0)
 
-    parallel = keras_dp.DataParallelModel(build(), devices=2)
-    parallel.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     data = tf.data.Dataset.from_tensors((X, Y)).cache().repeat(10)
-    callbacks = [keras_dp.callbacks.InputWait(), Predicts()]
-    history = parallel.fit(data, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history
+    arguments = {"epochs": 2, "verbose": 0, "shuffle": False, "callbacks": [keras_dp.callbacks.InputWait(), Predicts()]}
+    history = compiled(2, "sgd", steps_per_execution=5).fit(data, **arguments).history
     assert max(history["input_wait"]) < 0.3
 
 
@@ -85,10 +86,10 @@ def test_evaluating_within_a_measured_epoch_does_not_disturb_it():
         def on_train_batch_end(self, batch, logs=None):
             self.model.evaluate(X, Y, verbose=0)
 
-    parallel = keras_dp.DataParallelModel(build(), devices=2)
-    parallel.compile("sgd", "mse")
     callbacks = [keras_dp.callbacks.InputWait(), Evaluates()]
-    history = parallel.fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), verbose=0, callbacks=callbacks).history
+    history = (
+        compiled(2, "sgd").fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), verbose=0, callbacks=callbacks).history
+    )
     assert len(history["input_wait"]) == 2
 
 
@@ -102,10 +103,8 @@ def test_input_wait_needs_towers():
 def test_input_wait_is_refused_with_op_determinism(monkeypatch):
     """TensorFlow has no public way to end its op determinism."""
     monkeypatch.setattr(input_wait, "op_determinism_is_on", lambda: True)
-    parallel = keras_dp.DataParallelModel(build(), devices=2)
-    parallel.compile("sgd", "mse")
     with pytest.raises(ValueError, match="refuses after tf.config.experimental.enable_op_determinism"):
-        parallel.fit(X, Y, verbose=0, callbacks=[keras_dp.callbacks.InputWait()])
+        compiled(2, "sgd").fit(X, Y, verbose=0, callbacks=[keras_dp.callbacks.InputWait()])
 
 
 def ramp(base, scale, warmup_steps, steps):
@@ -124,14 +123,6 @@ class UsedRates(keras.callbacks.Callback):
         self.rates.append(float(self.model.optimizer.learning_rate))
 
 
-def compiled(num_towers, optimizer=None, **arguments):
-    model = build()
-    if num_towers:
-        model = keras_dp.DataParallelModel(model, devices=num_towers)
-    model.compile(optimizer or keras.optimizers.SGD(1.0, momentum=0.9), "mse", **arguments)
-    return model
-
-
 def rates_of(model, callbacks, epochs=5, **arguments):
     """Fits with three steps in an epoch, and returns the rates of all steps and the history."""
     used = UsedRates()
@@ -140,7 +131,7 @@ def rates_of(model, callbacks, epochs=5, **arguments):
     return used.rates, history
 
 
-@pytest.mark.parametrize(("warmup_epochs", "num_towers"), [(0, 2), (1, None), (2.5, 2), (8, 2)])
+@pytest.mark.parametrize(("warmup_epochs", "num_towers"), [(2.5, 2), (0, None), (8, None)])
 def test_warmup_ramps_at_every_step_and_logs_the_rate(warmup_epochs, num_towers):
     warmup = LearningRateWarmup(0.01, 8, warmup_epochs)
     rates, history = rates_of(compiled(num_towers), [warmup])
@@ -172,7 +163,7 @@ def test_a_rate_that_plateaus_lower_stays_lower():
         np.testing.assert_allclose(received, ramp(0.01, 8, 9, 15) * factors, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("place", "epoch", "rate"), [(0, 2, 0.16), (1, 3, 0.07), (1, 2, 0.008), (0, 3, 0.008)])
+@pytest.mark.parametrize(("place", "epoch", "rate"), [(0, 2, 0.16), (1, 3, 0.008)])
 def test_a_scheduler_takes_over_after_the_warmup(place, epoch, rate):
     callbacks = [LearningRateWarmup(0.01, 8, 2)]
     callbacks.insert(place, keras.callbacks.LearningRateScheduler(lambda now: 0.08 if now < epoch else rate))
@@ -188,17 +179,15 @@ def test_the_rate_before_the_warmup_says_nothing():
     np.testing.assert_allclose(rates, ramp(0.1, 8, 6, 16)[1:], rtol=1e-12)
 
 
-@pytest.mark.parametrize("floatx", ["bfloat16", "float16"])
-def test_rounding_does_not_lower_the_rate(floatx):
-    keras.config.set_floatx(floatx)
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-    model.compile(keras.optimizers.SGD(1.0), "mse")
-    rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 40)], epochs=42)
+def test_rounding_does_not_lower_the_rate():
+    keras.config.set_floatx("bfloat16")
+    rates, _ = rates_of(compiled(None), [LearningRateWarmup(0.01, 8, 40)], epochs=42)
     np.testing.assert_allclose(rates, ramp(0.01, 8, 120, 126), rtol=0.01)
 
 
-@pytest.mark.parametrize("initial_epoch", [1, 2, 3])
-def test_a_new_optimizer_past_the_warmup_has_the_full_rate(initial_epoch):
+@pytest.mark.parametrize("initial_epoch", [1, 3])
+def test_warmup_goes_by_the_epochs_where_the_optimizer_is_new(initial_epoch):
+    """The rate of a new optimizer is ignored, as after `load_weights` of the weights alone; past the warm-up, it is full."""
     rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 2)], initial_epoch=initial_epoch)
     np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[3 * initial_epoch :], rtol=1e-12)
 
@@ -213,46 +202,29 @@ def test_an_optimizer_that_is_warm_is_said_to_be(caplog):
     assert "new optimizer to warm up again" in caplog.text
 
 
-@pytest.mark.parametrize(("by", "num_towers"), [("fit", None), ("backup", 2), ("file", 2)])
+@pytest.mark.parametrize(("by", "num_towers"), [("backup", 2), ("fit", None)])
 def test_warmup_resumes_in_the_middle(tmp_path, caplog, num_towers, by):
     """The reduction by a plateau is kept, although a checkpoint holds only the rate and the iterations."""
-
-    def callbacks():
-        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9, cooldown=9)
-        backup = [keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)] if by == "backup" else []
-        return [LearningRateWarmup(0.01, 8, 4), plateau, *backup]
-
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9, cooldown=9)
+    backup = [keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)] if by == "backup" else []
     unbroken = compiled(num_towers)
     weights = unbroken.get_weights()
-    expected, _ = rates_of(unbroken, callbacks()[:2])
+    expected, _ = rates_of(unbroken, [LearningRateWarmup(0.01, 8, 4), plateau])
     broken = compiled(num_towers)
     broken.set_weights(weights)
-    begun, _ = rates_of(broken, callbacks(), epochs=3)
+    begun, _ = rates_of(broken, [LearningRateWarmup(0.01, 8, 4), plateau, *backup], epochs=3)
     np.testing.assert_allclose(begun, expected[:9], rtol=1e-12)
-    if by == "file":
-        broken.save(tmp_path / "model.keras")
-        broken = keras.models.load_model(tmp_path / "model.keras")
-        broken = keras_dp.DataParallelModel(broken, devices=2) if num_towers else broken
-    elif by == "backup":
-        broken = compiled(num_towers)
-    left = callbacks()
-    left = [left[0], *left[2:]]
+    resuming = compiled(num_towers) if by == "backup" else broken
     caplog.clear()
-    resumed, _ = rates_of(broken, left, initial_epoch=0 if by == "backup" else 3)
+    resumed, _ = rates_of(resuming, [LearningRateWarmup(0.01, 8, 4), *backup], initial_epoch=0 if by == "backup" else 3)
     assert "resumes at step 9 with the rate 0.0" in caplog.text
     np.testing.assert_allclose(resumed, expected[9:], rtol=1e-6)
-    for one, other in zip(unbroken.get_weights(), broken.get_weights(), strict=True):
+    for one, other in zip(unbroken.get_weights(), resuming.get_weights(), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
-def test_warmup_goes_by_the_epochs_where_the_optimizer_is_new():
-    """The rate of a new optimizer is ignored, as after `load_weights` of the weights alone."""
-    rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 4)], initial_epoch=3)
-    np.testing.assert_allclose(rates, ramp(0.01, 8, 12, 15)[9:], rtol=1e-12)
-
-
-def test_warmup_with_accumulated_gradients_counts_batches():
-    optimizer = keras.optimizers.SGD(1.0, momentum=0.9, gradient_accumulation_steps=3)
+def test_warmup_of_adam_with_accumulated_gradients_counts_batches():
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=3)
     rates, _ = rates_of(compiled(2, optimizer), [LearningRateWarmup(0.01, 8, 2)])
     np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-12)
 
@@ -262,13 +234,12 @@ def test_warmup_of_steps_that_run_together_sets_the_rate_of_the_first():
     np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[np.arange(15) % 3 != 1], rtol=1e-12)
 
 
-@pytest.mark.parametrize("lowered", [1.0, 0.5])
-def test_warmup_resumes_where_steps_run_together(lowered):
+def test_warmup_resumes_where_steps_run_together():
     model = compiled(2, steps_per_execution=2)
     rates_of(model, [LearningRateWarmup(0.01, 8, 2)], epochs=1)
-    model.optimizer.learning_rate = float(model.optimizer.learning_rate) * lowered
+    model.optimizer.learning_rate = float(model.optimizer.learning_rate) * 0.5
     rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 2)], initial_epoch=1)
-    np.testing.assert_allclose(rates, lowered * ramp(0.01, 8, 6, 15)[3:][np.arange(12) % 3 != 1], rtol=1e-12)
+    np.testing.assert_allclose(rates, 0.5 * ramp(0.01, 8, 6, 15)[3:][np.arange(12) % 3 != 1], rtol=1e-12)
 
 
 def test_warmup_with_mixed_precision():
@@ -291,11 +262,6 @@ def test_warmup_in_a_list_of_callbacks():
         callbacks.on_train_begin()
 
 
-def test_warmup_of_adam():
-    rates, _ = rates_of(compiled(2, keras.optimizers.Adam()), [LearningRateWarmup(0.01, 8, 2)])
-    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_data_of_unknown_length_needs_the_number_of_steps():
     def batches():
@@ -303,9 +269,8 @@ def test_data_of_unknown_length_needs_the_number_of_steps():
             yield X[:4], Y[:4]
 
     model = compiled(2)
-    data = tf.data.Dataset.from_generator(batches, output_signature=(tf.TensorSpec((None, 4)), tf.TensorSpec((None, 2)))).take(
-        3
-    )
+    types = tf.TensorSpec((None, 4)), tf.TensorSpec((None, 2))
+    data = tf.data.Dataset.from_generator(batches, output_signature=types).take(3)
     with pytest.raises(ValueError, match="does not know how many steps an epoch has"):
         model.fit(data, verbose=0, shuffle=False, callbacks=[LearningRateWarmup(0.01, 8, 2)])
     used = UsedRates()
@@ -313,10 +278,8 @@ def test_data_of_unknown_length_needs_the_number_of_steps():
     np.testing.assert_allclose(used.rates, ramp(0.01, 8, 6, 3), rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "schedule", [keras.optimizers.schedules.CosineDecay(0.1, 10), lambda: 0.1], ids=["schedule", "function"]
-)
-def test_warmup_does_not_set_the_rate_of_a_schedule(schedule):
+def test_warmup_does_not_set_the_rate_of_a_schedule():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     with pytest.raises(ValueError, match=r"Wrap each schedule: keras_dp.schedules.WarmupThen\(schedule, scale, warmup_steps"):
         rates_of(compiled(2, keras.optimizers.SGD(schedule)), [LearningRateWarmup(0.01, 8, 2)])
 

@@ -9,7 +9,7 @@ import pandas
 import pytest
 import scipy.sparse
 import tensorflow as tf
-from comparison import assert_same, assert_same_script, twins
+from comparison import assert_same, assert_same_script, same_on_towers, twins
 from keras import layers
 
 import keras_dp
@@ -21,7 +21,6 @@ X, Y, W = rng.normal(size=(ROWS, 4)), rng.normal(size=(ROWS, 2)), rng.uniform(si
 CLASSES = rng.integers(0, 3, ROWS)
 
 runs_dry = pytest.mark.filterwarnings("ignore:Your input ran out of data")
-feeds_by_name = pytest.mark.filterwarnings("ignore:The structure of `inputs` doesn't match")
 
 
 def dense(units=2, activation=None):
@@ -91,47 +90,38 @@ class EndlessPyDataset(PyDataset):
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "uint8", "bool"]
 
 
-def test_arrays_and_tensors_of_any_dtype():
+def takes_any_dtype():
+    inputs = {dtype: keras.Input((4,), dtype=dtype, name=dtype) for dtype in DTYPES}
+    hidden = layers.Concatenate()([layers.Rescaling(1.0)(leaf) for leaf in inputs.values()])
+    return keras.Model(inputs, [layers.Dense(2)(hidden) for _ in range(3)])
+
+
+@same_on_towers(takes_any_dtype, TOWERS)
+def test_arrays_and_tensors_of_any_dtype(model):
     x = {dtype: np.abs(3 * X).astype(dtype) for dtype in DTYPES}
     y = [np.abs(3 * Y).astype(dtype) for dtype in ("float16", "int64", "bool")]
-
-    def build():
-        inputs = {dtype: keras.Input((4,), dtype=dtype, name=dtype) for dtype in DTYPES}
-        hidden = layers.Concatenate()([layers.Rescaling(1.0)(leaf) for leaf in inputs.values()])
-        return keras.Model(inputs, [layers.Dense(2)(hidden) for _ in y])
-
-    def script(model):
-        compiled(model, metrics=None)
-        tensors = keras.tree.map_structure(tf.constant, [x, y])
-        batch = keras.tree.map_structure(lambda array: array[:5], [x, y])
-        return fit(model, x, y), fit(model, *tensors, sample_weight=tf.constant(W)), model.train_on_batch(*batch)
-
-    assert_same_script(build, script, TOWERS)
+    compiled(model, metrics=None)
+    return fit(model, x, y), fit(model, *keras.tree.map_structure(tf.constant, [x, y]))
 
 
-def test_pandas():
+@same_on_towers(lambda: dense(1), TOWERS)
+def test_pandas(model):
     columns = {"a": X[:, 0], "b": X[:, 1].astype("float32"), "c": CLASSES, "d": CLASSES > 1}
     frame, target, weight = pandas.DataFrame(columns), pandas.Series(Y[:, 0]), pandas.Series(W)
-
-    def script(model):
-        compiled(model)
-        history = fit(model, frame, target, sample_weight=weight, validation_split=0.3)
-        return history, predict(model, frame)
-
-    assert_same_script(lambda: dense(1), script, TOWERS)
+    compiled(model)
+    history = fit(model, frame, target, sample_weight=weight, validation_split=0.3)
+    return history, predict(model, frame)
 
 
-def test_pandas_columns_by_name():
+def takes_columns():
+    inputs = {name: keras.Input((1,), name=name) for name in "abcd"}
+    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(list(inputs.values()))))
+
+
+@same_on_towers(takes_columns, TOWERS)
+def test_pandas_columns_by_name(model):
     x, y = pandas.DataFrame(X, columns=list("abcd")), pandas.DataFrame(Y)
-
-    def build():
-        inputs = {name: keras.Input((1,), name=name) for name in x}
-        return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(list(inputs.values()))))
-
-    def script(model):
-        return fit(compiled(model), dict(x), y), model.train_on_batch(dict(x[:5]), y[:5])
-
-    assert_same_script(build, script, TOWERS)
+    return fit(compiled(model), dict(x), y), model.train_on_batch(dict(x[:5]), y[:5])
 
 
 SPARSE = np.where(X > 0.3, X, 0)
@@ -143,22 +133,18 @@ def takes_sparse():
 
 
 @runs_dry
-def test_sparse_inputs():
+@same_on_towers(takes_sparse, TOWERS)
+def test_sparse_inputs(model):
     matrix, tensor = scipy.sparse.csr_matrix(SPARSE), tf.sparse.from_dense(SPARSE)
-
-    def script(model):
-        compiled(model)
-        histories = [fit(model, x) for x in (dataset(tensor, Y), generator(matrix, Y))]
-        histories += [fit(model, matrix, Y), fit(model, tensor, Y, validation_split=0.3)]
-        return histories, predict(model, matrix), model.predict_on_batch(tensor)
-
-    assert_same_script(takes_sparse, script, TOWERS)
+    compiled(model)
+    histories = fit(model, generator(matrix, Y)), fit(model, tensor, Y, validation_split=0.3)
+    return histories, predict(model, matrix), model.predict_on_batch(tensor)
 
 
-def test_adaptive_optimizers_with_sparse_inputs():
+@same_on_towers(takes_sparse, TOWERS)
+def test_adaptive_optimizers_with_sparse_inputs(model):
     """Towers sum the gradients of a row of the kernel before they square them, as one device does."""
-    x = tf.sparse.from_dense(SPARSE)
-    assert_same_script(takes_sparse, lambda model: fit(compiled(model, optimizer="adam"), x, Y), TOWERS)
+    return fit(compiled(model, optimizer="adam"), tf.sparse.from_dense(SPARSE), Y)
 
 
 TOKENS = tf.RaggedTensor.from_row_lengths(rng.integers(1, 6, 50), [1, 4, 2, 1, 3] * 4 + [3, 2, 1])
@@ -169,20 +155,17 @@ class Pad(layers.Layer):
         return x.to_tensor() if isinstance(x, tf.RaggedTensor) else x
 
 
-def test_ragged_inputs():
+def pads():
+    inputs = keras.Input((None,), dtype="int64", ragged=True)
+    hidden = layers.Embedding(6, 3, mask_zero=True)(Pad()(inputs))
+    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(hidden)))
+
+
+@same_on_towers(pads, TOWERS)
+def test_ragged_inputs(model):
     """The model pads the rows itself, and masks the padding."""
-
-    def build():
-        inputs = keras.Input((None,), dtype="int64", ragged=True)
-        hidden = layers.Embedding(6, 3, mask_zero=True)(Pad()(inputs))
-        return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(hidden)))
-
-    def script(model):
-        compiled(model)
-        histories = fit(model, TOKENS, Y), fit(model, dataset(TOKENS, Y))
-        return histories, predict(model, TOKENS), model.train_on_batch(TOKENS[:5], Y[:5])
-
-    assert_same_script(build, script, TOWERS)
+    history = fit(compiled(model), dataset(TOKENS, Y))
+    return history, predict(model, TOKENS), model.train_on_batch(TOKENS[:5], Y[:5])
 
 
 class TakesRagged(keras.Model):
@@ -217,202 +200,169 @@ LETTERS = np.array([list("abcd")[i % 4] for i in range(ROWS)])
 TEXTS = np.array([" ".join("abcde"[: 1 + i % 5]) for i in range(ROWS)])
 
 
-@pytest.mark.parametrize("length", [6, None])
-def test_strings(length):
-    """Texts are padded to a fixed length or to the longest text, and the padding is masked."""
-    x = {"letter": LETTERS[:, None].astype(object), "text": TEXTS[:, None].astype(object)}
-    tensors = {name: tf.constant(strings.astype(str)) for name, strings in x.items()}
-
-    def build():
-        inputs = {name: keras.Input((1,), dtype="string", name=name) for name in x}
-        letter = layers.StringLookup(vocabulary=["a", "b", "c"], output_mode="one_hot")(inputs["letter"])
+def takes_strings():
+    inputs = {name: keras.Input((1,), dtype="string", name=name) for name in ("letter", "text")}
+    parts = [layers.StringLookup(vocabulary=["a", "b", "c"], output_mode="one_hot")(inputs["letter"])]
+    for length in (6, None):
         tokens = layers.TextVectorization(vocabulary=["a", "b", "c", "d"], output_sequence_length=length)(inputs["text"])
-        text = layers.GlobalAveragePooling1D()(layers.Embedding(6, 3, mask_zero=True)(tokens))
-        return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()([letter, text])))
+        parts.append(layers.GlobalAveragePooling1D()(layers.Embedding(6, 3, mask_zero=True)(tokens)))
+    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
 
-    def script(model):
-        history = fit(compiled(model), tensors, Y)
-        rows = tf.data.Dataset.from_tensor_slices((tensors, Y)).batch(BATCH)
-        return history, fit(model, rows), predict(model, rows)
 
-    assert_same_script(build, script, TOWERS)
+@same_on_towers(takes_strings, TOWERS)
+def test_strings(model):
+    """Texts are padded to a fixed length and to the longest text, and the padding is masked."""
+    tensors = {"letter": tf.constant(LETTERS[:, None]), "text": tf.constant(TEXTS[:, None])}
+    history = fit(compiled(model), tensors, Y)
+    rows = tf.data.Dataset.from_tensor_slices((tensors, Y)).batch(BATCH)
+    return history, fit(model, rows), predict(model, rows)
 
 
 @runs_dry
-def test_datasets():
+@same_on_towers(dense, TOWERS)
+def test_datasets(model):
     """Covers cached and endless datasets, whole batches only, unknown lengths and shapes, and batches of any size."""
-
-    def script(model):
-        compiled(model)
-        sizes = (7, 1, 9, 2, 4)
-        shapes = tf.TensorSpec((None, None), "float64")
-        datasets = [
-            dataset(X, Y, W).cache().prefetch(2),
-            dataset(X, Y, drop_remainder=True).map(lambda x, y: (x, tf.cast(y, "float32"))),
-            dataset(X, Y, W).filter(lambda x, y, w: True),
-            tf.data.Dataset.from_generator(lambda: generator(X, Y, sizes=sizes), output_signature=(shapes, shapes)),
-        ]
-        histories = [fit(model, data, epochs=2) for data in datasets]
-        histories.append(fit(model, dataset(X, Y).repeat(), steps_per_epoch=5, epochs=2))
-        return histories, evaluate(model, datasets[-1]), [predict(model, data) for data in datasets]
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model)
+    sizes = (7, 1, 9, 2, 4)
+    shapes = tf.TensorSpec((None, None), "float64")
+    datasets = [
+        dataset(X, Y, W).cache().prefetch(2),
+        dataset(X, Y, drop_remainder=True).map(lambda x, y: (x, tf.cast(y, "float32"))),
+        dataset(X, Y, W).filter(lambda x, y, w: True),
+        tf.data.Dataset.from_generator(lambda: generator(X, Y, sizes=sizes), output_signature=(shapes, shapes)),
+    ]
+    histories = [fit(model, data) for data in datasets]
+    histories.append(fit(model, dataset(X, Y, W).repeat(), steps_per_epoch=5, epochs=2))
+    return histories, evaluate(model, datasets[-1]), predict(model, datasets[-1])
 
 
 @runs_dry
-def test_datasets_that_depend_on_what_was_trained():
+@same_on_towers(dense, TOWERS)
+def test_datasets_that_depend_on_what_was_trained(model):
     """With reading ahead turned off, each batch is read when the last one is learned, as an agent's memory needs it."""
+    compiled(model)
+    seen = []
 
-    def script(model):
-        compiled(model)
-        seen = []
+    def replay():
+        for i in range(12):
+            yield X[:BATCH], Y[:BATCH] + len(seen) + i
 
-        def replay():
-            for i in range(12):
-                yield X[:BATCH], Y[:BATCH] + len(seen) + i
+    shapes = tf.TensorSpec((None, 4), "float64"), tf.TensorSpec((None, 2), "float64")
+    learned = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(float(logs["loss"])))
+    data = tf.data.Dataset.from_generator(replay, output_signature=shapes)
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    data = data.with_options(options)
+    histories = [fit(model, data, steps_per_epoch=4, epochs=2, callbacks=[learned]), fit(model, data, callbacks=[learned])]
+    return histories, seen
 
-        shapes = tf.TensorSpec((None, 4), "float64"), tf.TensorSpec((None, 2), "float64")
-        learned = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(float(logs["loss"])))
-        data = tf.data.Dataset.from_generator(replay, output_signature=shapes)
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        data = data.with_options(options)
-        histories = [fit(model, data, steps_per_epoch=4, epochs=2, callbacks=[learned]), fit(model, data, callbacks=[learned])]
-        return histories, seen
 
-    assert_same_script(dense, script, TOWERS)
+class Traced(keras.Model):
+    traces = []  # noqa: RUF012
+
+    def train_step(self, data):
+        self.traces.append(data[0].shape)
+        return super().train_step(data)
+
+
+def traced():
+    tokens = keras.Input((None,), dtype="int64")
+    return Traced(tokens, layers.Dense(2)(layers.GlobalAveragePooling1D()(layers.Embedding(9, 4, mask_zero=True)(tokens))))
 
 
 @runs_dry
-def test_batches_that_are_padded_to_different_widths():
+@same_on_towers(traced, TOWERS)
+def test_batches_that_are_padded_to_different_widths(model):
     """A custom step is traced as often as on one device, and not for each width."""
-    traces = []
-
-    class Traced(keras.Model):
-        def train_step(self, data):
-            traces.append(data[0].shape)
-            return super().train_step(data)
-
-    def build():
-        tokens = keras.Input((None,), dtype="int64")
-        return Traced(tokens, layers.Dense(2)(layers.LSTM(3)(layers.Embedding(9, 4, mask_zero=True)(tokens))))
-
-    def script(model):
-        del traces[:]
-        compiled(model)
-        sentences = [(np.arange(4 * width).reshape(4, width) % 8 + 1, Y[:4]) for width in (3, 5, 4, 9, 6)]
-        types = tf.TensorSpec((None, None), "int64"), tf.TensorSpec((None, 2), "float64")
-        results = fit(model, tf.data.Dataset.from_generator(lambda: sentences, output_signature=types), epochs=2)
-        return results, [model.train_on_batch(*batch) for batch in sentences], len(traces)
-
-    assert_same_script(build, script, TOWERS)
+    Traced.traces.clear()
+    compiled(model)
+    sentences = [(np.arange(4 * width).reshape(4, width) % 8 + 1, Y[:4]) for width in (3, 5, 9, 4)]
+    types = tf.TensorSpec((None, None), "int64"), tf.TensorSpec((None, 2), "float64")
+    results = fit(model, tf.data.Dataset.from_generator(lambda: sentences, output_signature=types), epochs=2)
+    return results, [model.train_on_batch(*batch) for batch in sentences], len(Traced.traces)
 
 
-def test_datasets_of_dictionaries():
-    def build():
-        inputs = {"b": keras.Input((2,), name="b"), "a": keras.Input((4,), name="a")}
-        hidden = layers.Concatenate()([inputs["b"], inputs["a"]])
-        return keras.Model(inputs, {"p": layers.Dense(2)(hidden), "q": layers.Dense(1)(hidden)})
+def of_dictionaries():
+    inputs = {"b": keras.Input((2,), name="b"), "a": keras.Input((4,), name="a")}
+    hidden = layers.Concatenate()([inputs["b"], inputs["a"]])
+    return keras.Model(inputs, {"p": layers.Dense(2)(hidden), "q": layers.Dense(1)(hidden)})
 
-    def script(model):
-        compiled(model, metrics={"p": "mae", "q": "mse"})
-        data = dataset({"a": X, "b": Y}, {"q": W[:, None], "p": Y}, {"q": W, "p": W**2})
-        return fit(model, data), evaluate(model, data), predict(model, data.map(lambda x, y, w: x))
 
-    assert_same_script(build, script, TOWERS)
+@same_on_towers(of_dictionaries, TOWERS)
+def test_datasets_of_dictionaries(model):
+    compiled(model, metrics={"p": "mae", "q": "mse"})
+    data = dataset({"a": X, "b": Y}, {"q": W[:, None], "p": Y}, {"q": W, "p": W**2})
+    return fit(model, data), evaluate(model, data), predict(model, data.map(lambda x, y, w: x))
 
 
 @runs_dry
-def test_generators():
+@same_on_towers(dense, TOWERS)
+def test_generators(model):
     """Covers endless generators, None for weights, and batches of any size; also in validation, `evaluate` and `predict`."""
-
-    def script(model):
-        compiled(model)
-        histories = [fit(model, generator(X, Y, W, repeat=True), steps_per_epoch=5, epochs=2)]
-        histories.append(fit(model, X, Y, validation_data=generator(X, Y, repeat=True), validation_steps=3))
-        histories.append(fit(model, generator(X, Y, sizes=(7, 1, 9, 2, 4))))
-        histories.append(fit(model, ((x, y, None) for x, y in generator(X, Y))))
-        evaluation = evaluate(model, generator(X, Y, repeat=True), steps=3)
-        return histories, evaluation, predict(model, generator(X, repeat=True), steps=5), predict(model, generator(X))
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model)
+    histories = [fit(model, generator(X, Y, W, repeat=True), steps_per_epoch=5, epochs=2)]
+    histories.append(fit(model, X, Y, validation_data=generator(X, Y, repeat=True), validation_steps=3))
+    histories.append(fit(model, generator(X, Y, sizes=(7, 1, 9, 2, 4))))
+    histories.append(fit(model, ((x, y, None) for x, y in generator(X, Y))))
+    evaluation = evaluate(model, generator(X, Y, repeat=True), steps=3)
+    return histories, evaluation, predict(model, generator(X))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_py_datasets(workers):
-    """With and without threads, `on_epoch_begin` and `on_epoch_end` are called as often as in plain Keras."""
-    arguments = {"workers": workers, "max_queue_size": 2}
-
-    def script(model):
-        compiled(model)
-        data, validation = PyDataset(X, Y, W, **arguments), PyDataset(X, Y, **arguments)
-        histories = [fit(model, data, epochs=2, validation_data=validation)]
-        histories.append(fit(model, EndlessPyDataset(X, Y, **arguments), steps_per_epoch=5))
-        results = evaluate(model, data), predict(model, data)
-        assert {0, 1} <= set(data.calls)
-        return histories, results, data.calls, validation.calls
-
-    assert_same_script(dense, script, TOWERS)
+@same_on_towers(dense, TOWERS)
+def test_py_datasets(model):
+    """With threads, `on_epoch_begin` and `on_epoch_end` are called as often as in plain Keras."""
+    arguments = {"workers": 2, "max_queue_size": 2}
+    compiled(model)
+    data, validation = PyDataset(X, Y, W, **arguments), PyDataset(X, Y, **arguments)
+    histories = [fit(model, data, epochs=2, validation_data=validation)]
+    histories.append(fit(model, EndlessPyDataset(X, Y, **arguments), steps_per_epoch=5))
+    results = evaluate(model, data), predict(model, data)
+    assert {0, 1} <= set(data.calls)
+    return histories, results, data.calls, validation.calls
 
 
-def test_shuffle():
+@same_on_towers(dense, TOWERS)
+def test_shuffle(model):
     """With the same seed, the rows come in the same order as in plain Keras."""
-
-    def script(model):
-        compiled(model)
-        histories = [fit(model, X, Y, shuffle=True, epochs=2, validation_split=0.3)]
-        histories += [fit(model, X, Y, shuffle="batch"), fit(model, X, Y, shuffle=True)]
-        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH)
-        augmented = rows.map(lambda x, y: (x + tf.random.normal(tf.shape(x), dtype="float64"), y))
-        return [*histories, fit(model, augmented, epochs=2)]
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model)
+    histories = [fit(model, X, Y, shuffle=True, epochs=2, validation_split=0.3)]
+    histories += [fit(model, X, Y, shuffle="batch"), fit(model, X, Y, shuffle=True)]
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH)
+    augmented = rows.map(lambda x, y: (x + tf.random.normal(tf.shape(x), dtype="float64"), y))
+    return [*histories, fit(model, augmented, epochs=2)]
 
 
-def test_shuffled_py_datasets():
+@same_on_towers(dense, TOWERS)
+def test_shuffled_py_datasets(model):
     """Python's random numbers shuffle them; towers draw none of these numbers, nor any of NumPy's."""
-
-    def script(model):
-        keras.utils.set_random_seed(1)
-        history = fit(compiled(model), PyDataset(X, Y), shuffle=True, epochs=3)
-        return history, random.random(), np.random.random()
-
-    assert_same_script(dense, script, TOWERS)
+    keras.utils.set_random_seed(1)
+    history = fit(compiled(model), PyDataset(X, Y), shuffle=True, epochs=3)
+    return history, random.random(), np.random.random()
 
 
-@feeds_by_name
-@pytest.mark.parametrize("structure", [list, dict])
-def test_inputs_in_lists_and_tuples_and_by_name(structure):
-    def build():
-        a, b = keras.Input((4,), name="a"), keras.Input((2,), name="b")
-        outputs = layers.Dense(2)(layers.Concatenate()([a, b]))
-        return keras.Model([a, b] if structure is list else {"a": a, "b": b}, outputs)
-
-    def script(model):
-        compiled(model, metrics=None)
-        ways = [[X, Y], (X, Y), {"b": Y, "a": X}]
-        return [fit(model, x, Y) for x in ways], predict(model, ways[-1])
-
-    assert_same_script(build, script, TOWERS)
+def of_two_inputs():
+    a, b = keras.Input((4,), name="a"), keras.Input((2,), name="b")
+    return keras.Model([a, b], layers.Dense(2)(layers.Concatenate()([a, b])))
 
 
-@pytest.mark.parametrize("structure", [list, dict])
-def test_outputs_in_lists_and_by_name(structure):
-    """Covers a loss, metrics, targets and sample weights for each output, and the same weights for all."""
+@pytest.mark.filterwarnings("ignore:The structure of `inputs` doesn't match")
+@same_on_towers(of_two_inputs, TOWERS)
+def test_inputs_in_lists_and_tuples_and_by_name(model):
+    compiled(model, metrics=None)
+    ways = [[X, Y], (X, Y), {"b": Y, "a": X}]
+    return [fit(model, x, Y) for x in ways], predict(model, ways[-1])
 
-    def nested(p, q):
-        return [p, q] if structure is list else {"q": q, "p": p}
 
-    def build():
-        inputs = keras.Input((4,))
-        return keras.Model(inputs, nested(layers.Dense(2, name="p")(inputs), layers.Dense(1, name="q")(inputs)))
+def of_two_outputs():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, [layers.Dense(2, name="p")(inputs), layers.Dense(1, name="q")(inputs)])
 
-    def script(model):
-        compiled(model, loss=nested("mse", "mae"), metrics=nested(["mae"], ["mse"]), weighted_metrics=nested(["mse"], None))
-        y, weights = nested(Y, W), nested(W, W**2)
-        return fit(model, X, y, sample_weight=weights), fit(model, X, y, sample_weight=W), predict(model, X)
 
-    assert_same_script(build, script, TOWERS)
+@same_on_towers(of_two_outputs, TOWERS)
+def test_outputs_in_lists_and_by_name(model):
+    """Covers a loss, metrics, targets and weights for each output; `test_datasets_of_dictionaries` has them all by name."""
+    compiled(model, loss=["mse", "mae"], metrics=[["mae"], ["mse"]], weighted_metrics=[["mse"], None])
+    return [fit(model, X, [Y, W], sample_weight=weights) for weights in ([W, W**2], W)]
 
 
 @pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict, all keys")
@@ -433,17 +383,15 @@ def test_deeply_nested_structures_of_any_rank():
     assert_same_script(build, script, TOWERS)
 
 
-def test_lists_and_dictionaries_of_one():
-    def build():
-        inputs = keras.Input((4,), name="a")
-        return keras.Model([inputs], [layers.Dense(2)(inputs)])
+def of_lists_of_one():
+    inputs = keras.Input((4,), name="a")
+    return keras.Model([inputs], [layers.Dense(2)(inputs)])
 
-    def script(model):
-        compiled(model)
-        histories = fit(model, [X], [Y], sample_weight=[W]), fit(model, {"a": X}, Y)
-        return histories, predict(model, X), model.train_on_batch([X[:5]], [Y[:5]])
 
-    assert_same_script(build, script, TOWERS)
+@same_on_towers(of_lists_of_one, TOWERS)
+def test_lists_and_dictionaries_of_one(model):
+    compiled(model)
+    return fit(model, [X], [Y], sample_weight=[W]), fit(model, {"a": X}, Y), predict(model, X)
 
 
 class Shift(layers.Layer):
@@ -451,63 +399,53 @@ class Shift(layers.Layer):
         return x if shift is None else x + shift
 
 
-@pytest.mark.parametrize("what", ["target", "weight", "input"])
-def test_none_in_place_of_an_array(what):
-    """None may stand for an output without a loss or without weights, or for an optional input."""
-
-    def build():
-        inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b", optional=True)}
-        p = layers.Dense(2, name="p")(Shift()(inputs["a"], inputs["b"]))
-        return keras.Model(inputs, {"p": p, "q": layers.Rescaling(2.0, name="q")(p)})
-
-    def script(model):
-        compiled(model, loss={"p": "mse", "q": None if what == "target" else "mse"}, metrics=None)
-        x = {"a": X, "b": None if what == "input" else X}
-        y = {"p": Y, "q": None if what == "target" else Y}
-        weights = {"p": W, "q": None if what == "weight" else W}
-        return fit(model, x, y, sample_weight=weights), predict(model, x)
-
-    assert_same_script(build, script, TOWERS)
+def with_an_optional_input():
+    inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b", optional=True)}
+    p = layers.Dense(2, name="p")(Shift()(inputs["a"], inputs["b"]))
+    return keras.Model(inputs, {"p": p, "q": layers.Rescaling(2.0, name="q")(p), "r": layers.Rescaling(3.0, name="r")(p)})
 
 
-def test_targets_for_some_outputs():
-    def build():
-        inputs = keras.Input((4,))
-        p = layers.Dense(2, name="p")(inputs)
-        return keras.Model(inputs, {"p": p, "q": layers.Rescaling(2.0, name="q")(p)})
-
-    def script(model):
-        return fit(compiled(model, loss={"p": "mse"}, metrics=None), X, {"p": Y}, sample_weight={"p": W}), predict(model, X)
-
-    assert_same_script(build, script, TOWERS)
+@same_on_towers(with_an_optional_input, TOWERS)
+def test_none_in_place_of_an_array(model):
+    """None stands for an optional input, for the weights of the output "q", and for the targets of "r", which has no loss."""
+    compiled(model, loss={"p": "mse", "q": "mse", "r": None}, metrics=None)
+    x, y, weights = {"a": X, "b": None}, {"p": Y, "q": Y, "r": None}, {"p": W, "q": None, "r": None}
+    return fit(model, x, y, sample_weight=weights), predict(model, x)
 
 
-@pytest.mark.parametrize("task", ["binary", "classes"])
-def test_targets_of_rank_one(task):
+def of_two_names():
+    inputs = keras.Input((4,))
+    p = layers.Dense(2, name="p")(inputs)
+    return keras.Model(inputs, {"p": p, "q": layers.Rescaling(2.0, name="q")(p)})
+
+
+@same_on_towers(of_two_names, TOWERS)
+def test_targets_for_some_outputs(model):
+    return fit(compiled(model, loss={"p": "mse"}, metrics=None), X, {"p": Y}, sample_weight={"p": W}), predict(model, X)
+
+
+def of_flags_and_classes():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, [layers.Dense(1, "sigmoid")(inputs), layers.Dense(3, "softmax")(inputs)])
+
+
+@same_on_towers(of_flags_and_classes, TOWERS)
+def test_targets_of_rank_one(model):
     """Keras fits flags and class numbers of shape (rows,) to the shape of the outputs. Weights have the shape (rows, 1)."""
-    units, activation, loss, metric, y = {
-        "binary": (1, "sigmoid", "binary_crossentropy", "accuracy", CLASSES > 1),
-        "classes": (3, "softmax", "sparse_categorical_crossentropy", "accuracy", CLASSES.astype("uint8")),
-    }[task]
-
-    def script(model):
-        compiled(model, loss=loss, metrics=[metric], weighted_metrics=[metric])
-        weights = W[:, None]
-        return fit(model, X, y, sample_weight=weights), model.train_on_batch(X[:5], y[:5], weights[:5])
-
-    assert_same_script(lambda: dense(units, activation), script, TOWERS)
+    metrics = [["accuracy"], ["accuracy"]]
+    losses = ["binary_crossentropy", "sparse_categorical_crossentropy"]
+    compiled(model, loss=losses, metrics=metrics, weighted_metrics=metrics)
+    y, weights = [CLASSES > 1, CLASSES.astype("uint8")], [W[:, None], W[:, None]]
+    return fit(model, X, y, sample_weight=weights)
 
 
-def test_sample_weight():
+@same_on_towers(dense, TOWERS)
+def test_sample_weight(model):
     """Weights of rows may be negative, integers, or all zero in a slice, in a batch and everywhere."""
     row = np.arange(ROWS)
     weights = [W, W - 0.5, row, np.where(row < 2, 0, W), np.where(row < BATCH, 0, W), 0 * W]
-
-    def script(model):
-        compiled(model, weighted_metrics=["mae"])
-        return [fit(model, X, Y, sample_weight=w) for w in weights]
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model, weighted_metrics=["mae"])
+    return [fit(model, X, Y, sample_weight=w) for w in weights]
 
 
 def test_sample_weight_for_each_token():
@@ -524,108 +462,83 @@ def test_sample_weight_for_each_token():
     assert_same_script(build, script, TOWERS)
 
 
-@pytest.mark.parametrize("targets", ["class numbers", "one-hot"])
-def test_class_weight(targets):
+@same_on_towers(lambda: dense(3, "softmax"), TOWERS)
+def test_class_weight(model):
     """Covers arrays, datasets, `PyDataset`s and single batches; classes without a weight have 1."""
-    y = CLASSES if targets == "class numbers" else np.eye(3)[CLASSES]
-    loss = "sparse_categorical_crossentropy" if targets == "class numbers" else "categorical_crossentropy"
     arguments = {"class_weight": {0: 0.2, 2: 3.0}}
-
-    def script(model):
-        compiled(model, loss=loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
-        ways = [(X, y)] if targets == "one-hot" else [(X, y), (dataset(X, y),), (PyDataset(X, y),)]
-        return [fit(model, *data, **arguments) for data in ways], model.train_on_batch(X[:5], y[:5], **arguments)
-
-    assert_same_script(lambda: dense(3, "softmax"), script, TOWERS)
+    compiled(model, loss="sparse_categorical_crossentropy", metrics=["accuracy"], weighted_metrics=["accuracy"])
+    ways = [(X, CLASSES), (dataset(X, CLASSES),), (PyDataset(X, CLASSES),)]
+    return [fit(model, *data, **arguments) for data in ways], model.train_on_batch(X[:5], CLASSES[:5], **arguments)
 
 
-def test_validation_split():
-    def script(model):
-        compiled(model, weighted_metrics=["mse"])
-        arguments = {"sample_weight": W, "validation_split": 0.3, "validation_batch_size": 5, "validation_freq": 2}
-        return fit(model, X, Y, epochs=4, **arguments), fit(model, tf.constant(X), Y, validation_split=0.05)
-
-    assert_same_script(dense, script, TOWERS)
+@same_on_towers(dense, TOWERS)
+def test_validation_split(model):
+    compiled(model, weighted_metrics=["mse"])
+    arguments = {"sample_weight": W, "validation_split": 0.3, "validation_batch_size": 5, "validation_freq": 2}
+    return fit(model, X, Y, epochs=4, **arguments), fit(model, tf.constant(X), Y, sample_weight=W, validation_split=0.05)
 
 
-def test_validation_data():
+@same_on_towers(dense, TOWERS)
+def test_validation_data(model):
     """Covers arrays and datasets, with weights, `validation_freq`, `validation_steps` and `validation_batch_size`."""
-
-    def script(model):
-        compiled(model, weighted_metrics=["mse"])
-        now_and_then = {"validation_freq": [1, 3], "validation_steps": 2, "validation_batch_size": 4}
-        histories = [fit(model, X, Y, epochs=3, validation_data=(X[:11], Y[:11], W[:11]), **now_and_then)]
-        histories += [fit(model, X, Y, epochs=2, validation_data=data) for data in ([X, Y], dataset(X, Y, W))]
-        return [*histories, fit(model, X, Y, validation_data=dataset(X, Y).repeat(), validation_steps=6)]
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model, weighted_metrics=["mse"])
+    now_and_then = {"validation_freq": [1, 3], "validation_steps": 2, "validation_batch_size": 4}
+    histories = [fit(model, X, Y, epochs=3, validation_data=(X[:11], Y[:11], W[:11]), **now_and_then)]
+    histories += [fit(model, X, Y, epochs=2, validation_data=data) for data in ([X, Y], dataset(X, Y, W))]
+    return [*histories, fit(model, X, Y, validation_data=dataset(X, Y).repeat(), validation_steps=6)]
 
 
 @runs_dry
-def test_batch_sizes_and_steps():
+@same_on_towers(dense, TOWERS)
+def test_batch_sizes_and_steps(model):
     """Covers more and fewer steps than batches of data, with and without a batch size, and `initial_epoch`."""
-
-    def script(model):
-        compiled(model)
-        ways = [
-            {"batch_size": None},
-            {"batch_size": 100},
-            {"batch_size": 1},
-            {"batch_size": None, "steps_per_epoch": 4},
-            {"steps_per_epoch": 6, "epochs": 3},
-            {"steps_per_epoch": 3, "epochs": 4, "initial_epoch": 1},
-        ]
-        return [fit(model, np.tile(X, (2, 1)), np.tile(Y, (2, 1)), **arguments) for arguments in ways]
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model)
+    ways = [
+        {"batch_size": None},
+        {"batch_size": 100},
+        {"batch_size": 1},
+        {"batch_size": None, "steps_per_epoch": 4},
+        {"steps_per_epoch": 6, "epochs": 3},
+        {"steps_per_epoch": 3, "epochs": 4, "initial_epoch": 1},
+    ]
+    return [fit(model, np.tile(X, (2, 1)), np.tile(Y, (2, 1)), **arguments) for arguments in ways]
 
 
 @runs_dry
-def test_steps_per_execution():
+@same_on_towers(dense, TOWERS)
+def test_steps_per_execution(model):
     """Covers executions of three steps and of the remaining ones, also with an unknown number of batches or given steps.
 
     More than one step crashes under tf.distribute.
     """
-
-    def script(model):
-        compiled(model, steps_per_execution=3)
-        unknown = dataset(X, Y, W).filter(lambda x, y, w: True)
-        histories = [fit(model, X, Y, epochs=2, validation_data=(X, Y)), fit(model, unknown, epochs=2)]
-        histories += [
-            fit(model, data, steps_per_epoch=5, epochs=2) for data in (dataset(X, Y).repeat(), EndlessPyDataset(X, Y))
-        ]
-        return histories, predict(model, X), predict(model, unknown)
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model, steps_per_execution=3)
+    unknown = dataset(X, Y).filter(lambda x, y: True)
+    histories = [fit(model, X, Y, epochs=2, validation_data=(X, Y)), fit(model, unknown, epochs=2)]
+    histories += [fit(model, data, steps_per_epoch=5) for data in (dataset(X, Y).repeat(), EndlessPyDataset(X, Y))]
+    return histories, predict(model, unknown)
 
 
-def test_on_batch_methods():
+@same_on_towers(dense, TOWERS)
+def test_on_batch_methods(model):
     """Covers weights of rows and of classes, results as lists and dictionaries, and fewer rows than towers."""
-
-    def script(model):
-        compiled(model, weighted_metrics=["mse"])
-        results = []
-        for x, y, w in batches(X, Y, W, sizes=(5, 2, 1)):
-            results.append(model.train_on_batch(x, y, w, return_dict=True))
-            results.append(model.train_on_batch(x, y, class_weight={1: 2.0}))
-            results += [model.test_on_batch(tf.constant(x), y, w), model.predict_on_batch(x)]
-        return results, model.train_on_batch(x, y), model.test_on_batch(x, y, return_dict=True)
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model, weighted_metrics=["mse"])
+    results = []
+    for x, y, w in batches(X, Y, W, sizes=(5, 2)):
+        results.append(model.train_on_batch(x, y, w, return_dict=True))
+        results.append(model.train_on_batch(x, y, class_weight={1: 2.0}))
+        results += [model.test_on_batch(tf.constant(x), y, w), model.predict_on_batch(x)]
+    return results, model.test_on_batch(x, y, return_dict=True)
 
 
-def test_evaluate_and_predict():
+@same_on_towers(dense, TOWERS)
+def test_evaluate_and_predict(model):
     """Covers batch sizes, steps, weights, datasets and `PyDataset`s, and results as lists and dictionaries."""
-
-    def script(model):
-        compiled(model, weighted_metrics=["mse"]).train_on_batch(X, Y)
-        ways = [{"batch_size": size} for size in (None, 4)] + [{"batch_size": 5, "steps": 2}]
-        evaluations = [evaluate(model, X, Y, sample_weight=W, **arguments) for arguments in ways]
-        evaluations += [evaluate(model, dataset(X, Y, W), steps=2), evaluate(model, PyDataset(X, Y), return_dict=False)]
-        predictions = [predict(model, X, **arguments) for arguments in ways]
-        return evaluations, predictions, predict(model, dataset(X), steps=2)
-
-    assert_same_script(dense, script, TOWERS)
+    compiled(model, weighted_metrics=["mse"]).train_on_batch(X, Y)
+    ways = [{"batch_size": size} for size in (None, 4)] + [{"batch_size": 5, "steps": 2}]
+    evaluations = [evaluate(model, X, Y, sample_weight=W, **arguments) for arguments in ways]
+    evaluations += [evaluate(model, dataset(X, Y, W), steps=2), evaluate(model, PyDataset(X, Y), return_dict=False)]
+    predictions = [predict(model, X, **arguments) for arguments in ways]
+    return evaluations, predictions, predict(model, dataset(X), steps=2)
 
 
 class AsString(layers.Layer):
@@ -641,22 +554,20 @@ class Twice(layers.Layer):
         return 2 * x
 
 
-def test_predictions_of_any_kind():
+def of_any_dtype():
+    x, tokens = keras.Input((4,), name="x"), keras.Input((None,), dtype="int64", ragged=True, name="tokens")
+    best = keras.ops.argmax(x, -1)
+    outputs = {"flags": x > 0, "half": keras.ops.cast(x, "float16"), "best": best}
+    return keras.Model({"x": x, "tokens": tokens}, {**outputs, "names": AsString()(best), "twice": Twice()(tokens)})
+
+
+@same_on_towers(of_any_dtype, TOWERS)
+def test_predictions_of_any_kind(model):
     """Covers integers, flags, half precision, strings and ragged tensors."""
-
-    def build():
-        x, tokens = keras.Input((4,), name="x"), keras.Input((None,), dtype="int64", ragged=True, name="tokens")
-        best = keras.ops.argmax(x, -1)
-        outputs = {"flags": x > 0, "half": keras.ops.cast(x, "float16"), "best": best}
-        return keras.Model({"x": x, "tokens": tokens}, {**outputs, "names": AsString()(best), "twice": Twice()(tokens)})
-
-    def script(model):
-        outputs = predict(compiled(model), {"x": X, "tokens": TOKENS})
-        assert [outputs[name].dtype for name in ("flags", "half", "best")] == ["bool", "float16", "int32"]
-        ragged = outputs.pop("twice")
-        return {**outputs, "names": outputs["names"].astype(int)}, ragged.flat_values, ragged.row_lengths()
-
-    assert_same_script(build, script, TOWERS)
+    outputs = predict(compiled(model), {"x": X, "tokens": TOKENS})
+    assert [outputs[name].dtype for name in ("flags", "half", "best")] == ["bool", "float16", "int32"]
+    ragged = outputs.pop("twice")
+    return {**outputs, "names": outputs["names"].astype(int)}, ragged.flat_values, ragged.row_lengths()
 
 
 class NoiseForEachRow(keras.Model):
@@ -780,13 +691,10 @@ def test_refuses_batches_without_rows():
         fit(parallel, generator(X, Y, sizes=(5, 0, 5)))
 
 
-def test_tensors_without_rows():
+@same_on_towers(dense, TOWERS)
+def test_tensors_without_rows(model):
     """Plain Keras broadcasts a single weight to the rows."""
-
-    def script(model):
-        return fit(compiled(model), dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))))
-
-    assert_same_script(dense, script, TOWERS)
+    return fit(compiled(model), dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))))
 
 
 def test_refuses_tensors_with_other_numbers_of_rows():

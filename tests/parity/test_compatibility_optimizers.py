@@ -1,7 +1,5 @@
 """Every optimizer of Keras, with each of its options, gives one device's weights and optimizer state."""
 
-import inspect
-
 import keras
 import numpy as np
 import pytest
@@ -16,12 +14,6 @@ Y = rng.normal(size=(23, 3))
 DATA = [((X, Y), 9)]
 
 
-def classes(module, base, but=()):
-    """Returns the names of all public subclasses of `base` in a module of Keras."""
-    named = vars(module).items()
-    return sorted(n for n, v in named if inspect.isclass(v) and issubclass(v, base) and v is not base and n not in but)
-
-
 def build():
     return keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh", name="hidden"), layers.Dense(3, name="out")])
 
@@ -30,22 +22,14 @@ def compiled(make_optimizer):
     return lambda: {"optimizer": make_optimizer(), "loss": "mse"}
 
 
-@pytest.mark.parametrize("build_first", [False, True])
-def test_schedule_free_starts_as_in_keras(build_first):
-    """Unless it is built before, it starts from zeros: TensorFlow drops the assignments of the trace that makes variables."""
-
-    def script(model):
-        model.compile(optimizers.ScheduleFreeAdamW(0.05), "mse")
-        if build_first:
-            model.optimizer.build(model.trainable_variables)
-        return model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
-
-    assert_same_script(build, script, 3)
+def test_schedule_free_starts_as_in_keras():
+    """It starts from zeros: TensorFlow drops the assignments of the trace that makes variables."""
+    assert_same_training(build, compiled(lambda: optimizers.ScheduleFreeAdamW(0.05)), DATA, 3)
 
 
-@pytest.mark.parametrize("name", ["rmsprop", "SGD", {"class_name": "Adam", "config": {"learning_rate": 0.01}}], ids=str)
+@pytest.mark.parametrize("name", ["rmsprop", {"class_name": "Adam", "config": {"learning_rate": 0.01}}], ids=str)
 def test_optimizers_by_name_and_config(name):
-    assert_same_training(build, lambda: {"optimizer": name, "loss": "mse"}, DATA, 2, epochs=1)
+    assert_same_training(build, compiled(lambda: name), DATA, 2, epochs=1)
 
 
 def one_after_the_other(kind, *options):
@@ -64,13 +48,12 @@ def test_clipping():
 
 
 def test_weight_decay():
-    def script(model):
+    def without_biases():
         optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
         optimizer.exclude_from_weight_decay(var_names=["bias"])
-        model.compile(optimizer, "mse")
-        return model.fit(X, Y, batch_size=9, shuffle=False, verbose=0).history
+        return optimizer
 
-    assert_same_script(build, script, 3)
+    assert_same_training(build, compiled(without_biases), DATA, 3)
 
 
 def test_moving_averages_of_weights():
@@ -98,7 +81,7 @@ SCHEDULES = {
 def test_every_learning_rate_schedule():
     """One script trains with one schedule after the other, each from the weights of the last."""
     schedules = optimizers.schedules
-    assert set(SCHEDULES) == set(classes(schedules, schedules.LearningRateSchedule))
+    assert {*SCHEDULES, "LearningRateSchedule"} == {name for name in vars(schedules) if name[0].isupper()}
 
     def script(model):
         seen = []
@@ -111,14 +94,12 @@ def test_every_learning_rate_schedule():
     assert_same_script(build, script, 2)
 
 
-@pytest.mark.parametrize("parameter_device", [None, "sharded"])
-def test_several_optimizers_in_one(parameter_device):
+def test_several_optimizers_in_one():
     def make_optimizer():
         chosen = {".*hidden/.*": optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1)}
         return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(0.01), chosen))
 
-    arguments = {"parameter_device": parameter_device}
-    assert_same_training(build, compiled(make_optimizer), DATA, 3, wrapper_arguments=arguments)
+    assert_same_training(build, compiled(make_optimizer), DATA, 3, wrapper_arguments={"parameter_device": "sharded"})
 
 
 class SignDescent(optimizers.Optimizer):
@@ -137,24 +118,21 @@ def test_static_loss_scale():
     assert_same_training(build, compiled(lambda: optimizers.SGD(0.1, **options)), DATA, 3)
 
 
-@pytest.mark.parametrize("accumulation", [None, 2])
-def test_dynamic_loss_scale(accumulation):
+def test_dynamic_loss_scale():
     """The scale grows after two finite steps."""
 
-    def script(model):
-        inner = optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
-        model.compile(optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2), "mse")
-        return model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+    def scaled():
+        inner = optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        return optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2)
 
-    one, parallel = assert_same_script(build, script, 3)
+    one, parallel = assert_same_training(build, compiled(scaled), DATA, 3)
     assert float(one.optimizer.dynamic_scale.numpy()) == float(parallel.optimizer.dynamic_scale.numpy()) == 64.0
 
 
-@pytest.mark.parametrize("row", [9, 17])
-def test_an_infinite_gradient_in_one_tower(row):
+def test_an_infinite_gradient_in_one_tower():
     """The step is skipped and the scale halved. tf.distribute checks replica 0 alone: inf in replica 1 destroys the weights."""
     y = Y.copy()
-    y[row] = np.inf  # The first or the last row of the second batch, in the first or the last tower's slice.
+    y[17] = np.inf  # The last row of the second batch, in the last tower's slice.
 
     def script(model):
         model.compile(optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=8.0), "mse")

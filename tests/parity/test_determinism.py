@@ -1,6 +1,5 @@
 """The same seed gives the same bytes again, in float32: of the weights, the optimizer's state, and all results."""
 
-import itertools
 import json
 import re
 
@@ -18,23 +17,16 @@ from repeated_runs import (
 from worker_processes import Workers
 
 SHARDED = {"parameter_device": "sharded", "pack_copies": True}
-WAYS = [
-    (None, {}),
-    (1, {}),
-    (2, {}),
-    (3, {}),
-    (4, {}),
-    (4, {"pack_copies": True}),
-    (4, SHARDED),
-    (3, {"batch_norm": "local"}),
-    (3, {"gradient_dtype": "bfloat16"}),
-    (3, {"policy": "mixed_bfloat16"}),
-    (3, {"jit_compile": True}),
-    (3, {"shuffled_by": "dataset"}),
-    (4, {"op_determinism": True}),
+RUNS = [
+    ("batch normalization", 4, SHARDED),
+    ("dropout", None, {}),
+    ("attention", 1, {}),
+    ("augmentation", 2, {"shuffled_by": "dataset"}),
+    ("recurrent", 3, {"batch_norm": "local"}),
+    ("attention", 3, {"gradient_dtype": "bfloat16", "policy": "mixed_bfloat16"}),
+    ("own step", 3, {"jit_compile": True}),
+    ("dropout", 4, {"op_determinism": True, "pack_copies": True}),
 ]
-# Each way once, and each program in two or three of them.
-RUNS = [(program, *way) for program, way in zip(itertools.cycle(PROGRAMS), WAYS, strict=False)]
 
 
 @pytest.mark.parametrize(("program", "towers", "options"), RUNS)
@@ -82,7 +74,7 @@ def test_a_step_from_the_same_state_gives_the_same_bytes_each_time(program, towe
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize(("program", "towers"), list(zip(PROGRAMS, itertools.cycle([3, None, 1]), strict=False)))
+@pytest.mark.parametrize(("program", "towers"), [("dropout", 3), ("augmentation", None), ("own step", 1)])
 def test_what_is_loaded_from_a_file_goes_on_with_the_same_bytes(program, towers, tmp_path):
     runs = []
     for number in range(2):
@@ -102,7 +94,7 @@ def test_a_run_that_goes_on_from_a_backup_has_the_bytes_of_an_unbroken_one(tower
     assert in_a_new_process(train, program, towers, tmp_path / "broken", stops=False) == unbroken
 
 
-@pytest.mark.parametrize(("program", "towers"), list(zip(PROGRAMS, itertools.cycle([1, 2]), strict=False)))
+@pytest.mark.parametrize(("program", "towers"), [("batch normalization", 2), ("dropout", 1)])
 def test_two_workers_give_the_same_bytes(program, towers, tmp_path):
     runs = []
     for number in range(2):

@@ -93,11 +93,9 @@ def test_steps_that_take_samples(run_eagerly):
 
     def script(model):
         model.compile(keras.optimizers.SGD(1e-3), run_eagerly=run_eagerly)
-        history = model.fit(data, epochs=2, shuffle=False, verbose=0, validation_data=data).history
-        on_batches = [model.train_on_batch(eight), model.train_on_batch(one), model.test_on_batch(eight)]
-        direct = model.train_step(one)["loss"]
-        predictions = [model.predict(data, verbose=0), model.predict_on_batch(one)]
-        return [history, on_batches, float(direct), model.evaluate(data, verbose=0), predictions]
+        history = model.fit(data, shuffle=False, verbose=0, validation_data=data).history
+        on_batches = [model.train_on_batch(eight), model.test_on_batch(one), model.predict_on_batch(one)]
+        return [history, on_batches, float(model.train_step(one)["loss"]), model.predict(data, verbose=0)]
 
     _, parallel = assert_same_script(OfSamples, script, 3)
     if not run_eagerly:
@@ -114,15 +112,8 @@ def test_a_verified_step_takes_samples():
     assert keras_dp.check_step(parallel, (sample(6),)).is_exact
 
 
-class WithWeightedTargets(keras.Model):
+class WithWeightedTargets(keras.Sequential):
     """Takes targets with weights in its own loss; Keras's own step trains it."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(3)
-
-    def call(self, x):
-        return self.dense(x)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return tf.reduce_sum(y.weights * sample_weight.values * (y_pred - y.values) ** 2) / tf.reduce_sum(y.weights)
@@ -134,15 +125,14 @@ def test_targets_and_sample_weights():
     data = tf.data.Dataset.from_tensor_slices((x, y, weight)).batch(7)
 
     def build():
-        model = WithWeightedTargets()
-        model(x)
-        return model
+        return WithWeightedTargets([keras.Input((4,)), layers.Dense(3)])
 
-    def script(model):
-        model.compile("sgd")
-        return [model.fit(data, epochs=2, shuffle=False, verbose=0).history, model.evaluate(data, verbose=0)]
+    assert_same_script(build, lambda model: trained(model, data), 3)
 
-    assert_same_script(build, script, 3)
+
+def trained(model, data):
+    model.compile(keras.optimizers.SGD(0.01))
+    return model.fit(data, shuffle=False, verbose=0).history
 
 
 class Graph(tf.experimental.ExtensionType):
@@ -194,14 +184,13 @@ def build_of_graphs():
     return model
 
 
-@pytest.mark.parametrize("whole", [["edges"], ["0/edges"], ["0"], ["nodes", "1"]])
+@pytest.mark.parametrize("whole", [["edges"], ["0/nodes", "1"]])
 def test_fields_are_named_like_keys(whole):
-    """A graph can be cut by its nodes or by its edges, or stay whole."""
+    """A graph can be cut by its nodes or by its edges."""
     data, batch = graphs((8, 13), (3, 4), (1, 1), (5, 2)), graph(4, 6)
 
     def script(model):
-        model.compile(keras.optimizers.SGD(0.01))
-        return [model.fit(data, epochs=2, shuffle=False, verbose=0).history, model.train_on_batch(*batch)]
+        return trained(model, data), model.train_on_batch(*batch)
 
     assert_same_script(build_of_graphs, script, 3, {"whole": whole})
 
@@ -209,12 +198,7 @@ def test_fields_are_named_like_keys(whole):
 def test_types_tell_which_fields_stay_whole():
     """Keras's dataset says that every batch has 5 nodes, 5 targets and 9 edges."""
     data = tf.data.Dataset.from_tensors(graph(5, 9)).repeat(3)
-
-    def script(model):
-        model.compile(keras.optimizers.SGD(0.01))
-        return model.fit(data, shuffle=False, verbose=0).history
-
-    assert_same_script(build_of_graphs, script, 3)
+    assert_same_script(build_of_graphs, lambda model: trained(model, data), 3)
 
 
 def test_fields_with_other_rows_are_refused_by_name():

@@ -4,13 +4,13 @@ import contextlib
 import json
 import pathlib
 import subprocess
-import sys
 
 import full_filesystem
 import keras
 import numpy as np
 import pytest
 from comparison import TOLERANCE, assert_same, assert_same_script
+from forked_processes import Process
 from keras import callbacks, layers
 
 resource = pytest.importorskip("resource")
@@ -93,13 +93,11 @@ def test_a_file_that_cannot_be_written_is_an_error_and_training_goes_on(fault, k
     assert isinstance(towers, OSError)
 
 
-OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
-
-
 def may_mount():
     """Whether this system lets a process mount a filesystem that it alone sees."""
+    command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     try:
-        return subprocess.run([*OF_ITS_OWN, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
+        return subprocess.run(command, capture_output=True).returncode == 0
     except OSError:
         return False
 
@@ -108,14 +106,9 @@ def may_mount():
 @pytest.mark.skipif(not may_mount(), reason="this system lets nobody mount a filesystem")
 def test_a_filesystem_becomes_full_and_training_goes_on_when_there_is_room(tmp_path):
     """Files that were written before are whole, and the error is that of plain Keras."""
-    results = []
-    for towers in (0, 3):
-        folder, out = tmp_path / f"full_{towers}", tmp_path / f"{towers}.npz"
-        folder.mkdir()
-        command = [*OF_ITS_OWN, sys.executable, full_filesystem.__file__, str(folder), str(towers), str(out)]
-        subprocess.run(command, check=True)
-        results.append(dict(np.load(out)))
-    plain, towers = results
+    with Process(full_filesystem.__file__, tmp_path, log=tmp_path / "log") as process:
+        assert process.wait() == 0, (tmp_path / "log").read_text()
+    plain, towers = (dict(np.load(tmp_path / f"{towers}.npz")) for towers in (0, 3))
     assert plain["said"] == towers["said"]
     said = json.loads(str(towers["said"]))
     assert 0 < len(said["whole"]) < full_filesystem.EPOCHS - 1

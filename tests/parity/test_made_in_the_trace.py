@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fresh_runs import assert_same_run, described, next_draws
+from comparison import assert_same_run, described, next_draws
 from keras import layers, ops, optimizers
 
 # Keras says so of layers that only a loss calls.
@@ -60,13 +60,12 @@ def compiled(model, loss="mse", metrics=None, optimizer=None, **arguments):
     return model
 
 
-def fits(loss="mse", metrics=None, extra=lambda: None):
-    """Returns a script that fits with static and with other batches, and evaluates; `extra` returns what to report besides."""
+def fits(loss="mse", metrics=None):
+    """Returns a script that fits with batches of one size, and of other sizes."""
 
     def script(model):
         compiled(model, loss() if isinstance(loss, type) else loss, metrics and metrics())
-        results = [fit(model, epochs=2), state(model), fit(model, 21), state(model)]
-        return [*results, model.evaluate(X, Y, batch_size=8, verbose=0), state(model), extra(), next_draws()]
+        return [fit(model, epochs=2), state(model), fit(model, 21), state(model), next_draws()]
 
     return script
 
@@ -75,15 +74,23 @@ def fits(loss="mse", metrics=None, extra=lambda: None):
 
 
 @case
-def a_variable_that_a_loss_makes():
+def what_a_loss_makes():
+    """Makes a variable, a metric, a layer and a generator."""
+
     class Lazy(keras.losses.Loss):
         scale = None
 
         def call(self, y, p):
             if self.scale is None:
                 self.scale = keras.Variable(np.ones(2), trainable=False, name="scale")
+                self.mean = keras.metrics.Mean(name="inside")
+                self.layer = layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(seed=1))
+                self.seed = keras.random.SeedGenerator(5)
             self.scale.assign(0.9 * self.scale + 0.1 * ops.mean(ops.abs(y - p), 0))
-            return ops.sum((y - p) ** 2 / self.scale, -1)
+            self.mean.update_state(ops.abs(y - p))
+            noise = 0.1 * keras.random.normal(ops.shape(p), seed=self.seed)
+            near = ops.sum((y - p + noise) ** 2 / self.scale, -1) / (1.0 + self.mean.result())
+            return near + ops.mean((self.layer(y) - self.layer(p)) ** 2, -1)
 
     return unbuilt, fits(Lazy)
 
@@ -106,47 +113,9 @@ def a_tensorflow_variable_that_a_loss_makes():
 
 
 @case
-def a_generator_that_a_loss_makes():
-    class Noisy(keras.losses.Loss):
-        seed = None
+def what_metrics_make():
+    """Makes a variable in the first call; others are built by their first batch."""
 
-        def call(self, y, p):
-            if self.seed is None:
-                self.seed = keras.random.SeedGenerator(5)
-            return ops.mean((y - p + 0.1 * keras.random.normal(ops.shape(p), seed=self.seed)) ** 2, -1)
-
-    return mlp, fits(Noisy)
-
-
-@case
-def a_metric_that_a_loss_makes():
-    class Counting(keras.losses.Loss):
-        mean = None
-
-        def call(self, y, p):
-            if self.mean is None:
-                self.mean = keras.metrics.Mean(name="inside")
-            self.mean.update_state(ops.abs(y - p))
-            return ops.mean((y - p) ** 2, -1) / (1.0 + self.mean.result())
-
-    return mlp, fits(Counting)
-
-
-@case
-def a_layer_that_a_loss_makes():
-    class Projected(keras.losses.Loss):
-        layer = None
-
-        def call(self, y, p):
-            if self.layer is None:
-                self.layer = layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(seed=1))
-            return ops.mean((self.layer(y) - self.layer(p)) ** 2, -1)
-
-    return mlp, fits(Projected)
-
-
-@case
-def a_variable_that_a_metric_makes():
     class Lazy(keras.metrics.Metric):
         largest = None
 
@@ -158,12 +127,7 @@ def a_variable_that_a_metric_makes():
         def result(self):
             return ops.mean(self.largest)
 
-    return mlp, fits(metrics=lambda: [Lazy()])
-
-
-@case
-def metrics_that_are_built_by_their_first_batch():
-    return unbuilt, fits(metrics=lambda: ["mae", keras.metrics.R2Score(), keras.metrics.AUC(num_thresholds=5)])
+    return unbuilt, fits(metrics=lambda: [Lazy(), "mae", keras.metrics.R2Score(), keras.metrics.AUC(num_thresholds=5)])
 
 
 @case
@@ -201,7 +165,14 @@ class Recommender(keras.Model):
 
 @case
 def a_candidate_tower_of_a_loss():
-    return Recommender, fits(None)
+    """The prediction does not call it."""
+
+    def script(model):
+        compiled(model, None)
+        predicted = model.predict(X, batch_size=8, verbose=0)
+        return [predicted, state(model), fit(model), state(model), fit(model, 21), state(model)]
+
+    return Recommender, script
 
 
 @case
@@ -222,24 +193,11 @@ def a_candidate_tower_of_a_step():
     return Model, script
 
 
-@case
-def a_candidate_tower_that_predict_does_not_call():
-    def script(model):
-        compiled(model, None)
-        predicted = model.predict(X, batch_size=8, verbose=0)
-        return [predicted, state(model), fit(model), state(model)]
-
-    return Recommender, script
-
-
 # What evaluations and predictions make.
 
 CALLED_FIRST = {
     "evaluate": lambda model: model.evaluate(X, Y, batch_size=8, verbose=0),
-    "evaluate_even_batches": lambda model: model.evaluate(X[:16], Y[:16], batch_size=8, verbose=0),
     "predict": lambda model: model.predict(X, batch_size=8, verbose=0),
-    "test_on_batch": lambda model: model.test_on_batch(X[:8], Y[:8]),
-    "predict_on_batch": lambda model: model.predict_on_batch(X[:8]),
     "train_on_batch": lambda model: model.train_on_batch(X[:8], Y[:8]),
 }
 
@@ -256,23 +214,19 @@ def test_a_call_before_fit_makes_what_plain_keras_makes(first):
     assert_same_run(unbuilt, script)
 
 
-@pytest.mark.parametrize("compiled_first", [False, True])
-def test_predict_makes_no_optimizer(compiled_first):
-    def script(model):
-        if compiled_first:
-            compiled(model)
-        return [model.predict(X, batch_size=8, verbose=0), state(model) if compiled_first else described(model.variables)]
-
-    assert_same_run(unbuilt, script)
+def test_predict_makes_no_optimizer():
+    assert_same_run(unbuilt, lambda model: [model.predict(X, batch_size=8, verbose=0), described(model.variables)])
 
 
 # What Python and NumPy draw while a step is traced, and how often a function runs.
 
 
 class Counted(layers.Layer):
+    """Counts its calls, and draws numbers of Python and NumPy while it is traced."""
+
     def call(self, x):
         CALLS.append(tuple(x.shape))
-        return x
+        return x * random.uniform(0.5, 1.5) + np.random.normal(size=4)
 
 
 def counts(build, loss="mse", metrics=None):
@@ -298,22 +252,26 @@ def counts(build, loss="mse", metrics=None):
 
 
 @case
-def calls_of_a_layer():
-    return counts(lambda: with_layer(Counted()))
+def calls_and_draws_of_a_layer():
+    """One of them draws from a generator of its own, whose state keras_dp cannot set back."""
+    own = []
+
+    class Own(Counted):
+        def call(self, x):
+            return super().call(x) * own[0].uniform(0.5, 1.5)
+
+    build, script = counts(lambda: with_layer(Own()))
+
+    def begin():
+        own[:] = [np.random.default_rng(2)]
+        return build()
+
+    return begin, lambda model: [script(model), own[0].uniform()]
 
 
 @case
-def calls_of_a_layer_of_a_built_model():
+def calls_and_draws_of_a_layer_of_a_built_model():
     return counts(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4), Counted(), layers.Dense(2)]))
-
-
-@case
-def calls_of_a_layer_of_a_functional_model():
-    def build():
-        inputs = keras.Input((3,))
-        return keras.Model(inputs, layers.Dense(2)(Counted()(layers.Dense(4)(inputs))))
-
-    return counts(build)
 
 
 @case
@@ -331,16 +289,17 @@ def calls_of_a_subclass():
 
 
 @case
-def calls_of_losses_and_metrics():
-    def counted(name):
+def calls_of_losses_and_metrics_and_draws_of_a_loss():
+    def counted(name, draw=lambda: 1.0):
         def function(y, p):
             CALLS.append((name, *p.shape))
-            return ops.mean((y - p) ** 2, -1)
+            return ops.mean((y - p) ** 2, -1) * draw()
 
         function.__name__ = name
         return function
 
-    return counts(mlp, counted("loss"), lambda: [counted("metric")])
+    loss = counted("loss", lambda: random.choice([1.0, 2.0, 3.0]) * (1 + np.random.rand()))
+    return counts(mlp, loss, lambda: [counted("metric")])
 
 
 @case
@@ -353,29 +312,7 @@ def calls_of_a_model_that_makes_nothing():
         model.optimizer.build(getattr(model, "inner_model", model).trainable_variables)
         return [fit(model), str(CALLS), fit(model), str(CALLS)]
 
-    return lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2), Counted()]), script
-
-
-class Drawn(layers.Layer):
-    """Draws a number of Python and numbers of NumPy while it is traced."""
-
-    def call(self, x):
-        return x * random.uniform(0.5, 1.5) + np.random.normal(size=4)
-
-
-@case
-def numbers_that_a_layer_draws_while_traced():
-    return counts(lambda: with_layer(Drawn()))
-
-
-@case
-def numbers_that_a_layer_of_a_built_model_draws_while_traced():
-    return counts(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4), Drawn(), layers.Dense(2)]))
-
-
-@case
-def numbers_that_a_loss_draws_while_traced():
-    return counts(mlp, lambda y, p: ops.mean((y - p) ** 2) * random.choice([1.0, 2.0, 3.0]) * (1 + np.random.rand()))
+    return lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4), Counted(), layers.Dense(2)]), script
 
 
 @case
@@ -386,24 +323,6 @@ def a_permutation_that_a_step_draws_while_traced():
             return super().train_step((tf.gather(data[0], order, axis=1), *data[1:]))
 
     return counts(lambda: Shuffling([layers.Dense(4, "tanh"), layers.Dense(2)]))
-
-
-@case
-def a_generator_of_the_users_own():
-    """Draws from a generator whose state keras_dp cannot set back."""
-    own = []
-
-    class Own(layers.Layer):
-        def call(self, x):
-            return x * own[0].uniform(0.5, 1.5)
-
-    build, script = counts(lambda: with_layer(Own()))
-
-    def begin():
-        own[:] = [np.random.default_rng(2)]
-        return build()
-
-    return begin, lambda model: [script(model), own[0].uniform()]
 
 
 # Keras's global generator.
@@ -422,64 +341,21 @@ def weights_made_after_training():
 
 
 @case
-def draws_of_the_global_generator_in_a_layer():
+def draws_of_the_global_generator():
+    """A layer makes weights from draws in its first trace, and draws in each step; so does the loss."""
+
     class Noise(layers.Layer):
-        def call(self, x, training=False):
-            return x + keras.random.normal(ops.shape(x)) if training else x
-
-    return lambda: with_layer(Noise()), fits()
-
-
-@case
-def draws_of_the_global_generator_in_a_loss():
-    return mlp, fits(lambda y, p: ops.mean((y - p + 0.1 * keras.random.uniform(ops.shape(p))) ** 2, -1))
-
-
-@case
-def weights_that_start_from_the_global_generator():
-    """Makes weights from draws of Keras's global generator, in the first trace."""
-
-    class FromDraws(layers.Layer):
         def build(self, shape):
             self.kernel = self.add_weight(shape=(shape[-1], 4), initializer=lambda shape, dtype: keras.random.normal(shape))
 
-        def call(self, x):
-            return x @ self.kernel
+        def call(self, x, training=False):
+            x = x @ self.kernel
+            return x + keras.random.normal(ops.shape(x)) if training else x
 
-    return lambda: with_layer(FromDraws()), fits()
+    return lambda: with_layer(Noise()), fits(lambda y, p: ops.mean((y - p + 0.1 * keras.random.uniform(ops.shape(p))) ** 2, -1))
 
 
 # Builds that know the rows.
-
-
-@case
-def a_build_that_refuses_unknown_sizes():
-    class Sized(layers.Layer):
-        def build(self, shape):
-            if None in shape:
-                raise ValueError(f"all sizes must be known: {shape}")
-            self.shift = self.add_weight(shape=shape[1:], initializer="ones", name="shift")
-
-        def call(self, x):
-            return x * self.shift
-
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.sized, self.a = Sized(), layers.Dense(2)
-
-        def build(self, shape):
-            self.sized.build(shape)
-            self.a.build(shape)
-
-        def call(self, x):
-            return self.a(self.sized(x))
-
-    def script(model):
-        compiled(model)
-        return [fit(model), state(model), model.predict(X[:16], batch_size=8, verbose=0), state(model)]
-
-    return Model, script
 
 
 @case
@@ -521,19 +397,12 @@ def a_build_that_remembers_its_shape():
 
 
 @case
-def a_sequential_without_an_input():
-    def script(model):
-        compiled(model)
-        results = [fit(model, 21), state(model), model.evaluate(X, Y, batch_size=8, verbose=0), next_draws()]
-        return [*results, str(getattr(model, "inner_model", model).input_shape)]
-
-    return unbuilt, script
-
-
-@case
 def another_compilation_between_two_fits():
+    """The first fit of a model without an input has batches of several sizes."""
+
     def script(model):
-        results = [fit(compiled(model, metrics=["mae"])), state(model)]
+        results = [fit(compiled(model, metrics=["mae"]), 21), state(model)]
+        results.append(str(getattr(model, "inner_model", model).input_shape))
         compiled(model, "mae", optimizer=optimizers.SGD(0.05, 0.9))
         results += [state(model), model.evaluate(X, Y, batch_size=8, verbose=0), state(model)]
         return [*results, fit(model), state(model), next_draws()]
@@ -557,26 +426,15 @@ def a_compilation_by_a_callback():
 
 
 @case
-def an_explanation_before_the_first_step():
-    def script(model):
-        compiled(model, metrics=["mae"])
-        if hasattr(model, "explain"):
-            model.explain((X[:8], Y[:8]))
-        return [fit(model, epochs=2), state(model), model.predict(X, batch_size=8, verbose=0)]
-
-    return unbuilt, script
-
-
-@case
-def an_explanation_of_a_model_with_noise():
-    """Explains a step without using up the numbers that the step draws."""
+def explanations_before_the_first_step():
+    """They do not use up the numbers that the step draws."""
 
     def script(model):
         compiled(model, metrics=["mae"])
         if hasattr(model, "explain"):
             for step in ("train", "test", "predict"):
                 model.explain((X[:8], Y[:8]), step)
-        return [fit(model, epochs=2), state(model)]
+        return [fit(model, epochs=2), state(model), model.predict(X, batch_size=8, verbose=0)]
 
     return lambda: with_layer(layers.Dropout(0.5)), script
 

@@ -15,6 +15,7 @@ Y = np.cos(np.arange(16.0)).reshape(16, 1)
 BATCH_SIZE = 4
 MOMENTUM = 0.875  # Keras rounds it to float32, which would change 0.9
 RATES = [0.01, 0.01, 0.08, 0.05, 0.05, 0.2, 0.02, 0.02]
+WARM = [0.01 + 0.07 * min(step / 6, 1) for step in range(8)]  # of a warmup of one and a half epochs
 
 
 def linear():
@@ -24,12 +25,17 @@ def linear():
     return model
 
 
+def gradient(w, step):
+    """Returns the gradient of the loss of the batch of a step."""
+    rows = slice(BATCH_SIZE * step % len(X), BATCH_SIZE * step % len(X) + BATCH_SIZE)
+    return 2 / BATCH_SIZE * X[rows].T @ (X[rows] @ w - Y[rows])
+
+
 def reference(rates, nesterov=False):
     """Returns the weights w after steps of u <- m u + g, w <- w - rate u; with Nesterov, w <- w - rate (g + m u)."""
-    w, u = np.array([[0.3], [-0.2]]), np.zeros((2, 1))
+    w, u = np.array([[0.3], [-0.2]]), 0.0
     for step, rate in enumerate(rates):
-        rows = slice(BATCH_SIZE * step % len(X), BATCH_SIZE * step % len(X) + BATCH_SIZE)
-        g = 2 / BATCH_SIZE * X[rows].T @ (X[rows] @ w - Y[rows])
+        g = gradient(w, step)
         u = MOMENTUM * u + g
         w = w - rate * (g + MOMENTUM * u if nesterov else u)
     return w
@@ -66,8 +72,7 @@ def fit(model, callbacks, epochs=2, **arguments):
     return model.fit(X, Y, batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks, **arguments)
 
 
-@pytest.mark.parametrize("num_towers", [None, 3])
-@pytest.mark.parametrize(("by", "nesterov"), [("callback", False), ("schedule", True)])
+@pytest.mark.parametrize(("by", "nesterov", "num_towers"), [("callback", False, 3), ("schedule", True, None)])
 def test_corrected_sgd_is_the_reference(by, nesterov, num_towers):
     model = wrapped(linear(), num_towers)
     rate = Steps([*RATES, 0.0]) if by == "schedule" else 1.0
@@ -83,47 +88,49 @@ def test_without_correction_it_is_not():
     assert np.abs(model.get_weights()[0] - reference(RATES)).max() > 1e-3
 
 
-@pytest.mark.parametrize("num_towers", [None, 2])
-@pytest.mark.parametrize("with_separate_callback", [False, True])
+@pytest.mark.parametrize(("num_towers", "with_separate_callback"), [(None, False), (2, True)])
 def test_the_warmup_corrects_by_itself_and_once(num_towers, with_separate_callback):
     model = wrapped(linear(), num_towers)
     model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
     warmup = LearningRateWarmup(0.01, 8, warmup_epochs=1.5)
     fit(model, [warmup, MomentumCorrection()] if with_separate_callback else [warmup])
-    rates = [0.01 + 0.07 * min(step / 6, 1) for step in range(8)]
-    np.testing.assert_allclose(model.get_weights()[0], reference(rates), atol=1e-12)
+    np.testing.assert_allclose(model.get_weights()[0], reference(WARM), atol=1e-12)
 
 
 def test_the_warmup_can_leave_the_velocity_alone():
-    rates = [0.01 + 0.07 * min(step / 6, 1) for step in range(8)]
     weights = []
-    for callback in (LearningRateWarmup(0.01, 8, 1.5, momentum_correction=False), Rates(rates)):
+    for callback in (LearningRateWarmup(0.01, 8, 1.5, momentum_correction=False), Rates(WARM)):
         model = linear()
         model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
         fit(model, [callback])
         weights.append(model.get_weights()[0])
     np.testing.assert_allclose(*weights, atol=1e-12)
-    assert np.abs(weights[0] - reference(rates)).max() > 1e-3
+    assert np.abs(weights[0] - reference(WARM)).max() > 1e-3
 
 
-@pytest.mark.parametrize("by", ["warmup", "schedule"])
-def test_training_that_is_resumed_corrects_its_first_step(tmp_path, by):
-    rates = [0.01 + 0.07 * min(step / 6, 1) for step in range(8)]
+def resumed(tmp_path, make_callbacks, rate=1.0, num_towers=None):
+    """Returns the weights after a training that is interrupted after its first epoch, and restored by a new model.
 
-    def compiled():
-        model = wrapped(linear(), 2)
-        rate = 1.0 if by == "warmup" else Steps([*rates, 0.0])
+    Args:
+        tmp_path: a folder.
+        make_callbacks: a function that takes a backup, and returns all callbacks in their order.
+        rate: the learning rate, or a schedule.
+        num_towers: the number of towers; None for the plain model.
+    """
+    for epochs in (1, 2):
+        model = wrapped(linear(), num_towers)
         model.compile(keras.optimizers.SGD(rate, MOMENTUM), "mse")
-        correction = LearningRateWarmup(0.01, 8, 1.5) if by == "warmup" else MomentumCorrection()
         backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-        return model, [correction, backup]
-
-    model, callbacks = compiled()
-    fit(model, callbacks, epochs=1)
-    model, callbacks = compiled()
-    history = fit(model, callbacks)
+        history = fit(model, make_callbacks(backup), epochs=epochs)
     assert history.epoch == [1]
-    np.testing.assert_allclose(model.get_weights()[0], reference(rates), atol=1e-12)
+    return model.get_weights()[0]
+
+
+def test_training_that_is_resumed_corrects_its_first_step(tmp_path):
+    by_warmup = resumed(tmp_path / "a", lambda backup: [LearningRateWarmup(0.01, 8, 1.5), backup], num_towers=2)
+    np.testing.assert_allclose(by_warmup, reference(WARM), atol=1e-12)
+    by_schedule = resumed(tmp_path / "b", lambda backup: [MomentumCorrection(), backup], Steps([*WARM, 0.0]))
+    np.testing.assert_allclose(by_schedule, reference(WARM), atol=1e-12)
 
 
 def test_rmsprop_with_momentum_is_corrected():
@@ -133,8 +140,7 @@ def test_rmsprop_with_momentum_is_corrected():
     fit(model, [Rates(RATES), MomentumCorrection()])
     w, u, squares = np.array([[0.3], [-0.2]]), 0, 0
     for step, rate in enumerate(RATES):
-        rows = slice(BATCH_SIZE * step % len(X), BATCH_SIZE * step % len(X) + BATCH_SIZE)
-        g = 2 / BATCH_SIZE * X[rows].T @ (X[rows] @ w - Y[rows])
+        g = gradient(w, step)
         squares = 0.9 * squares + 0.1 * g**2
         u = 0.9 * u + g / np.sqrt(squares + 1e-7)
         w = w - rate * u
@@ -149,34 +155,20 @@ def test_through_loss_scaling_and_sharded_variables():
 
 
 def test_each_of_several_optimizers_has_its_velocity():
-    def build():
-        keras.utils.set_random_seed(0)
-        return keras.Sequential([keras.Input((2,)), layers.Dense(3, use_bias=False, name="hidden"), layers.Dense(1)])
-
-    weights = []
-    for correct in (True, False):
-        model = build()
-        first, second = keras.optimizers.SGD(Steps([*RATES, 0.0]), MOMENTUM), keras.optimizers.Adam(0.01)
-        chosen = keras.optimizers.OptimizerMap(second, {".*hidden/.*": first})
-        model.compile(keras.optimizers.MultiOptimizer(chosen), "mse")
-        fit(model, [MomentumCorrection()] if correct else [Follow(first)])
-        weights.append(model.get_weights())
-    for one, other in zip(*weights, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-12)
-
-
-class Follow(keras.callbacks.Callback):
-    """Multiplies the velocity of one optimizer by hand, without MomentumCorrection."""
-
-    def __init__(self, optimizer):
-        super().__init__()
-        self.optimizer = optimizer
-        self.steps = 0
-
-    def on_train_batch_begin(self, batch, logs=None):
-        for velocity in self.optimizer.momentums if self.optimizer.built else []:
-            velocity.assign(velocity * RATES[self.steps] / RATES[max(self.steps - 1, 0)])
-        self.steps += 1
+    """Two kernels share each gradient, and have other rates."""
+    inputs, rates = keras.Input((2,)), [RATES, RATES[::-1]]
+    parts = [layers.Dense(1, use_bias=False, name=name) for name in ("left", "right")]
+    model = keras.Model(inputs, parts[0](inputs) + parts[1](inputs))
+    left, right = (keras.optimizers.SGD(Steps([*of_part, 0.0]), MOMENTUM) for of_part in rates)
+    model.compile(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(left, {".*right/.*": right})), "mse")
+    w, u = [part.get_weights()[0] for part in parts], [0.0, 0.0]
+    fit(model, [MomentumCorrection()])
+    for step, of_step in enumerate(zip(*rates, strict=True)):
+        g = gradient(sum(w), step)
+        u = [MOMENTUM * velocity + g for velocity in u]
+        w = [weight - rate * velocity for weight, rate, velocity in zip(w, of_step, u, strict=True)]
+    for part, expected in zip(parts, w, strict=True):
+        np.testing.assert_allclose(part.get_weights()[0], expected, atol=1e-12)
 
 
 def test_a_rate_of_zero_forgets_the_velocity():
@@ -202,37 +194,18 @@ def test_a_rate_that_changes_between_two_fits():
     np.testing.assert_allclose(model.get_weights()[0], reference([0.02] * 4 + [0.005] * 4), atol=1e-12)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_resumed_with_a_rate_that_does_not_change_nothing_is_corrected(tmp_path, order):
-    def compiled():
-        model = linear()
-        model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
-        backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-        callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.02), backup, MomentumCorrection()]
-        return model, [callbacks[place] for place in order]
+    def callbacks(backup):
+        made = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.02), backup, MomentumCorrection()]
+        return [made[place] for place in order]
 
-    model, callbacks = compiled()
-    fit(model, callbacks, epochs=1)
-    model, callbacks = compiled()
-    assert fit(model, callbacks).epoch == [1]
-    np.testing.assert_allclose(model.get_weights()[0], reference([0.02] * 8), atol=1e-12)
+    np.testing.assert_allclose(resumed(tmp_path, callbacks), reference([0.02] * 8), atol=1e-12)
 
 
-@pytest.mark.parametrize("backup_first", [False, True])
-def test_resumed_where_the_warmup_ends(tmp_path, backup_first):
-    def compiled():
-        model = wrapped(linear(), 2)
-        model.compile(keras.optimizers.SGD(1.0, MOMENTUM), "mse")
-        backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-        callbacks = [LearningRateWarmup(0.01, 8, 1), backup]
-        return model, callbacks[::-1] if backup_first else callbacks
-
-    model, callbacks = compiled()
-    fit(model, callbacks, epochs=1)
-    model, callbacks = compiled()
-    assert fit(model, callbacks).epoch == [1]
-    rates = [0.01 + 0.07 * min(step / 4, 1) for step in range(8)]
-    np.testing.assert_allclose(model.get_weights()[0], reference(rates), atol=1e-12)
+def test_resumed_where_the_warmup_ends(tmp_path):
+    weights = resumed(tmp_path, lambda backup: [backup, LearningRateWarmup(0.01, 8, 1)])
+    np.testing.assert_allclose(weights, reference([0.01 + 0.07 * min(step / 4, 1) for step in range(8)]), atol=1e-12)
 
 
 def test_velocities_of_16_bits_follow_small_changes():
@@ -251,23 +224,17 @@ def test_velocities_of_16_bits_follow_small_changes():
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
     [
-        ("adam", "Adam keeps no velocity that the learning rate is part of"),
-        ("lion", "Lion keeps no velocity"),
-        (keras.optimizers.SGD(0.1), "SGD was made without momentum"),
+        (keras.optimizers.Adam, "Adam keeps no velocity that the learning rate is part of"),
+        (keras.optimizers.SGD, "SGD was made without momentum"),
     ],
-    ids=["adam", "lion", "sgd"],
 )
 def test_it_says_why_it_does_nothing(optimizer, reason):
     one, other = linear(), linear()
-    for model, callbacks in ((one, []), (other, [MomentumCorrection()])):
-        copy = keras.optimizers.get(optimizer)
-        model.compile(copy.from_config(copy.get_config()), "mse")
-        schedule = [Rates(RATES)]
-        if callbacks:
-            with pytest.warns(UserWarning, match=f"MomentumCorrection does nothing: {reason}"):
-                fit(model, [*schedule, *callbacks])
-        else:
-            fit(model, schedule)
+    for model in (one, other):
+        model.compile(optimizer(0.1), "mse")
+    fit(one, [Rates(RATES)])
+    with pytest.warns(UserWarning, match=f"MomentumCorrection does nothing: {reason}"):
+        fit(other, [Rates(RATES), MomentumCorrection()])
     np.testing.assert_array_equal(one.get_weights()[0], other.get_weights()[0])
 
 

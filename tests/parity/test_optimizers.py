@@ -1,12 +1,10 @@
 """LARS is the paper's, LARS and Lamb train on towers, and biases and normalization are excluded from weight decay."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_towers_match_one_device
+from comparison import assert_same_training
 from keras import layers
 
 import keras_dp
@@ -35,7 +33,7 @@ def lars(w, gradients, rate, momentum, decay, trust, nesterov=False, adapted=Tru
     return w
 
 
-@pytest.mark.parametrize(("momentum", "decay", "nesterov"), [(0.0, 0.125, False), (0.875, 0.0, False), (0.875, 0.125, True)])
+@pytest.mark.parametrize(("momentum", "decay", "nesterov"), [(0.0, 0.125, False), (0.875, 0.125, True)])
 def test_lars_is_the_papers(momentum, decay, nesterov):
     random = np.random.default_rng(0)
     values, gradients = random.normal(size=(3, 4)), random.normal(size=(5, 3, 4))
@@ -47,11 +45,11 @@ def test_lars_is_the_papers(momentum, decay, nesterov):
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("weight", "gradient"), [(np.zeros(2), np.ones(2)), (np.ones(2), np.zeros(2))])
-def test_lars_where_a_norm_is_zero_is_sgd(weight, gradient):
-    variable = keras.Variable(weight)
-    LARS(0.5, 0.0, 0.25, 0.001).apply([gradient], [variable])
-    np.testing.assert_allclose(variable.numpy(), weight - 0.5 * (gradient + 0.25 * weight))
+def test_lars_where_a_norm_is_zero_is_sgd():
+    for weight, gradient in ((np.zeros(2), np.ones(2)), (np.ones(2), np.zeros(2))):
+        variable = keras.Variable(weight)
+        LARS(0.5, 0.0, 0.25, 0.001).apply([gradient], [variable])
+        np.testing.assert_allclose(variable.numpy(), weight - 0.5 * (gradient + 0.25 * weight))
 
 
 def test_what_lars_does_not_decay_it_does_not_adapt():
@@ -75,26 +73,18 @@ def test_lars_adds_up_rows_of_sparse_gradients_before_it_measures_them():
     assert np.abs(dense.numpy() - values).max() > 0.1
 
 
-def optimizers():
-    return {
-        "LARS": LARS(2.0, 0.9, 1e-2, 0.05),
-        "LARS, Nesterov, clipped": LARS(2.0, 0.9, 1e-2, 0.05, nesterov=True, global_clipnorm=0.1),
-        "LARS, accumulating": LARS(2.0, 0.9, 1e-2, 0.05, gradient_accumulation_steps=2),
-        "Lamb": keras.optimizers.Lamb(0.05),
-        "Lamb, decaying": keras.optimizers.Lamb(0.05, weight_decay=0.1, clipnorm=0.1),
-    }
+OPTIMIZERS = {
+    "LARS, Nesterov, clipped": lambda: LARS(2.0, 0.9, 1e-2, 0.05, nesterov=True, global_clipnorm=0.1),
+    "LARS, accumulating": lambda: LARS(2.0, 0.9, 1e-2, 0.05, gradient_accumulation_steps=2),
+    "Lamb, decaying": lambda: keras.optimizers.Lamb(0.05, weight_decay=0.1, clipnorm=0.1),
+}
 
 
-@pytest.mark.parametrize(("name", "parameter_device"), list(zip(optimizers(), itertools.cycle([None, "sharded"]))))
+@pytest.mark.parametrize(("name", "parameter_device"), list(zip(OPTIMIZERS, ["sharded", None, "sharded"], strict=True)))
 def test_on_towers(name, parameter_device):
     """Norms are taken of whole variables and of the gradients of whole batches, wherever the variables live."""
-    assert_towers_match_one_device(
-        build,
-        lambda: {"optimizer": optimizers()[name], "loss": "mse"},
-        [((X, Y), 6)],
-        3,
-        {"parameter_device": parameter_device},
-    )
+    wrapper_arguments = {"parameter_device": parameter_device}
+    assert_same_training(build, lambda: {"optimizer": OPTIMIZERS[name](), "loss": "mse"}, [((X, Y), 6)], 3, wrapper_arguments)
 
 
 def test_lars_is_saved_and_loaded(tmp_path):
@@ -114,7 +104,6 @@ def test_lars_is_saved_and_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weight_decay": -1}, "`weight_decay` must be a number, 0 or more. Received: weight_decay=-1"),
         ({"weight_decay": None}, "`weight_decay` must be a number, 0 or more. Received: weight_decay=None"),
         ({"trust_coefficient": 0}, "`trust_coefficient` must be a positive number. Received: trust_coefficient=0"),
     ],
@@ -135,11 +124,11 @@ def layers_of_all_kinds():
     return keras.Model(tokens, layers.Dense(2)(layers.BatchNormalization()(layers.Flatten()(x))))
 
 
-@pytest.mark.parametrize("wrapped", [None, "inner model", "wrapper"])
+@pytest.mark.parametrize("wrapped", ["inner model", "wrapper"])
 def test_biases_and_normalization_do_not_decay(wrapped):
     model = layers_of_all_kinds()
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.25)
-    parallel = keras_dp.DataParallelModel(model, devices=2, parameter_device="sharded") if wrapped else model
+    parallel = keras_dp.DataParallelModel(model, devices=2, parameter_device="sharded")
     exclude_from_weight_decay(optimizer, parallel if wrapped == "wrapper" else model)
     parallel.compile(optimizer, "mse")
     optimizer.build(model.trainable_variables)
@@ -153,10 +142,7 @@ def test_biases_and_normalization_do_not_decay(wrapped):
     assert decayed == {"kernel", "recurrent_kernel", "embeddings"}
 
 
-@pytest.mark.parametrize(
-    ("parameter_device", "excluded"),
-    [(None, "after wrapping"), ("CPU:1", "before wrapping"), ("sharded", "before wrapping"), ("sharded", "after wrapping")],
-)
+@pytest.mark.parametrize(("parameter_device", "excluded"), [("CPU:1", "before wrapping"), ("sharded", "after wrapping")])
 def test_what_does_not_decay_does_not_on_towers(excluded, parameter_device):
     """Variables stay the same objects when they move to another device."""
     weights = []
@@ -172,7 +158,7 @@ def test_what_does_not_decay_does_not_on_towers(excluded, parameter_device):
         if excluded == "after wrapping":
             exclude_from_weight_decay(optimizer, model)
         model.compile(optimizer, "mse")
-        model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     for expected, received in zip(*weights, strict=True):
         np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-9)
@@ -193,8 +179,11 @@ def test_excluding_from_several_optimizers():
     assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
 
 
-@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.05, 0.9, weight_decay=0.5), lambda: LARS(2.0, 0.9, 0.5)])
-@pytest.mark.parametrize("num_towers", [None, 2])
+@pytest.mark.parametrize(
+    ("num_towers", "make"),
+    [(None, lambda: LARS(2.0, 0.9, 0.5)), (2, lambda: keras.optimizers.SGD(0.05, 0.9, weight_decay=0.5))],
+    ids=["plain", "towers"],
+)
 def test_a_loaded_model_excludes_again_what_keras_does_not_save(tmp_path, num_towers, make):
     model = build()
     optimizer = make()
@@ -212,11 +201,8 @@ def test_a_loaded_model_excludes_again_what_keras_does_not_save(tmp_path, num_to
         np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_towers", [None, 2])
-def test_excluded_between_two_fits(num_towers):
-    model = build()
-    if num_towers:
-        model = keras_dp.DataParallelModel(model, devices=num_towers)
+def test_excluded_between_two_fits():
+    model = keras_dp.DataParallelModel(build(), devices=2)
     model.compile(keras.optimizers.SGD(0.0625, weight_decay=8.0), lambda y_true, y_pred: 0.0 * y_pred)
     model.set_weights([value + 1.0 for value in model.get_weights()])
     model.fit(X, Y, verbose=0)
@@ -227,12 +213,8 @@ def test_excluded_between_two_fits(num_towers):
     assert decayed == [variable.name == "kernel" for variable in model.trainable_variables]
 
 
-def test_excluding_needs_an_optimizer():
+def test_excluding_needs_an_optimizer_and_variables():
     with pytest.raises(ValueError, match="compile with, not its name. Received: optimizer='sgd'"):
         exclude_from_weight_decay("sgd", build())
-
-
-def test_excluding_needs_variables():
-    model = keras.Sequential([layers.Dense(2)])
     with pytest.raises(ValueError, match="not built has no variables that could be excluded"):
-        exclude_from_weight_decay(keras.optimizers.SGD(weight_decay=0.1), model)
+        exclude_from_weight_decay(keras.optimizers.SGD(weight_decay=0.1), keras.Sequential([layers.Dense(2)]))

@@ -26,6 +26,10 @@ def pixels():
     return rng.uniform(0, 255, (ROWS, 8, 8, 3)).astype("float32")
 
 
+def strings():
+    return np.array([[f"w{i % 4}"] for i in range(ROWS)], dtype=object)
+
+
 def of(*makers):
     """Turns makers of layers into functions that call a new layer with one tensor."""
     return [lambda x, make=make: make()(x) for make in makers]
@@ -36,127 +40,91 @@ def of_pairs(*makers):
     return [lambda x, make=make: make()([x, layers.Dense(4)(x)]) for make in makers]
 
 
-# Makers of layers, or of small stacks around them, by the shape of their input.
-VECTORS = (
-    lambda: random(5),
-    [
-        lambda: layers.Dense(4, kernel_constraint="unit_norm"),
-        lambda: layers.Discretization([-1.0, 0.0, 1.0], output_mode="one_hot"),
-        lambda: layers.Normalization(mean=[1.0] * 5, variance=[2.0] * 5),
-        lambda: layers.BatchNormalization(),
-        lambda: layers.SpectralNormalization(layers.Dense(4)),
-        lambda: layers.RepeatVector(2),
-        lambda: layers.Identity(),
-        lambda: layers.Lambda(lambda x: 2 * x),
-        lambda: layers.Activation("gelu"),
-        lambda: layers.ActivityRegularization(0.01),
-        lambda: layers.Softmax(),
-        lambda: layers.ReLU(negative_slope=0.1),
-        lambda: layers.LeakyReLU(),
-        lambda: layers.ELU(),
-        lambda: layers.Pipeline([layers.Rescaling(2.0)]),
-    ],
-)
-SEQUENCES = (
-    lambda: random(6, 4),
-    [
-        lambda: layers.SimpleRNN(3, unroll=True),
-        lambda: layers.LSTM(3),
-        lambda: layers.GRU(3),
-        lambda: layers.Bidirectional(layers.SimpleRNN(2, return_sequences=True)),
-        lambda: layers.RNN([layers.LSTMCell(3), layers.GRUCell(2), layers.SimpleRNNCell(2)]),
-        lambda: layers.TimeDistributed(layers.BatchNormalization()),
-        lambda: layers.EinsumDense("abc,cd->abd", output_shape=(6, 5), bias_axes="d"),
-        lambda: layers.LayerNormalization(),
-        lambda: layers.RMSNormalization(),
-        lambda: layers.UnitNormalization(),
-        lambda: layers.Conv1D(3, 2, padding="causal"),
-        lambda: layers.Conv1DTranspose(3, 2, 2),
-        lambda: layers.DepthwiseConv1D(2),
-        lambda: layers.SeparableConv1D(3, 2),
-        lambda: layers.MaxPooling1D(2),
-        lambda: layers.AveragePooling1D(2),
-        lambda: layers.GlobalMaxPooling1D(),
-        lambda: layers.GlobalAveragePooling1D(),
-        lambda: layers.AdaptiveAveragePooling1D(2),
-        lambda: layers.AdaptiveMaxPooling1D(2),
-        lambda: layers.Cropping1D(1),
-        lambda: layers.ZeroPadding1D(1),
-        lambda: layers.UpSampling1D(2),
-        lambda: layers.Permute((2, 1)),
-        lambda: layers.Reshape((3, 8)),
-    ],
-)
-TOKENS = (
-    lambda: rng.integers(0, 9, (ROWS, 6)),
-    [
-        lambda: layers.Embedding(9, 4),
-        lambda: layers.ReversibleEmbedding(9, 4),
-        lambda: layers.CategoryEncoding(9, output_mode="count"),
-        lambda: layers.Hashing(5, output_mode="multi_hot"),
-        lambda: layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="multi_hot"),
-    ],
-)
-IMAGES = (
-    lambda: random(8, 8, 3),
-    [
-        lambda: layers.Conv2D(2, 3),
-        lambda: layers.Conv2DTranspose(2, 3, 2),
-        lambda: layers.DepthwiseConv2D(3),
-        lambda: layers.SeparableConv2D(2, 3),
-        lambda: layers.SpectralNormalization(layers.Conv2D(2, 3)),
-        lambda: layers.GroupNormalization(3),
-        lambda: layers.MaxPooling2D(2),
-        lambda: layers.AveragePooling2D(2),
-        lambda: layers.GlobalMaxPooling2D(),
-        lambda: layers.GlobalAveragePooling2D(),
-        lambda: layers.AdaptiveAveragePooling2D(2),
-        lambda: layers.AdaptiveMaxPooling2D(2),
-        lambda: layers.PReLU(shared_axes=[1, 2]),
-        lambda: layers.Cropping2D(1),
-        lambda: layers.ZeroPadding2D(1),
-        lambda: layers.UpSampling2D(2, interpolation="bilinear"),
-        lambda: layers.Resizing(5, 5),
-        lambda: layers.CenterCrop(5, 5),
-        lambda: layers.Rescaling(0.1, 0.2),
-        lambda: layers.Flatten(),
-    ],
-)
-VOLUMES = (
-    lambda: random(4, 4, 4, 2),
-    [
-        lambda: layers.Conv3D(2, 2),
-        lambda: layers.Conv3DTranspose(2, 2),
-        lambda: layers.GlobalMaxPooling3D(),
-        lambda: layers.GlobalAveragePooling3D(),
-        lambda: layers.Cropping3D(1),
-        lambda: layers.ZeroPadding3D(1),
-        lambda: layers.UpSampling3D(2),
-        lambda: layers.ConvLSTM2D(2, 2),
-    ],
-)
+def makers(names, *arguments):
+    """Returns makers of layers that have the same arguments."""
+    return [lambda name=name: getattr(layers, name)(*arguments) for name in names.split()]
+
+
+def reshaped(shape, make):
+    """Returns a maker of a layer that reshapes its input."""
+    return lambda: layers.Pipeline([layers.Reshape(shape), make()])
+
+
 # Some of them exist in float32 only.
 RANDOM_LAYERS = [
-    lambda: layers.Dropout(0.5),
-    lambda: layers.GaussianNoise(0.1),
-    lambda: layers.GaussianDropout(0.3),
-    lambda: layers.AlphaDropout(0.3),
-    lambda: layers.SpatialDropout2D(0.3),
-    lambda: layers.RandomFlip(),
-    lambda: layers.RandomRotation(0.1),
-    lambda: layers.RandomZoom(0.1),
-    lambda: layers.RandomTranslation(0.1, 0.1),
-    lambda: layers.RandomContrast(0.1),
+    *makers("Dropout", 0.5),
+    *makers("GaussianDropout AlphaDropout SpatialDropout2D", 0.3),
+    *makers("GaussianNoise RandomRotation RandomZoom RandomContrast", 0.1),
+    *makers("RandomFlip"),
+    *makers("RandomTranslation", 0.1, 0.1),
     lambda: layers.RandomBrightness(0.1, value_range=(0, 1)),
     # The symbolic result of RandomCrop has its input's shape, so that it crops to the size of its input.
-    lambda: layers.RandomCrop(8, 8),
+    *makers("RandomCrop", 8, 8),
 ]
 # For each family, a maker of a batch and calls of layers. The layers train in one model, in the precision of the batch.
 CALLS = {
-    "vectors": (VECTORS[0], of(*VECTORS[1])),
-    "sequences": (SEQUENCES[0], of(*SEQUENCES[1])),
-    "images": (IMAGES[0], of(*IMAGES[1])),
-    "volumes": (VOLUMES[0], of(*VOLUMES[1])),
+    "vectors": (
+        lambda: random(5),
+        of(
+            *makers("BatchNormalization Identity Softmax LeakyReLU ELU"),
+            lambda: layers.Dense(4, kernel_constraint="unit_norm"),
+            lambda: layers.Discretization([-1.0, 0.0, 1.0], output_mode="one_hot"),
+            lambda: layers.Normalization(mean=[1.0] * 5, variance=[2.0] * 5),
+            lambda: layers.SpectralNormalization(layers.Dense(4)),
+            lambda: layers.RepeatVector(2),
+            lambda: layers.Lambda(lambda x: 2 * x),
+            lambda: layers.Activation("gelu"),
+            lambda: layers.ActivityRegularization(0.01),
+            lambda: layers.ReLU(negative_slope=0.1),
+            lambda: layers.Pipeline([layers.Rescaling(2.0)]),
+        ),
+    ),
+    "sequences": (
+        lambda: random(6, 4),
+        of(
+            *makers("LayerNormalization RMSNormalization UnitNormalization GlobalMaxPooling1D GlobalAveragePooling1D"),
+            *makers("Cropping1D ZeroPadding1D", 1),
+            *makers(
+                "DepthwiseConv1D MaxPooling1D AveragePooling1D AdaptiveAveragePooling1D AdaptiveMaxPooling1D UpSampling1D", 2
+            ),
+            *makers("LSTM GRU", 3),
+            lambda: layers.SimpleRNN(3, unroll=True),
+            lambda: layers.Bidirectional(layers.SimpleRNN(2, return_sequences=True)),
+            lambda: layers.RNN([layers.LSTMCell(3), layers.GRUCell(2), layers.SimpleRNNCell(2)]),
+            lambda: layers.TimeDistributed(layers.BatchNormalization()),
+            lambda: layers.EinsumDense("abc,cd->abd", output_shape=(6, 5), bias_axes="d"),
+            lambda: layers.Conv1D(3, 2, padding="causal"),
+            lambda: layers.Conv1DTranspose(3, 2, 2),
+            lambda: layers.SeparableConv1D(3, 2),
+            lambda: layers.Permute((2, 1)),
+            lambda: layers.Reshape((3, 8)),
+        ),
+    ),
+    "images": (
+        lambda: random(8, 8, 3),
+        of(
+            *makers("GlobalMaxPooling2D GlobalAveragePooling2D Flatten"),
+            *makers("Cropping2D ZeroPadding2D", 1),
+            *makers("MaxPooling2D AveragePooling2D AdaptiveAveragePooling2D AdaptiveMaxPooling2D", 2),
+            *makers("DepthwiseConv2D GroupNormalization", 3),
+            *makers("Conv2D SeparableConv2D", 2, 3),
+            *makers("Resizing CenterCrop", 5, 5),
+            lambda: layers.Conv2DTranspose(2, 3, 2),
+            lambda: layers.SpectralNormalization(layers.Conv2D(2, 3)),
+            lambda: layers.PReLU(shared_axes=[1, 2]),
+            lambda: layers.UpSampling2D(2, interpolation="bilinear"),
+            lambda: layers.Rescaling(0.1, 0.2),
+        ),
+    ),
+    "volumes": (
+        lambda: random(4, 4, 4, 2),
+        of(
+            *makers("GlobalMaxPooling3D GlobalAveragePooling3D"),
+            *makers("Cropping3D ZeroPadding3D", 1),
+            *makers("UpSampling3D", 2),
+            *makers("Conv3D Conv3DTranspose ConvLSTM2D", 2, 2),
+        ),
+    ),
     "more sequences": (
         lambda: random(6, 4),
         [
@@ -168,97 +136,76 @@ CALLS = {
             lambda x: layers.GRU(2)(layers.Masking()(x)),
             lambda x: layers.MultiHeadAttention(2, 3, dropout=0.2)(x, x, use_causal_mask=True),
             lambda x: layers.GroupQueryAttention(3, 2, 1)(x, x),
+            *of_pairs(
+                *makers("Add Average Maximum Minimum Multiply Concatenate Subtract AdditiveAttention"),
+                lambda: layers.Dot(2),
+                lambda: layers.Attention(use_scale=True, dropout=0.2),
+            ),
         ],
     ),
-    "pairs": (
-        lambda: random(6, 4),
-        of_pairs(
-            layers.Add,
-            layers.Average,
-            layers.Maximum,
-            layers.Minimum,
-            layers.Multiply,
-            layers.Concatenate,
-            layers.Subtract,
-            lambda: layers.Dot(2),
-            lambda: layers.Attention(use_scale=True, dropout=0.2),
-            lambda: layers.AdditiveAttention(),
-        ),
-    ),
     # Some kernels and constants exist in float32 only.
-    "volumes in float32": (
+    "in float32": (
         lambda: random(4, 4, 4, 2).astype("float32"),
         of(
-            lambda: layers.MaxPooling3D(2),
-            lambda: layers.AveragePooling3D(2),
-            lambda: layers.AdaptiveMaxPooling3D(2),
-            lambda: layers.AdaptiveAveragePooling3D(2),
+            *makers("MaxPooling3D AveragePooling3D AdaptiveMaxPooling3D AdaptiveAveragePooling3D", 2),
             lambda: layers.SpatialDropout3D(0.3),
-        ),
-    ),
-    "films": (
-        lambda: random(3, 4, 4, 3, 2).astype("float32"),
-        of(
-            lambda: layers.ConvLSTM3D(2, 2),
-            lambda: layers.Pipeline([layers.Reshape((3, 4, 24)), layers.ConvLSTM1D(2, 2)]),
-        ),
-    ),
-    "waves": (
-        lambda: random(64).astype("float32"),
-        of(
-            lambda: layers.MelSpectrogram(fft_length=16, sequence_stride=8, num_mel_bins=4, sampling_rate=100, max_freq=50.0),
-            lambda: layers.Pipeline([layers.Reshape((64, 1)), layers.STFTSpectrogram("log", 16, 8, 16)]),
+            reshaped((2, 4, 4, 2, 2), lambda: layers.ConvLSTM3D(2, 2)),
+            reshaped((4, 4, 8), lambda: layers.ConvLSTM1D(2, 2)),
+            reshaped((128,), lambda: layers.MelSpectrogram(16, 8, num_mel_bins=4, sampling_rate=100, max_freq=50.0)),
+            reshaped((128, 1), lambda: layers.STFTSpectrogram("log", 16, 8, 16)),
         ),
     ),
     "random layers": (
         lambda: rng.uniform(size=(ROWS, 8, 8, 3)).astype("float32"),
-        # They draw in predictions as well.
+        # They draw in evaluations as well.
         [lambda x, make=make: make()(x, training=True) for make in RANDOM_LAYERS],
     ),
     "augmentations": (
         pixels,
         of(
-            lambda: layers.AutoContrast(),
+            *makers("AutoContrast CutMix MixUp RandomErasing RandomGaussianBlur RandomGrayscale RandomInvert"),
+            *makers("RandomPerspective Solarization"),
             lambda: layers.ContrastLimitedAdaptiveHistogramEqualization((0, 255), tile_grid_size=(2, 2)),
-            lambda: layers.CutMix(),
-            lambda: layers.MixUp(),
             lambda: layers.RandomColorDegeneration(0.5),
-            lambda: layers.RandomErasing(),
-            lambda: layers.RandomGaussianBlur(),
-            lambda: layers.RandomGrayscale(),
             lambda: layers.RandomHue(0.3, (0, 255)),
-            lambda: layers.RandomInvert(),
-            lambda: layers.RandomPerspective(),
             lambda: layers.RandomPosterization(4),
             lambda: layers.RandomSaturation(0.3),
             lambda: layers.RandomSharpness(0.4),
             lambda: layers.RandomShear(0.2, 0.2),
-            lambda: layers.Solarization(),
             lambda: layers.RandomColorJitter((0, 255), 0.2, 0.2, 0.2, 0.2),
             # Equalization returns its symbolic input itself, so that it needs an input of its own.
             lambda: layers.Pipeline([layers.Rescaling(1.0), layers.Equalization()]),
         ),
     ),
     # Its result depends on whether Keras knows the number of rows.
-    "elastic": (lambda: rng.uniform(size=(ROWS, 8, 8, 3)).astype("float32"), of(lambda: layers.RandomElasticTransform())),
+    "elastic": (lambda: rng.uniform(size=(ROWS, 8, 8, 3)).astype("float32"), of(*makers("RandomElasticTransform"))),
     "all augmentations together": (
         pixels,
         of(lambda: layers.AugMix((0, 255), num_chains=1), lambda: layers.RandAugment((0, 255), num_ops=1)),
     ),
-    "crosses": (
-        lambda: rng.integers(0, 9, (ROWS, 1)),
-        [lambda x: layers.HashedCrossing(5, output_mode="one_hot")((x, x + 1))],
+    "tokens": (
+        lambda: rng.integers(0, 9, (ROWS, 6)),
+        [
+            *of(
+                lambda: layers.CategoryEncoding(9, output_mode="count"),
+                lambda: layers.Hashing(5, output_mode="multi_hot"),
+                lambda: layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="multi_hot"),
+            ),
+            lambda x: layers.HashedCrossing(5, output_mode="one_hot")((x[:, :1], x[:, 1:2])),
+        ],
     ),
+    "strings": (
+        strings,
+        of(
+            lambda: layers.StringLookup(vocabulary=["w1", "w2"], output_mode="one_hot"),
+            lambda: layers.Hashing(5, output_mode="one_hot"),
+        ),
+    ),
+    # Some of their operations are outside of all scopes: each of the next layers has its own model, to which they belong.
+    "embedding": (lambda: rng.integers(0, 9, (ROWS, 6)), of(*makers("Embedding", 9, 4))),
+    "reversible embedding": (lambda: rng.integers(0, 9, (ROWS, 6)), of(*makers("ReversibleEmbedding", 9, 4))),
+    "texts": (strings, of(lambda: layers.TextVectorization(vocabulary=["w1", "b"], output_sequence_length=3))),
 }
-# Each of these layers has its own model, so that operations that are computed once can be assigned to it.
-CALLS |= {f"tokens, {i}": (TOKENS[0], of(make)) for i, make in enumerate(TOKENS[1])}
-OF_STRINGS = [
-    lambda: layers.StringLookup(vocabulary=["w1", "w2"], output_mode="one_hot"),
-    lambda: layers.TextVectorization(vocabulary=["w1", "b"], output_sequence_length=3),
-    lambda: layers.Hashing(5, output_mode="one_hot"),
-]
-STRINGS = np.array([[f"w{i % 4}"] for i in range(ROWS)], dtype=object)
-CALLS |= {f"strings, {i}": (lambda: STRINGS, of(make)) for i, make in enumerate(OF_STRINGS)}
 SLOW = {"all augmentations together"}
 
 # Layers that cannot be in a model by themselves, need another framework, or take other inputs than batches of tensors.
@@ -288,6 +235,14 @@ GATHERED_BY_LAYERS = {
     "TextVectorization": {"StringSplitV2", "Sum"},
     "HashedCrossing": {"SparseCross"},
 }
+
+
+def batch_of(family):
+    """Makes a batch for a family, and sets Keras's precision to that of the batch."""
+    x = CALLS[family][0]()
+    keras.utils.clear_session()  # Keras remembers the precision of the last model.
+    keras.config.set_floatx("float32" if x.dtype == np.float32 else "float64")
+    return x
 
 
 def model_of(family, x):
@@ -329,7 +284,6 @@ def assert_exact(build, compiled, batch, steps=1):
             trained.fit(x, y, epochs=steps, shuffle=False, **fed).history,
             trained.train_on_batch(x, y, sample_weight=weights, return_dict=True),
             trained.evaluate(x, y, return_dict=True, **fed),
-            trained.predict(x, batch_size=3, verbose=0),
         ]
         assert largest_change(before, model.get_weights()) > 1e-6, "nothing was trained"
         state = [*model.variables, *model.optimizer.variables]
@@ -367,8 +321,7 @@ def named(module, base):
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in CALLS])
 def test_layers(family):
-    x = CALLS[family][0]()
-    keras.config.set_floatx("float32" if x.dtype == np.float32 else "float64")
+    x = batch_of(family)
     batch = tf.constant(x.tolist()) if x.dtype == object else x, random(2).astype(keras.config.floatx())
 
     def compiled():
@@ -384,8 +337,8 @@ def test_layers(family):
 
 def test_every_layer_of_keras_is_in_a_family():
     tested = set()
-    for family, (make_batch, _) in CALLS.items():
-        tested |= {type(layer) for layer in model_of(family, make_batch())._flatten_layers()}
+    for family in CALLS:
+        tested |= {type(layer) for layer in model_of(family, batch_of(family))._flatten_layers()}
     missing = {name for name, layer in named(layers, layers.Layer).items() if layer not in tested}
     assert missing == set(NOT_IN_A_MODEL)
 
@@ -427,10 +380,10 @@ WITHOUT_WEIGHTS = ["CategoricalGeneralizedCrossEntropy"]
 
 @pytest.mark.parametrize("is_weighted", [True, False])
 def test_losses(is_weighted):
-    """Trains one model with an output for each loss by name, and for each of its reductions. New losses are included."""
+    """Trains one model with an output for each loss by name, and for one of its reductions in turn. New losses are included."""
     chosen = [name for name in LOSSES if (name in WITHOUT_WEIGHTS) != is_weighted]
-    kinds = [*REDUCTIONS, "by_name"] if is_weighted else REDUCTIONS
-    outputs = {f"{name}-{kind}": (name, kind) for name in chosen for kind in kinds}
+    kinds = {name: [REDUCTIONS[i % 3], "by_name"] if is_weighted else REDUCTIONS for i, name in enumerate(chosen)}
+    outputs = {f"{name}-{kind}": (name, kind) for name in chosen for kind in kinds[name]}
     labels = {name: labels_for(name) for name in chosen}
 
     def build():
@@ -581,8 +534,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("floatx", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("floatx", "options"), [("float64", "overwriting"), ("float64", "accumulating"), ("float32", "overwriting")]
+)
 def test_optimizers(floatx, options):
     """Each optimizer trains a layer. Gradients are sums, so that no rows are gathered. Muon's constants are float32."""
     keras.config.set_floatx(floatx)
@@ -601,16 +555,6 @@ def test_optimizers(floatx, options):
 
     batch = random(5).astype(floatx), random(2).astype(floatx)
     parallel = assert_exact(build, compiled, batch, steps=3)
-    assert not parallel.explain(batch).once
-
-
-def test_an_optimizer_that_scales_its_loss():
-    batch = random(5), random(2)
-    parallel = assert_exact(
-        lambda: keras.Sequential([keras.Input((5,)), layers.Dense(2)]),
-        lambda: {"optimizer": optimizers.LossScaleOptimizer(optimizers.Adam(0.01, global_clipnorm=0.1), initial_scale=8.0)},
-        batch,
-    )
     assert not parallel.explain(batch).once
 
 

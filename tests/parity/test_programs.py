@@ -7,12 +7,10 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from comparison import TOLERANCE, assert_same, explained_by_check_step, largest_change, values
+from comparison import assert_same_run, plain_run, training
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
 from programs.catalogue import PROGRAMS
-from ways_of_wrapping import WAYS, wrap_in_the_way
 
-import keras_dp
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.steps.partitioned import StepOnSlices
 
@@ -50,15 +48,7 @@ TOWERS = [(name, 3 if name in GATHERED else 2 + i % 3) for i, name in enumerate(
 @pytest.mark.parametrize(("name", "towers"), TOWERS)
 def test_program_trains_as_on_one_device(name, towers, gathered):
     """Rows are gathered for the operations that docs/partition.md lists, and for no others."""
-    wrapped = []
-
-    def wrap(model):
-        wrapped.append(keras_dp.DataParallelModel(model, devices=towers))
-        return wrapped[0]
-
-    received = run(name, wrap)
-    with explained_by_check_step(wrapped[0], PROGRAMS[name]()[1]):
-        assert_same(plain(name), received, TOLERANCE["float64"])
+    assert_same_run(*program(name), towers, plain(name))
     assert gathered == GATHERED.get(name, set())
 
 
@@ -87,17 +77,6 @@ def is_of_arrays(x, batch_size):
     return batch_size is not None and all(isinstance(leaf, np.ndarray) for leaf in keras.tree.flatten(x))
 
 
-# One in three: test_static_rows.py has the ways of asking for the number of rows.
-@pytest.mark.parametrize("name", list(PROGRAMS)[::3])
-def test_program_trains_with_batches_of_one_size(name, even_batches):
-    """Integers of the trace count rows, in the place of shapes."""
-    results = []
-    for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3)):
-        with graph_optimizer(dependency_optimization=False):
-            results.append(run(name, wrap))
-    assert_same(*results, TOLERANCE["float64"])
-
-
 # Two networks, masked recurrence, attention with dropout, embeddings, a queue of rows, and steps in a loop.
 KINDS = [
     "wasserstein_gan",
@@ -109,11 +88,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_of_program_trains_in_each_way(name, way, monkeypatch):
-    wrap_in_the_way(way, monkeypatch)
-    assert_same(plain(name), run(name, lambda model: keras_dp.DataParallelModel(model, devices=3)), TOLERANCE["float64"])
+def test_program_trains_with_batches_of_one_size(name, even_batches):
+    """Integers of the trace count rows, in the place of shapes: test_static_rows.py has the ways of asking for them."""
+    with graph_optimizer(dependency_optimization=False):
+        assert_same_run(*program(name))
 
 
 def test_the_page_counts_the_programs_that_gather():
@@ -122,45 +101,13 @@ def test_the_page_counts_the_programs_that_gather():
     assert GATHERED.keys() <= PROGRAMS.keys()
 
 
+@functools.cache
 def plain(name):
-    """Returns the result of a program without keras_dp.
-
-    TensorFlow's dependency optimizer drops the order between a read of a variable and its update, where a step calls the model
-    on rows that it makes itself. Of 400 runs of `constant_rows` in plain Keras, 11 read weights that were updated already;
-    without the optimizer, none of 200 did. On towers, a variable is read once for all calls.
-    """
-    with graph_optimizer(dependency_optimization=False):
-        return run(name, lambda model: model)
+    """Returns the result of a program in plain Keras: see `plain_run`."""
+    return plain_run(*program(name))
 
 
-def run(name, wrap):
-    """Builds a program's model, wraps it, runs the script, and returns all results.
-
-    Args:
-        name: the name of the program.
-        wrap: a function that takes the program's model and returns the model that the script trains.
-
-    Returns:
-        The results of the script, and the values of the model's variables (with its seed generators' states) and of its
-        optimizers' variables.
-    """
-    keras.utils.clear_session()
+def program(name):
+    """Returns functions that build a program's model and train it, and assert that its weights have changed."""
     build, script = PROGRAMS[name]()
-    keras.utils.set_random_seed(3)
-    model = build()
-    before = model.get_weights()
-    keras.utils.set_random_seed(5)
-    results = script(wrap(model))
-
-    after = model.get_weights()
-    assert len(before) != len(after) or largest_change(before, after) > 1e-6, "nothing was trained"
-    return {
-        "results": results,
-        "variables": [variable.numpy() for variable in model.variables],
-        "optimizers": {attribute: values(optimizer) for attribute, optimizer in optimizers(model)},
-    }
-
-
-def optimizers(model):
-    """Returns the optimizers among a model's attributes, with the attributes' names."""
-    return [(name, value) for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
+    return build, training(script)

@@ -233,7 +233,7 @@ def programs(draw):
     }
 
 
-@settings(whole_trainings, max_examples=10, derandomize=True)
+@settings(whole_trainings, max_examples=6, derandomize=True)
 @given(program=programs())
 def test_random_programs(program):
     assert_one_devices_result(program)
@@ -283,7 +283,7 @@ def compiled_models(draw):
     }
 
 
-@settings(whole_trainings, max_examples=10, derandomize=True)
+@settings(whole_trainings, max_examples=6, derandomize=True)
 @given(program=compiled_models())
 def test_random_models(program):
     """Masks, weights, reductions and options of optimizers meet in Keras's own step."""

@@ -30,12 +30,9 @@ def bidirectional(units, return_sequences=False, go_backwards=False):
 @pytest.mark.parametrize(
     ("build", "options", "masked"),
     [
-        (layers.LSTM, {}, False),
         (layers.LSTM, {"return_sequences": True}, True),
         (layers.GRU, {"go_backwards": True}, False),
-        (layers.GRU, {}, True),
         (bidirectional, {"return_sequences": True}, False),
-        (bidirectional, {"go_backwards": True}, True),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -18,45 +18,20 @@ def compiled(optimizer=lambda: optimizers.SGD(0.1), loss="mse"):
     return lambda: {"optimizer": optimizer(), "loss": loss}
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("layer", ["MaxPooling2D", "SeparableConv2D", "AveragePooling2D"])
-def test_fewer_rows_than_towers_in_float32(layer, rows):
-    """For zero rows, oneDNN aborts the process in the gradient of MaxPooling2D, and fails in other gradients."""
-    keras.config.set_floatx("float32")
-    kinds = {
-        "MaxPooling2D": lambda: layers.MaxPooling2D(),
-        "AveragePooling2D": lambda: layers.AveragePooling2D(2),
-        "SeparableConv2D": lambda: layers.SeparableConv2D(3, 3),
-    }
-
-    def build():
-        return keras.Sequential(
-            [
-                keras.Input((8, 8, 2)),
-                layers.Conv2D(3, 3),
-                layers.BatchNormalization(),
-                kinds[layer](),
-                layers.Flatten(),
-                layers.Dense(2),
-            ]
-        )
-
-    data = rng.normal(size=(rows, 8, 8, 2)).astype("float32"), rng.normal(size=(rows, 2)).astype("float32")
-    assert_towers_match_one_device(build, compiled(lambda: optimizers.SGD(0.01)), [(data, rows)], 4)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_conv_lstm_with_fewer_rows_than_towers_in_float32(rows):
-    """For zero rows, ConvLSTM2D and causal Conv1D fail forward."""
+def test_fewer_rows_than_towers_in_float32():
+    """For zero rows, oneDNN aborts the process in the gradient of MaxPooling2D; other layers fail there, or forward."""
     keras.config.set_floatx("float32")
 
     def build():
-        inputs = keras.Input((3, 5, 5, 2))
-        x = layers.ConvLSTM2D(2, 3)(inputs)
-        return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+        inputs = keras.Input((8, 8, 2))
+        images = layers.MaxPooling2D()(layers.BatchNormalization()(layers.Conv2D(3, 3)(inputs)))
+        images = layers.AveragePooling2D(2)(layers.SeparableConv2D(3, 3, padding="same")(images))
+        films = layers.ConvLSTM2D(2, 3)(layers.Reshape((2, 8, 4, 2))(inputs))
+        return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()([layers.Flatten()(x) for x in (images, films)])))
 
-    data = rng.normal(size=(rows, 3, 5, 5, 2)).astype("float32"), rng.normal(size=(rows, 2)).astype("float32")
-    assert_towers_match_one_device(build, compiled(), [(data, rows)], 4)
+    # Two batches: Keras does not know their numbers of rows.
+    data = rng.normal(size=(9, 8, 8, 2)).astype("float32"), rng.normal(size=(9, 2)).astype("float32")
+    assert_towers_match_one_device(build, compiled(lambda: optimizers.SGD(0.01)), [(data, 8)], 4)
 
 
 def test_embeddings_of_an_empty_slice_touch_no_row():
@@ -69,28 +44,17 @@ def test_embeddings_of_an_empty_slice_touch_no_row():
         return keras.Model(inputs, layers.Dense(2)(x))
 
     data = rng.integers(0, 9, (5, 4)), rng.normal(size=(5, 2))
-    for optimizer in (lambda: optimizers.Adam(0.01), lambda: optimizers.Adagrad(0.1), lambda: optimizers.SGD(0.1, 0.9)):
-        assert_same_training(build, compiled(optimizer), [(data, 2)], 4)
+    assert_same_training(build, compiled(lambda: optimizers.Adam(0.01)), [(data, 2)], 4)
 
 
-def test_first_batch_uneven():
-    """MirroredStrategy crashes if the replicas do not divide the first batch evenly."""
-
-    def build():
-        return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(2)])
-
-    data = rng.normal(size=(7, 4)), rng.normal(size=(7, 2))
-    assert_towers_match_one_device(build, compiled(), [(data, 7)], 4)
-
-
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_automatic_loss_scaling_follows_the_inner_models_policy(policy):
+def test_automatic_loss_scaling_follows_the_inner_models_policy():
     keras.config.set_floatx("float32")
-    inner = keras.Sequential([keras.Input((4,)), layers.Dense(5, dtype=policy), layers.Dense(2, dtype="float32")])
-    inner.dtype_policy = policy
-    parallel = keras_dp.DataParallelModel(inner, devices=2)
-    parallel.compile("sgd", "mse")
-    assert isinstance(parallel.optimizer, optimizers.LossScaleOptimizer) is (policy == "mixed_float16")
+    for policy in ("float32", "mixed_float16"):
+        inner = keras.Sequential([keras.Input((4,)), layers.Dense(5, dtype=policy), layers.Dense(2, dtype="float32")])
+        inner.dtype_policy = policy
+        parallel = keras_dp.DataParallelModel(inner, devices=2)
+        parallel.compile("sgd", "mse")
+        assert isinstance(parallel.optimizer, optimizers.LossScaleOptimizer) is (policy == "mixed_float16")
     parallel.fit(np.ones((5, 4)), np.ones((5, 2)), batch_size=3, verbose=0)
     assert all(np.isfinite(weight).all() for weight in parallel.get_weights())
 
@@ -150,18 +114,17 @@ def test_the_end_of_data_of_unknown_length_counts_as_in_plain_keras(shape):
         spec = tf.TensorSpec(shape[1:], "float64"), tf.TensorSpec((1,), "float64")
         batches = tf.data.Dataset.from_generator(lambda: zip(*rows, strict=True), output_signature=spec)
         batches = batches.batch(4, drop_remainder=True)
-        return [model.fit(batches, shuffle=False, verbose=0).history, model.evaluate(batches, verbose=0)]
+        return model.fit(batches, shuffle=False, verbose=0).history
 
     assert_same_script(build, script, 2)
 
 
-@pytest.mark.parametrize("similar", [False, True])
-def test_a_list_at_home_has_the_gradients_of_rows(similar):
+def test_a_list_at_home_has_the_gradients_of_rows():
     """The shape of the elements is not known in the gradient, and may count rows: 4 entries, in a batch of 4."""
 
     def one_row(y_true, y_pred):
-        rows = y_pred @ tf.transpose(y_pred) if similar else y_pred
-        return tf.reduce_sum(tf.TensorArray(rows.dtype, 4).unstack(rows).read(1) ** 2)
+        both = y_pred, y_pred @ tf.transpose(y_pred)
+        return sum(tf.reduce_sum(tf.TensorArray(rows.dtype, 4).unstack(rows).read(1) ** 2) for rows in both)
 
     def build():
         return keras.Sequential([keras.Input((3,)), layers.Dense(4)])
@@ -174,10 +137,9 @@ def test_a_list_at_home_has_the_gradients_of_rows(similar):
     assert_same_script(build, script, 2)
 
 
-@pytest.mark.parametrize("orders", [[True, False], [False, True, False]])
-@pytest.mark.parametrize("switch", ["of the model", "of TensorFlow"])
+@pytest.mark.parametrize(("switch", "orders"), [("of the model", [True, False, True]), ("of TensorFlow", [False, True, False])])
 @pytest.mark.filterwarnings("ignore:Even though the")
-def test_eagerness_may_change_between_calls(orders, switch):
+def test_eagerness_may_change_between_calls(switch, orders):
     def build():
         return keras.Sequential([keras.Input((3,)), layers.Dense(2)])
 
@@ -192,8 +154,8 @@ def test_eagerness_may_change_between_calls(orders, switch):
                     model.run_eagerly = is_eager
                 else:
                     tf.config.run_functions_eagerly(is_eager)
-                found += [model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history, model.evaluate(x, y, verbose=0)]
-                found += [model.predict(x, verbose=0), model.train_on_batch(x, y), model.predict_on_batch(x)]
+                found += [model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history, model.predict(x, verbose=0)]
+                found += [model.train_on_batch(x, y)]
         finally:
             tf.config.run_functions_eagerly(False)
         return found
@@ -201,8 +163,7 @@ def test_eagerness_may_change_between_calls(orders, switch):
     assert_same_script(build, script, 2)
 
 
-@pytest.mark.parametrize("what", ["generator", "dataset"])
-def test_arrays_of_a_generator_are_not_written_over(what):
+def test_arrays_of_a_generator_are_not_written_over():
     """TensorFlow takes an aligned array of a generator without a copy, and wrote the model's first result over a slice of it.
 
     The array, and so the data of the next epoch, were the exponentials of the user's data.
@@ -220,10 +181,9 @@ def test_arrays_of_a_generator_are_not_written_over(what):
     def script(model):
         model.compile("sgd", "mse")
         types = (tf.TensorSpec([None, 8], tf.float64), tf.TensorSpec([None, 1], tf.float64))
-        data = ((x, y) for _ in range(3))
-        if what == "dataset":
-            data = tf.data.Dataset.from_generator(lambda: iter([(x, y)] * 3), output_signature=types)
-        return model.fit(data, steps_per_epoch=3, shuffle=False, verbose=0).history
+        dataset = tf.data.Dataset.from_generator(lambda: iter([(x, y)] * 3), output_signature=types)
+        both = ((x, y) for _ in range(3)), dataset
+        return [model.fit(data, steps_per_epoch=3, shuffle=False, verbose=0).history for data in both]
 
     assert_same_script(build, script, 2)
     np.testing.assert_array_equal(x, before)
@@ -256,7 +216,7 @@ def test_functions_of_a_model_whose_variables_move(traced):
         seen = [model.predict(x, batch_size=7, verbose=0)] if traced == "before wrapping" else []
         trained = keras_dp.DataParallelModel(model, devices=2, parameter_device="sharded") if is_parallel else model
         trained.compile("sgd", "mse")
-        seen.append(trained.fit(x, y, batch_size=7, epochs=2, verbose=0).history)
+        seen.append(trained.fit(x, y, batch_size=7, verbose=0).history)
         seen += [each.predict(x, batch_size=7, verbose=0) for each in (model, trained)]
         results.append([*seen, model.get_weights()])
     assert len({weight.value.device for weight in model.weights}) == 2

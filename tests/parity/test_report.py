@@ -71,24 +71,6 @@ def test_a_trained_model_needs_no_batch():
         parallel.report()
     parallel.fit(X, Y, batch_size=ROWS, verbose=0)
     assert parallel.report() == parallel.report((X, Y))
-    parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5), shuffle=False, verbose=0)
-    assert parallel.report().batch_rows == 32  # the last batch is smaller, so that the number of rows is not known
-    parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5, drop_remainder=True), shuffle=False, verbose=0)
-    assert parallel.report().batch_rows == 5
-
-
-def test_nothing_changes():
-    """Weights, the optimizer's state and the numbers that are drawn next are those of a twin without a report."""
-    twins = []
-    for reports in (False, True):
-        keras.utils.set_random_seed(3)
-        parallel = wrapped(layers.Dense(3), layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(1), devices=2)
-        for _ in range(2):
-            parallel.fit(X, Y, verbose=0)
-            if reports:
-                parallel.report()
-        twins.append([np.array(variable) for variable in (*parallel.inner_model.variables, *parallel.optimizer.variables)])
-    assert_same(*twins, 0)
 
 
 def test_a_step_of_ones_own_with_variables_of_its_own_is_as_before():
@@ -97,19 +79,20 @@ def test_a_step_of_ones_own_with_variables_of_its_own_is_as_before():
     class TwoOptimizers(keras.Model):
         def __init__(self):
             super().__init__()
-            self.dense, self.counter = layers.Dense(1), tf.Variable(0)
+            self.dense = keras.Sequential([layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(1)])
+            self.counter = tf.Variable(0)
             self.first, self.second = keras.optimizers.Adam(), keras.optimizers.Adam()
             self.draws = tf.random.Generator.from_seed(1)
 
-        def call(self, x):
-            return self.dense(x)
+        def call(self, x, training=False):
+            return self.dense(x, training=training)
 
         def train_step(self, data):
             x, y = data
             x = x * random.random() * np.random.random() + self.draws.normal((), dtype=x.dtype)
             for optimizer in (self.first, self.second):
                 with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(tf.square(self(x) - y))
+                    loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
                 optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
             self.counter.assign_add(1)
             return {"loss": loss}
@@ -157,8 +140,7 @@ def test_batches_of_sizes_that_differ_cannot_be_made_up():
     assert parallel.report(batches[0]).batch_rows == 4
 
 
-@pytest.mark.parametrize("kind", ["report", "explain", "check_step", "communication_report"])
-def test_sizes_and_indices_that_stay_whole_cannot_be_made_up(kind):
+def test_sizes_and_indices_that_stay_whole_cannot_be_made_up():
     """Zeros would be edges of the first node alone, and sums for no node at all."""
 
     class Graphs(keras.Model):
@@ -174,9 +156,10 @@ def test_sizes_and_indices_that_stay_whole_cannot_be_made_up(kind):
     parallel.compile("sgd", "mse")
     batch = {"nodes": X, "edges": np.ones((20, 2), int), "size": np.int32(ROWS)}, Y
     parallel.train_on_batch(*batch)
-    with pytest.raises(ValueError, match="a tensor that stays whole holds integers, .*: pass a batch"):
-        getattr(parallel, kind)()
-    getattr(parallel, kind)(batch)
+    for method in (parallel.report, parallel.explain, parallel.check_step, parallel.communication_report):
+        with pytest.raises(ValueError, match="a tensor that stays whole holds integers, .*: pass a batch"):
+            method()
+        method(batch)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
@@ -194,13 +177,13 @@ def test_a_step_that_refuses_ones_asks_for_a_batch():
     assert parallel.report((X / 2, Y)).batch_rows == ROWS
 
 
-@pytest.mark.parametrize("batch", [(X, Y), None], ids=["batch", "none"])
-def test_eager_steps_have_no_report(batch):
+def test_eager_steps_have_no_report():
     parallel = wrapped(layers.Dense(1))
     parallel.compile("sgd", "mse", run_eagerly=True)
     parallel.fit(X, Y, verbose=0)
-    with pytest.raises(ValueError, match=r"report\(\) looks at towers, and eager steps use one device"):
-        parallel.report(batch)
+    for batch in ((X, Y), None):
+        with pytest.raises(ValueError, match=r"report\(\) looks at towers, and eager steps use one device"):
+            parallel.report(batch)
 
 
 REPORT = Report(

@@ -78,32 +78,30 @@ def test_steps_that_call_those_they_replace(eagerly):
     assert_same(expected, run(on_towers()), 1e-9)
 
 
-@pytest.mark.parametrize("name", ["train", "test", "predict"])
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_functions_that_are_set_take_whole_batches(name, calls_before):
+def test_functions_that_are_set_take_whole_batches():
     """Before the first call, they were once ignored; after it, they got slices in place of batches."""
 
     def run(wrap):
         keras.utils.set_random_seed(1)
         model = wrap(keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
         model.compile("sgd", "mse")
-        method = getattr(model, {"train": "fit", "test": "evaluate", "predict": "predict"}[name])
-        arguments = {"batch_size": 4, "verbose": 0} | ({"shuffle": False} if name == "train" else {})
-        data = (X,) if name == "predict" else (X, Y)
-        results = [method(*data, **arguments) for _ in range(calls_before)]
-        seen = []
+        results = {}
+        for name, method in {"train": model.fit, "test": model.evaluate, "predict": model.predict}.items():
+            arguments = {"batch_size": 4, "verbose": 0} | ({"shuffle": False} if name == "train" else {})
+            data = (X,) if name == "predict" else (X, Y)
+            seen = []
 
-        def function(iterator):
-            batch = iterator[0] if name == "predict" else next(iterator)
-            seen.append(batch[0])
-            return getattr(model, f"{name}_step")(batch)
+            def function(iterator, name=name, seen=seen):
+                batch = iterator[0] if name == "predict" else next(iterator)
+                seen.append(batch[0])
+                return getattr(model, f"{name}_step")(batch)
 
-        setattr(model, f"{name}_function", function)
-        results.append(method(*data, **arguments))
-        setattr(model, f"{name}_function", None)
-        results.append(method(*data, **arguments))
-        results = [getattr(result, "history", result) for result in results]
-        return [*results, seen, model.get_weights()]
+            for value in (function, None, function):
+                setattr(model, f"{name}_function", value)
+                result = method(*data, **arguments)
+                results.setdefault(name, []).append(getattr(result, "history", result))
+            results[name].append(seen)
+        return [results, model.get_weights()]
 
     assert_same(run(plain), run(on_towers()), 1e-9)
 
@@ -118,10 +116,7 @@ def test_a_step_may_be_set_to_another_one_of_the_wrapper():
     assert_same(run(plain), run(on_towers()), 1e-9)
 
 
-@pytest.mark.parametrize(
-    "homes", [("sharded", "sharded"), ("CPU:1", "CPU:2"), (None, "CPU:1"), ("sharded", None)], ids=lambda homes: f"{homes}"
-)
-def test_wrappers_that_share_a_layer_see_its_weights_wherever_they_move(homes):
+def test_wrappers_that_share_a_layer_see_its_weights_wherever_they_move():
     """The first wrapper once went on with the old variable, when the second one had moved the shared weights."""
 
     def run(wraps):
@@ -134,15 +129,16 @@ def test_wrappers_that_share_a_layer_see_its_weights_wherever_they_move(homes):
         models[0].compile(optimizers.Adam(0.01), "mse")
         models[1].compile(optimizers.SGD(0.1), "mae")
         results = []
-        for _ in range(3):
+        for _ in range(2):
             for model, y in zip(models, (Y, Y[:, :1]), strict=True):
                 results.append(model.fit(X, y, batch_size=4, shuffle=False, verbose=0).history)
-                results.append(model.evaluate(X, y, batch_size=4, verbose=0))
                 results.append(model.train_on_batch(X[:4], y[:4]))
                 results.append(model.predict(X, batch_size=4, verbose=0))
         return results
 
-    assert_same(run([plain, plain]), run([on_towers(parameter_device=home) for home in homes]), 1e-9)
+    expected = run([plain, plain])
+    for homes in (("CPU:1", "CPU:2"), ("sharded", None)):
+        assert_same(expected, run([on_towers(parameter_device=home) for home in homes]), 1e-9, f"{homes}")
 
 
 def test_weights_that_move_in_the_middle_of_a_fit_are_an_error():

@@ -1,24 +1,26 @@
 """Programs that use the number of rows while they are traced train on towers as in plain Keras.
 
-Plain Keras knows this number while it traces, wherever all batches have as many rows. An idiom is a loss, a layer, a metric, a
-step or a model that asks for the number, or that names it as a constant. Each is a function of the number of rows of a batch.
+Plain Keras knows this number while it traces, wherever all batches have as many rows. An idiom is a loss, a layer, a metric or
+a step that asks for the number, or that names it as a constant. The idioms of a group train together, in one model.
 """
 
+import collections
 import functools
-import math
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fresh_runs import assert_same_run, plain_run
+from comparison import assert_same_run, plain_run
 from keras import layers, ops, optimizers
 
 import keras_dp
+from keras_dp.error_notes import add_note
 
-IDIOMS = {}
-# The sizes of batches of most idioms.
-SIZES = (8, 2, 6)
+GROUPS = collections.defaultdict(dict)
+PROGRAMS = {}
+# These groups also call `*_on_batch`, and use batches of other sizes.
+WITH_OTHER_SIZES = {"asking"}
 
 
 def normal(*shape, seed=0):
@@ -27,11 +29,6 @@ def normal(*shape, seed=0):
 
 def mlp():
     return keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
-
-
-def around(layer):
-    """Builds a layer between two dense ones, in a model that is not functional: no layer is called before a step is."""
-    return keras.Sequential([layers.Dense(4, "tanh"), layer, layers.Dense(2)])
 
 
 def data(batches, rows):
@@ -71,67 +68,74 @@ def trains(rows, others=False, metrics=(), loss="mse", make_data=data):
     return script
 
 
-def idiom(make, sizes=SIZES):
-    """Registers a function of the number of rows that returns (build, script)."""
-    assert make.__name__ not in IDIOMS
-    IDIOMS[make.__name__] = make, sizes
-    return make
+def idiom(kind, group):
+    """Returns a decorator for a function of the number of rows, in a group of idioms.
 
+    Args:
+        kind: "loss" or "metric" for a function of (y, p, rows), "layer" of (x, rows), and "step" of (model, x, y, rows), which
+            returns a loss. Classes of layers and of metrics take the number of rows alone.
+        group: the name of the group.
+    """
 
-def of(make_program):
-    """Returns a decorator for a kind of idioms; its options are `sizes`, and `others` as in `trains`."""
-
-    def decorator(function=None, *, sizes=SIZES, others=False):
-        if function is None:
-            return functools.partial(decorator, sizes=sizes, others=others)
-
-        def make(rows):
-            return make_program(function, rows, others)
-
-        make.__name__ = function.__name__
-        idiom(make, sizes)
+    def register(function):
+        GROUPS[group][function.__name__] = kind, function
         return function
 
-    return decorator
+    return register
 
 
-@of
-def loss(function, rows, others):
-    return mlp, trains(rows, others, loss=lambda y, p: function(y, p, rows))
+loss, metric, layer, step = (functools.partial(idiom, kind) for kind in ("loss", "metric", "layer", "step"))
 
 
-@of
-def metric(function, rows, others):
-    return mlp, trains(rows, others, [keras.metrics.MeanMetricWrapper(lambda y, p: function(y, p, rows), "metric")])
+def together(idioms, rows, others=False):
+    """Returns (build, script) of a model with these idioms: layers in a row, the mean of losses or of steps, and metrics."""
+    functions = collections.defaultdict(list)
+    for kind, function in idioms:
+        functions[kind].append(function)
 
+    def mean(kind, *arguments):
+        return tf.add_n([function(*arguments, rows) for function in functions[kind]]) / len(functions[kind])
 
-@of
-def layer(function, rows, others):
-    class Idiom(layers.Layer):
+    class Calls(layers.Layer):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
         def call(self, x):
-            return function(x, rows)
+            return self.function(x, rows)
 
-    return lambda: around(Idiom()), trains(rows, others)
-
-
-@of
-def stateful_layer(cls, rows, others):
-    return lambda: around(cls(rows)), trains(rows, others)
-
-
-@of
-def step(function, rows, others):
-    """Makes a step of its own, which descends along what the function returns, of a loss of (model, x, y, rows)."""
-
-    class Step(keras.Sequential):
+    class Steps(keras.Sequential):
         def train_step(self, data):
             with tf.GradientTape() as tape:
-                value = function(self, *data[:2], rows)
+                value = mean("step", self, *data[:2])
             gradients = tape.gradient(value, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
             return {"loss": value}
 
-    return lambda: Step([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)]), trains(rows, others, loss=None)
+    def build():
+        between = [each(rows) if isinstance(each, type) else Calls(each) for each in functions["layer"]]
+        # With these layers, the model is not functional: no layer is called before a step is.
+        inputs = [] if between else [keras.Input((3,))]
+        stack = [*inputs, layers.Dense(4, "tanh"), *between, layers.Dense(2)]
+        return (Steps if functions["step"] else keras.Sequential)(stack)
+
+    def named(each):
+        if isinstance(each, type):
+            return each(rows)
+        return keras.metrics.MeanMetricWrapper(lambda y, p: each(y, p, rows), each.__name__)
+
+    compiled = None if functions["step"] else (lambda y, p: mean("loss", y, p)) if functions["loss"] else "mse"
+    return build, trains(rows, others, [named(each) for each in functions["metric"]], compiled)
+
+
+def program(rows, towers):
+    """Registers a function of the number of rows that returns (build, script), with the numbers of its test."""
+
+    def register(function):
+        PROGRAMS[function.__name__] = function, rows, towers
+        return function
+
+    return register
 
 
 def square(x):
@@ -145,298 +149,175 @@ def float64(x):
 # Losses that ask for the number.
 
 
-@loss(others=True)
+@loss("asking")
 def a_sum_by_the_rows_or_one(y, p, rows):
     return tf.reduce_sum(tf.square(p - y)) / (p.shape[0] or 1)
 
 
-@loss(others=True)
+@loss("asking")
 def another_loss_for_unknown_rows(y, p, rows):
     return square(p - y) if p.shape[0] is None else 2.0 * tf.reduce_mean(tf.abs(p - y))
 
 
-@loss(others=True)
+@loss("asking")
 def the_length_of_a_text(y, p, rows):
     return square(p - y) * len(f"{p.shape}")
 
 
-@loss(others=True)
-def rows_as_a_key(y, p, rows):
-    return square(p - y) * {rows: 3.0, None: 2.0}.get(p.shape[0], 1.0)
-
-
-@loss(others=True)
-def a_truth_of_known_entries(y, p, rows):
-    entries = p.shape.num_elements()
-    return square(p - y) * (entries if p.shape.is_fully_defined() else 0.5)
-
-
-@loss(others=True)
-def a_product_of_the_shape(y, p, rows):
-    return tf.reduce_sum(tf.square(p - y)) / math.prod(size or 5 for size in p.shape)
-
-
-@loss(others=True)
+@loss("asking")
 def a_batch_shape_of_keras(y, p, rows):
     size = ops.shape(p)[0]
     return square(p - y) * (size if isinstance(size, int) else 0.5)
 
 
-@loss
-def an_assertion_on_rows(y, p, rows):
-    assert p.shape[0] == rows, p.shape
-    assert y.shape == (rows, 2), y.shape
-    return square(p - y)
-
-
-@loss
+@loss("constants")
 def rows_unstacked(y, p, rows):
     return tf.add_n([tf.reduce_sum(row**2) for row in tf.unstack(p - y)]) / rows
 
 
-@loss
-def rows_in_pairs_of_a_zip(y, p, rows):
-    pairs = zip(tf.unstack(y), tf.unstack(p), strict=True)
-    return sum(tf.reduce_sum(tf.abs(one - other)) * (i + 1) for i, (one, other) in enumerate(pairs))
-
-
-@loss
-def a_loop_over_neighbours(y, p, rows):
-    total = square(p - y)
-    for i in range(1, p.shape[0]):
-        total += square(p[i] - p[i - 1]) / rows
-    return total
-
-
-@loss
-def an_identity_matrix_of_the_rows(y, p, rows):
-    return square((tf.eye(p.shape[0], dtype=p.dtype) + 0.1) @ (p - y))
-
-
-@loss
-def a_qr_of_rows(y, p, rows):
-    return tf.reduce_sum(tf.abs(tf.linalg.qr(p - y)[1]))
-
-
-@loss
+@loss("matrices and loops")
 def singular_values_and_vectors(y, p, rows):
     s, u, v = tf.linalg.svd(p - y)
     return tf.reduce_sum(s) + tf.reduce_sum(u**4) + tf.reduce_sum(v**4)
 
 
-@loss
+@loss("matrices and loops")
 def a_determinant_of_the_rows(y, p, rows):
     e = p - y
     gram = e @ tf.transpose(e) + tf.eye(rows, dtype=e.dtype)
     return tf.linalg.logdet(gram) + tf.reduce_sum(tf.linalg.solve(gram, e) ** 2)
 
 
-@loss(others=True)
-def a_permutation_of_numpy(y, p, rows):
-    if p.shape[0] is None:
-        return square(p - y)
-    return square(p - y) + 0.1 * square(p - tf.gather(p, np.random.RandomState(0).permutation(p.shape[0])))
-
-
-@loss
+@loss("constants")
 def a_permutation_of_numpys_own_state(y, p, rows):
     return square(p - tf.gather(y, np.random.permutation(p.shape[0])))
 
 
-@loss
-def constant_indices(y, p, rows):
-    return square(p - y) + square(p - tf.gather(p, list(range(rows))[::-1]))
-
-
-@loss
+@loss("constants")
 def weights_of_numpy_by_row(y, p, rows):
     return tf.reduce_mean(np.linspace(0.5, 1.5, rows * 2).reshape(rows, 2) * (p - y) ** 2)
 
 
-@loss
+@loss("constants")
 def constant_pairs(y, p, rows):
     first, second = np.triu_indices(p.shape[0], 1)
     return square(p - y) - 0.1 * square(tf.gather(p, first) - tf.gather(p, second))
 
 
-@loss
+@loss("constants")
 def constant_segments(y, p, rows):
     return square(tf.math.segment_sum(p - y, np.arange(rows) // 2))
 
 
-@loss(sizes=(8, 4, 12))
+@loss("shapes")
 def micro_batches_of_a_split(y, p, rows):
-    return tf.add_n([tf.sqrt(square(part)) for part in tf.split(p - y, 4)])
+    return tf.add_n([tf.sqrt(square(part)) for part in tf.split(p - y, 2)])
 
 
-@loss
+@loss("shapes")
 def micro_batches_of_a_reshape(y, p, rows):
     parts = tf.reshape(p - y, (2, rows // 2, 2))
     return tf.reduce_max(tf.reduce_mean(parts**2, [1, 2])) + tf.reduce_sum(tf.reduce_mean(parts, 1) ** 2)
 
 
-@loss
-def a_reshape_to_all_entries(y, p, rows):
-    return tf.reduce_mean(tf.reshape(p - y, (rows * 2,)) ** 2 * np.linspace(1, 2, rows * 2))
-
-
-@loss
+@loss("shapes")
 def a_shape_that_is_ensured(y, p, rows):
     e = tf.ensure_shape(p - y, (rows, 2))
     e.set_shape((rows, 2))
     return square(e)
 
 
-@loss
+@loss("shapes")
 def tiled_and_repeated_rows(y, p, rows):
     return square(tf.tile(p, (rows, 1)) - tf.repeat(y, rows, axis=0))
 
 
-@loss
+@loss("shapes")
 def broadcast_and_filled_rows(y, p, rows):
     target = tf.fill((rows, 2), float64(0.5)) + tf.broadcast_to(float64(tf.constant([1.0, -1.0])), (rows, 2))
     return square(p - y * target) + square(p - tf.zeros((rows, 2), p.dtype))
 
 
-@loss
-def a_class_for_each_row(y, p, rows):
-    similar = p @ tf.transpose(y)
-    labels = tf.one_hot(tf.range(rows), depth=rows, dtype=p.dtype)
-    return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(labels, similar))
-
-
-@loss
+@loss("shapes")
 def two_views_of_each_row(y, p, rows):
     views = tf.math.l2_normalize(tf.concat([p, y], 0), 1)
     similar = views @ tf.transpose(views) / 0.5 - 1e9 * tf.eye(2 * rows, dtype=p.dtype)
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits((np.arange(2 * rows) + rows) % (2 * rows), similar))
 
 
-@loss
-def a_shape_as_numbers(y, p, rows):
-    return tf.reduce_sum((p - y) ** 2) / float64(tf.shape(p, out_type=tf.float32)[0])
-
-
-@loss
+@loss("shapes")
 def the_worst_half_of_the_rows(y, p, rows):
     return tf.reduce_mean(tf.math.top_k(tf.reduce_sum((p - y) ** 2, 1), rows // 2).values)
 
 
-@loss(others=True)
+@loss("asking")
 def a_branch_by_the_shape(y, p, rows):
     return tf.cond(tf.shape(p)[0] > 3, lambda: square(p - y), lambda: 3.0 * tf.reduce_mean(tf.abs(p - y)))
 
 
-@loss
+@loss("matrices and loops")
 def a_list_with_a_place_for_each_row(y, p, rows):
     errors = tf.TensorArray(p.dtype, rows, element_shape=(2,))
     _, errors = tf.while_loop(lambda i, _: i < rows, lambda i, a: (i + 1, a.write(i, (p[i] - y[i]) ** 2)), (0, errors))
     return tf.reduce_mean(errors.stack())
 
 
-@loss
+@loss("matrices and loops")
 def a_scan_over_rows(y, p, rows):
     return square(tf.scan(lambda state, e: 0.5 * state + e, p - y, tf.zeros((2,), p.dtype)))
 
 
-@loss
-def a_map_over_rows(y, p, rows):
-    each = tf.map_fn(lambda pair: tf.reduce_sum((pair[0] - pair[1]) ** 2), (y, p), fn_output_signature=tf.float64)
-    return tf.reduce_sum(tf.reshape(each, (rows,))) / rows
-
-
-@loss
-def balanced_assignments(y, p, rows):
-    weights = tf.exp(p - tf.reduce_max(p))
-    for _ in range(3):
-        weights = weights / tf.reduce_sum(weights, 0) / 2
-        weights = weights / tf.reduce_sum(weights, 1, keepdims=True) / p.shape[0]
-    return square(p - y) - tf.reduce_sum(weights * tf.math.log_softmax(p)) / rows
-
-
-@loss
-def distances_without_a_diagonal(y, p, rows):
-    distances = tf.reduce_sum((p[:, None] - y[None]) ** 2, -1)
-    return tf.reduce_mean(tf.linalg.set_diag(distances, tf.zeros(rows, p.dtype))) + tf.linalg.trace(distances) / rows
-
-
-@loss
+@loss("shapes")
 def entries_at_the_labels(y, p, rows):
     places = tf.stack([tf.range(rows), tf.argmax(y, 1, output_type=tf.int32)], 1)
     return square(tf.tensor_scatter_nd_add(p, places, tf.ones(rows, p.dtype)) - y)
 
 
-@loss
+@loss("matrices and loops")
 def a_function_of_numpy_between(y, p, rows):
     target = tf.numpy_function(lambda a: np.sort(a, 0), [y], tf.float64)
     target.set_shape((rows, 2))
     return square(p - target)
 
 
-@loss
-def a_triangle_over_rows(y, p, rows):
-    return square(tf.linalg.band_part(tf.ones((rows, rows), p.dtype), -1, 0) @ (p - y) / rows)
-
-
-@loss
+@loss("shapes")
 def rolled_and_reversed_rows(y, p, rows):
     return square(p - y) + 0.1 * square(p - tf.roll(p, p.shape[0] // 2, 0)) + 0.1 * square(p - p[::-1])
-
-
-@loss
-def frequencies_over_rows(y, p, rows):
-    waves = tf.signal.rfft(tf.cast(tf.transpose(p - y), tf.float64), [2 * p.shape[0]])
-    return float64(tf.reduce_sum(tf.abs(waves) ** 2)) / rows
 
 
 # Layers.
 
 
-@layer
+@layer("shapes")
 def noise_of_a_constant_shape(x, rows):
     return x + 0.1 * tf.random.normal((rows, 4), dtype=x.dtype)
 
 
-@layer
+@layer("shapes")
 def noise_without_state(x, rows):
     return x + 0.1 * tf.random.stateless_normal((rows, 4), seed=[1, 2], dtype=x.dtype)
 
 
-@layer(others=True)
-def noise_for_known_rows(x, rows):
-    return x + 0.1 * tf.random.normal((x.shape[0], 4), dtype=x.dtype) if x.shape[0] else 2.0 * x
-
-
-@layer(sizes=(8, 4, 12))
+@layer("shapes")
 def deviations_in_groups(x, rows):
     groups = tf.reshape(x, (min(4, x.shape[0]), -1, 4))
     deviation = tf.reduce_mean(tf.math.reduce_std(groups, 0) + 1e-3, 1)
     return tf.concat([x, tf.tile(deviation[:, None], (min(4, x.shape[0]), 1))], 1)
 
 
-@layer
+@layer("constants")
 def a_dense_layer_over_rows(x, rows):
     mixing = np.random.RandomState(0).normal(size=(rows, rows)) / rows
     return x + tf.transpose(tf.tensordot(tf.transpose(x), mixing, 1))
 
 
-@layer
+@layer("matrices and loops")
 def a_loop_from_zeros(x, rows):
     zeros = tf.zeros((rows, 4), x.dtype)
     return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(0.5 * h + x)), (0, zeros))[1]
 
 
-@layer
-def a_list_of_states(x, rows):
-    states = tf.TensorArray(x.dtype, 0, dynamic_size=True, element_shape=(rows, 4))
-    state = tf.zeros((rows, 4), x.dtype)
-    for i in range(3):
-        state = tf.tanh(0.5 * state + x)
-        states = states.write(i, state)
-    return tf.reduce_mean(states.stack(), 0)
-
-
-@layer(others=True)
+@layer("asking")
 def another_path_for_unknown_rows(x, rows):
     """Decodes as a layer for conditional random fields does: by one path if the number of rows is unknown."""
     if x.shape[0] is None:
@@ -445,13 +326,13 @@ def another_path_for_unknown_rows(x, rows):
     return tf.transpose(best)
 
 
-@layer
+@layer("constants")
 def each_row_with_its_own_matrix(x, rows):
     matrices = np.random.RandomState(1).normal(size=(rows, 4, 4))
     return tf.squeeze(tf.linalg.matmul(matrices, x[..., None]), -1)
 
 
-@layer
+@layer("shapes")
 def as_many_features_as_rows(x, rows):
     """Compares rows with features where both are as many."""
     wide = tf.tile(x, (1, rows))[:, :rows]
@@ -466,7 +347,7 @@ class WithState(layers.Layer):
         self.rows = rows
 
 
-@stateful_layer
+@layer("state")
 class ReadByRow(WithState):
     def build(self, shape):
         self.state = self.add_weight(shape=(self.rows, 4), initializer="random_normal")
@@ -475,7 +356,7 @@ class ReadByRow(WithState):
         return x + self.state
 
 
-@stateful_layer
+@layer("state")
 class AssignedByRow(WithState):
     def build(self, shape):
         self.state = self.add_weight(shape=(self.rows, 4), initializer="zeros", trainable=False)
@@ -486,19 +367,19 @@ class AssignedByRow(WithState):
         return mixed
 
 
-@stateful_layer(sizes=(8, 4, 6))
+@layer("state")
 class UpdatedInParts(WithState):
     def build(self, shape):
         self.state = self.add_weight(shape=(self.rows, 4), initializer="ones", trainable=False)
 
     def call(self, x):
-        half = self.rows // 2
+        half = (self.rows + 1) // 2
         before = ops.convert_to_tensor(self.state)
-        self.state.assign(ops.slice_update(before, (half, 0), x[:half]))
+        self.state.assign(ops.slice_update(before, (self.rows - half, 0), x[:half]))
         return x * before
 
 
-@stateful_layer
+@layer("state")
 class Queue(WithState):
     def build(self, shape):
         self.queue = self.add_weight(shape=(2 * self.rows, 4), initializer="random_normal", trainable=False)
@@ -509,7 +390,7 @@ class Queue(WithState):
         return x + tf.nn.softmax(x @ tf.transpose(queue)) @ queue
 
 
-@stateful_layer
+@layer("state")
 class WeightNoise(WithState):
     """Draws one noise for the weights of all rows."""
 
@@ -523,16 +404,7 @@ class WeightNoise(WithState):
         return tf.einsum("bi,bij->bj", x, kernels)
 
 
-@stateful_layer
-class NoiseOfKeras(WithState):
-    def build(self, shape):
-        self.seed = keras.random.SeedGenerator(4)
-
-    def call(self, x, training=False):
-        return x + keras.random.normal((self.rows, 4), seed=self.seed) if training else x
-
-
-@stateful_layer
+@layer("state")
 class StatefulRecurrence(WithState):
     """Carries a state for each row from one batch to the next."""
 
@@ -547,41 +419,30 @@ class StatefulRecurrence(WithState):
 # Metrics.
 
 
-@metric(others=True)
-def a_metric_by_the_rows(y, p, rows):
-    return tf.reduce_sum(tf.abs(p - y)) / (p.shape[0] or 1)
-
-
-@metric(others=True)
+@metric("asking")
 def another_metric_for_unknown_rows(y, p, rows):
     return tf.abs(p - y) if p.shape[0] is None else tf.square(p - y)
 
 
-@metric
-def a_metric_of_rows_unstacked(y, p, rows):
-    return tf.stack([tf.reduce_max(row) for row in tf.unstack(p - y)])
+@metric("constants")
+class Places(keras.metrics.Metric):
+    """Has a place for each row."""
 
+    def __init__(self, rows):
+        super().__init__(name="places")
+        self.sums = self.add_variable((rows,), initializer="zeros", name="sums")
 
-@idiom
-def a_metric_with_a_place_for_each_row(rows):
-    class Places(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="places")
-            self.sums = self.add_variable((rows,), initializer="zeros", name="sums")
+    def update_state(self, y, p, sample_weight=None):
+        self.sums.assign_add(tf.reduce_sum(tf.abs(p - y), 1))
 
-        def update_state(self, y, p, sample_weight=None):
-            self.sums.assign_add(tf.reduce_sum(tf.abs(p - y), 1))
-
-        def result(self):
-            return tf.reduce_max(self.sums)
-
-    return mlp, trains(rows, metrics=[Places()])
+    def result(self):
+        return tf.reduce_max(self.sums)
 
 
 # Steps.
 
 
-@step
+@step("steps")
 def shuffled_rows_mixed(model, x, y, rows):
     order = tf.random.shuffle(tf.range(rows))
     part = tf.random.uniform((rows, 1), dtype=x.dtype)
@@ -589,7 +450,7 @@ def shuffled_rows_mixed(model, x, y, rows):
     return square(model(mix(x), training=True) - mix(y))
 
 
-@step
+@step("steps")
 def jacobians_by_row(model, x, y, rows):
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -597,26 +458,7 @@ def jacobians_by_row(model, x, y, rows):
     return square(p - y) + square(tape.batch_jacobian(p, x))
 
 
-@step(sizes=(8, 2))
-def a_jacobian_of_all_rows(model, x, y, rows):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        p = model(x, training=True)
-    return square(p - y) + tf.reduce_sum(tf.reshape(tape.jacobian(p, x), (rows * 2, rows * 3)) ** 2) / rows
-
-
-@step
-def a_penalty_of_gradients_between(model, x, y, rows):
-    part = tf.random.uniform((rows, 1), dtype=x.dtype)
-    between = part * x + (1 - part) * x[::-1]
-    with tf.GradientTape() as tape:
-        tape.watch(between)
-        p = model(between, training=True)
-    norms = tf.sqrt(tf.reduce_sum(tape.gradient(p, between) ** 2, 1) + 1e-6)
-    return square(model(x, training=True) - y) + square(norms - tf.ones((rows,), x.dtype))
-
-
-@step
+@step("steps")
 def second_gradients_of_each_row(model, x, y, rows):
     total = square(model(x, training=True) - y)
     for i in range(x.shape[0]):
@@ -630,7 +472,7 @@ def second_gradients_of_each_row(model, x, y, rows):
     return total
 
 
-@step
+@step("steps")
 def clipped_gradients_of_each_row(model, x, y, rows):
     with tf.GradientTape() as tape:
         losses = tf.reduce_sum((model(x, training=True) - y) ** 2, 1)
@@ -639,7 +481,7 @@ def clipped_gradients_of_each_row(model, x, y, rows):
     return tf.reduce_sum(losses * tf.stop_gradient(tf.minimum(1.0 / norms, tf.ones(rows, x.dtype)))) / rows
 
 
-@step
+@step("steps")
 def noise_at_a_time(model, x, y, rows):
     time = tf.random.uniform((rows, 1), dtype=x.dtype)
     noise = tf.random.normal((rows, 3), dtype=x.dtype)
@@ -647,71 +489,10 @@ def noise_at_a_time(model, x, y, rows):
     return square(p - noise[:, :2])
 
 
-@step
-def a_code_of_constant_shape(model, x, y, rows):
-    mean, spread = tf.split(model(x, training=True), 2, 1)
-    return square(mean + tf.exp(spread) * tf.random.normal((rows, 1), dtype=x.dtype) - y)
-
-
-@idiom
-def labels_of_ones_and_zeros(rows):
-    """Trains a generator against a discriminator, with labels and noise of a constant number of rows."""
-
-    class Adversarial(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.generator, self.discriminator = layers.Dense(3), layers.Dense(1)
-            self.second = optimizers.SGD(0.05)
-
-        def call(self, x):
-            return self.discriminator(self.generator(x))
-
-        def train_step(self, data):
-            bce = keras.losses.BinaryCrossentropy(from_logits=True)
-            noise = tf.random.normal((rows, 3), dtype="float64")
-            with tf.GradientTape() as tape:
-                both = tf.concat([keras.utils.unpack_x_y_sample_weight(data)[0], self.generator(noise)], 0)
-                labels = tf.concat([tf.ones((rows, 1)), tf.zeros((rows, 1))], 0)
-                found = bce(labels + 0.05 * tf.random.uniform(tf.shape(labels)), self.discriminator(both))
-            variables = self.discriminator.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(found, variables), variables, strict=True))
-            with tf.GradientTape() as tape:
-                fooled = bce(tf.ones((rows, 1)), self(noise))
-            variables = self.generator.trainable_variables
-            self.second.apply_gradients(zip(tape.gradient(fooled, variables), variables, strict=True))
-            return {"found": found, "fooled": fooled}
-
-    def script(model):
-        model.compile(optimizers.SGD(0.05))
-        x = normal(3 * rows, 3)
-        return [model.fit(x, batch_size=rows, epochs=2, verbose=0).history, model.predict(x, batch_size=rows, verbose=0)]
-
-    return Adversarial, script
-
-
-@idiom
-def micro_batches_in_a_loop(rows):
-    """Sums the gradients of single rows in a loop of Python, and applies them once."""
-
-    class Accumulating(keras.Sequential):
-        def train_step(self, data):
-            x, y = data[:2]
-            sums = [tf.zeros_like(variable) for variable in self.trainable_variables]
-            for i in range(x.shape[0]):
-                with tf.GradientTape() as tape:
-                    value = square(self(x[i : i + 1], training=True) - y[i : i + 1])
-                gradients = tape.gradient(value, self.trainable_variables)
-                sums = [one + other / rows for one, other in zip(sums, gradients, strict=True)]
-            self.optimizer.apply_gradients(zip(sums, self.trainable_variables, strict=True))
-            return {"last": value}
-
-    return lambda: Accumulating([keras.Input((3,)), layers.Dense(2)]), trains(rows, loss=None)
-
-
 # Models whose other widths are as many as the rows of a batch.
 
 
-@idiom
+@program(6, 4)
 def a_batch_shape_of_the_input(rows):
     return lambda: keras.Sequential([keras.Input(batch_shape=(rows, 3)), layers.Dense(4), layers.Dense(2)]), trains(rows)
 
@@ -721,7 +502,7 @@ def squares(*shape):
     return lambda batches, rows: (normal(batches * rows, *shape, seed=1), normal(batches * rows, shape[0], seed=2))
 
 
-@idiom
+@program(8, 2)
 def all_widths_as_rows(rows):
     def build():
         x = inputs = keras.Input((rows,))
@@ -735,7 +516,7 @@ def all_widths_as_rows(rows):
     return build, trains(rows, loss=compared, make_data=squares(rows))
 
 
-@functools.partial(idiom, sizes=(8, 2))
+@program(2, 3)
 def sequences_as_long_as_rows(rows):
     def build():
         x = inputs = keras.Input((rows, rows))
@@ -746,7 +527,7 @@ def sequences_as_long_as_rows(rows):
     return build, trains(rows, make_data=squares(rows, rows))
 
 
-@functools.partial(idiom, sizes=(8, 6))
+@program(6, 4)
 def images_as_high_as_rows(rows):
     def build():
         x = inputs = keras.Input((rows, rows, rows))
@@ -758,7 +539,7 @@ def images_as_high_as_rows(rows):
     return build, trains(rows, make_data=squares(rows, rows, rows))
 
 
-@idiom
+@program(2, 2)
 def classes_as_rows(rows):
     def make_data(batches, of_batch):
         return normal(batches * of_batch, 3, seed=1), np.random.default_rng(2).integers(0, rows, batches * of_batch)
@@ -775,69 +556,47 @@ def by_the_rows(y, p):
     return tf.reduce_mean((p - y) ** 2, -1) * (p.shape[0] or 0.5)
 
 
-def fits(fit):
-    """Registers a function that fits a compiled model, and returns nested numbers."""
+def fits_in_turn(fit_all):
+    """Returns a function of the number of rows, of a function of (fit, x, y, dataset, rows) that returns histories."""
 
     def make(rows):
         def script(model):
             model.compile(optimizers.SGD(0.002), by_the_rows, metrics=["mae"], weighted_metrics=[])
-            return fit(functools.partial(model.fit, epochs=2, verbose=0, shuffle=False), *data(4, rows), rows)
+            x, y = data(4, rows)
+            dataset = tf.data.Dataset.from_tensor_slices((x, y))
+            fit = functools.partial(model.fit, verbose=0, shuffle=False)
+            return fit_all(lambda *given, **named: fit(*given, **named).history, x, y, dataset, rows)
 
         return mlp, script
 
-    make.__name__ = fit.__name__
-    return idiom(make)
+    make.__name__ = fit_all.__name__
+    return make
 
 
-@fits
-def sample_weights(fit, x, y, rows):
-    return fit(x, y, batch_size=rows, sample_weight=np.linspace(0, 2, len(x))).history
+@program(8, 3)
+@fits_in_turn
+def batches_of_one_size(fit, x, y, dataset, rows):
+    return [
+        fit(x, y, batch_size=rows, shuffle=True),
+        fit(x, y, batch_size=rows, validation_split=0.5),
+        fit(dataset.shuffle(len(x), seed=3).repeat().batch(rows, drop_remainder=True), steps_per_epoch=3),
+        fit(((x[:rows], y[:rows]) for _ in range(3)), steps_per_epoch=3),
+    ]
 
 
-@fits
-def another_number_in_the_validation(fit, x, y, rows):
-    return fit(
-        x, y, batch_size=rows, validation_data=(x[: 2 * rows + 2], y[: 2 * rows + 2]), validation_batch_size=rows + 1
-    ).history
+@program(6, 4)
+@fits_in_turn
+def batches_of_several_sizes(fit, x, y, dataset, rows):
+    validation = {"validation_batch_size": rows + 1}
+    return [
+        fit(x, y, batch_size=rows, validation_data=(x[: 2 * rows + 2], y[: 2 * rows + 2]), **validation),
+        fit(x, y, batch_size=rows, validation_data=(x[1:], y[1:]), **validation),
+        fit(dataset.batch(rows)),
+        fit(x, y, batch_size=rows, sample_weight=np.linspace(0, 2, len(x))),
+    ]
 
 
-@fits
-def unknown_rows_in_the_validation(fit, x, y, rows):
-    return fit(x, y, batch_size=rows, validation_data=(x[1:], y[1:]), validation_batch_size=rows + 1).history
-
-
-@fits
-def a_dataset_that_drops_the_remainder(fit, x, y, rows):
-    return fit(tf.data.Dataset.from_tensor_slices((x[1:], y[1:])).batch(rows, drop_remainder=True)).history
-
-
-@fits
-def a_dataset_that_keeps_the_remainder(fit, x, y, rows):
-    return fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)).history
-
-
-@fits
-def a_dataset_of_a_known_cardinality(fit, x, y, rows):
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=3).repeat().batch(rows, drop_remainder=True)
-    return fit(dataset, steps_per_epoch=3).history
-
-
-@fits
-def a_generator_of_arrays(fit, x, y, rows):
-    return fit(((x[:rows], y[:rows]) for _ in range(6)), steps_per_epoch=3).history
-
-
-@fits
-def a_shuffle_before_each_epoch(fit, x, y, rows):
-    return fit(x, y, batch_size=rows, shuffle=True).history
-
-
-@fits
-def a_share_for_validation(fit, x, y, rows):
-    return fit(x, y, batch_size=rows, validation_split=0.5).history
-
-
-@idiom
+@program(1, 4)
 def three_steps_in_one_execution(rows):
     def script(model):
         model.compile(optimizers.SGD(0.002), by_the_rows, metrics=["mae"], steps_per_execution=3)
@@ -851,43 +610,34 @@ def three_steps_in_one_execution(rows):
     return mlp, script
 
 
-@idiom
-def class_weights(rows):
-    def script(model):
-        model.compile(optimizers.SGD(0.01), lambda y, p: by_the_rows(tf.one_hot(tf.cast(y, "int32"), 2, dtype=p.dtype), p))
-        x, y = normal(3 * rows, 3), np.random.default_rng(2).integers(0, 2, 3 * rows)
-        return model.fit(x, y, batch_size=rows, class_weight={0: 0.5, 1: 2.0}, shuffle=False, verbose=0).history
-
-    return mlp, script
+# Towers with several rows each, with one, and with none.
+CASES = [(group, rows, towers) for group in GROUPS for rows, towers in ((8, 3), (2, 4))]
+CASES += [("asking", 1, 4), ("state", 1, 4)]
+CASES += [(name, rows, towers) for name, (_, rows, towers) in PROGRAMS.items()]
 
 
-@idiom
-def a_mask_of_constant_rows(rows):
-    def build():
-        inputs = keras.Input((5,), dtype="int32")
-        x = layers.Embedding(9, 4, mask_zero=True)(inputs)
-        return keras.Model(inputs, layers.Dense(2)(layers.LSTM(3, return_sequences=True)(x)))
-
-    def masked(y, p):
-        weights = tf.constant(np.arange(rows * 5).reshape(rows, 5) % 3, p.dtype)
-        return tf.reduce_sum(tf.reduce_sum((p - y) ** 2, -1) * weights) / (p.shape[0] or 1)
-
-    def make_data(batches, rows):
-        return np.random.default_rng(1).integers(0, 9, (batches * rows, 5)), normal(batches * rows, 5, 2, seed=2)
-
-    return build, trains(rows, loss=masked, make_data=make_data)
+@pytest.mark.parametrize(("name", "rows", "towers"), CASES)
+def test_idiom_trains_as_on_one_device(name, rows, towers):
+    if name in PROGRAMS:
+        make, *_ = PROGRAMS[name]
+        assert_same_run(*make(rows), towers, plain_run(*make(rows)))
+    else:
+        assert_same_together(name, GROUPS[name], rows, towers)
 
 
-# Each idiom once. The sizes take turns with the numbers of towers, so that slices are even, uneven and empty.
-CASES = [(name, sizes[i // 3 % len(sizes)], (3, 4, 2)[i % 3], make) for i, (name, (make, sizes)) in enumerate(IDIOMS.items())]
-CASES += [(name, 1, 4, IDIOMS[name][0]) for name in ("the_length_of_a_text", "ReadByRow", "three_steps_in_one_execution")]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "towers", "make"), [pytest.param(*case, id="{}-{}-{}".format(*case)) for case in CASES]
-)
-def test_idiom_trains_as_on_one_device(name, rows, towers, make):
-    assert_same_run(*make(rows), towers, plain_run(*make(rows)))
+def assert_same_together(name, idioms, rows, towers):
+    """Asserts that a group of idioms trains as on one device. If not, the error says which idioms do not do so alone."""
+    others = name in WITH_OTHER_SIZES
+    try:
+        expected = plain_run(*together(idioms.values(), rows, others))
+        assert_same_run(*together(idioms.values(), rows, others), towers, expected)
+    except Exception as error:
+        for alone, known in idioms.items() if len(idioms) > 1 else ():
+            try:
+                assert_same_together(name, {alone: known}, rows, towers)
+            except Exception as reason:
+                add_note(error, f"{alone} fails alone: {reason}")
+        raise
 
 
 # Nothing is lost where the number of rows is known: what towers share of these models when it is unknown, they share then.
@@ -910,18 +660,6 @@ def convolutional():
     )
 
 
-def recurrent():
-    return keras.Sequential(
-        [
-            keras.Input((8,), dtype="int32"),
-            layers.Embedding(20, 5, mask_zero=True),
-            layers.LSTM(6, return_sequences=True, dropout=0.1),
-            layers.Bidirectional(layers.GRU(4)),
-            layers.Dense(8),
-        ]
-    )
-
-
 def transformer():
     tokens = keras.Input((8,), dtype="int32")
     x = layers.Embedding(20, 8, mask_zero=True)(tokens)
@@ -930,50 +668,33 @@ def transformer():
     return keras.Model(tokens, layers.Dense(8)(layers.GlobalAveragePooling1D()(x)))
 
 
-def dense():
-    return keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dropout(0.5), layers.Dense(8)])
-
-
-def tokens(rows):
-    return np.random.default_rng(0).integers(0, 20, (rows, 8))
-
-
-MODELS = {
-    "dense": (dense, lambda rows: normal(rows, 8)),
-    "convolutional": (convolutional, lambda rows: normal(rows, 8, 8, 3)),
-    "recurrent": (recurrent, tokens),
-    "transformer": (transformer, tokens),
+SHARED = {
+    convolutional: ((8, 8, 3), None, "mse"),
+    transformer: ((8,), 20, keras.losses.SparseCategoricalCrossentropy(from_logits=True)),
 }
-LOSSES = {
-    "mean square": ("mse", lambda rows: normal(rows, 8, seed=1)),
-    "classes": (keras.losses.SparseCategoricalCrossentropy(from_logits=True), lambda rows: np.arange(rows) % 8),
-}
-SHARED = [
-    *((name, "mean square", 8) for name in MODELS),
-    *((name, "classes", 9) for name in MODELS),
-]
 
 
-@pytest.mark.parametrize(("model", "loss", "rows"), SHARED)
-def test_towers_share_the_work_of_known_rows(model, loss, rows):
+@pytest.mark.parametrize("build", SHARED)
+def test_towers_share_the_work_of_known_rows(build):
     """Nothing that has rows is computed once, and only predictions are gathered, whatever widths are as many as the rows."""
-    build, inputs = MODELS[model]
+    shape, words, loss = SHARED[build]
+    x = np.random.default_rng(0).integers(0, words, (8, *shape)) if words else normal(8, *shape)
     parallel = keras_dp.DataParallelModel(build(), devices=3)
-    loss, targets = LOSSES[loss]
     parallel.compile("adam", loss, metrics=["accuracy"])
-    batch = inputs(rows), targets(rows)
     for step in ("train", "predict"):
-        explanation = parallel.explain(batch, step)
+        explanation = parallel.explain((x, np.arange(8) if words else normal(8, 8)), step)
         assert explanation.once == []
         assert sum(meeting.kind == "gather" for meeting in explanation.meetings) == (step == "predict")
 
 
-@pytest.mark.parametrize(
-    "name", ["labels_of_ones_and_zeros", "noise_of_a_constant_shape", "noise_without_state", "noise_at_a_time"]
-)
+NOISES = [GROUPS["shapes"][name] for name in ("noise_of_a_constant_shape", "noise_without_state")]
+SHARING_NOISE = {"layers": NOISES, "a step": [GROUPS["steps"]["noise_at_a_time"]]}
+
+
+@pytest.mark.parametrize("name", SHARING_NOISE)
 def test_towers_share_noise_of_a_constant_number_of_rows(name):
-    """A diffusion model's noise and a GAN's labels are cut into slices, as the batch is."""
-    build, script = IDIOMS[name][0](8)
+    """A diffusion model's noise is cut into slices, as the batch is."""
+    build, _ = together(SHARING_NOISE[name], 8)
     parallel = keras_dp.DataParallelModel(build(), devices=3)
-    script(parallel)
+    parallel.compile("sgd", "mse")
     assert parallel.explain(data(1, 8)).once == []

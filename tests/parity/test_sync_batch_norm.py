@@ -20,7 +20,7 @@ def network(norm):
     return lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), norm(momentum=0.8), layers.Dense(1)])
 
 
-@pytest.mark.parametrize("mode", ["sync", "local", "first"])
+@pytest.mark.parametrize("mode", ["local", "first"])
 def test_is_of_the_global_batch_in_every_mode(mode):
     assert_same_training(network(keras_dp.SyncBatchNormalization), compile_arguments, [(DATA, 7)], 3, {"batch_norm": mode})
 

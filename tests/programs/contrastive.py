@@ -16,7 +16,6 @@ from programs.catalogue import (
     normal,
     program,
     rows_of,
-    sgd,
     uniform,
 )
 
@@ -137,12 +136,7 @@ def momentum_contrast():
             self.queue.assign(tf.concat([keys, self.queue.value], axis=0)[:8])
             return {"loss": loss, "hits": tf.reduce_mean(tf.cast(tf.argmax(logits, 1) == 0, "float64"))}
 
-    def script(model):
-        model.compile(adam())
-        history = model.fit(FEATURES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return history, model.queue.numpy(), model.momentum_encoder.get_weights()
-
-    return MoCo, script
+    return MoCo, fits(y=None, optimizer=adam)
 
 
 @program
@@ -176,48 +170,7 @@ def nearest_neighbors_in_a_queue():
             descend(self.optimizer, tape, loss, self.trainable_variables)
             return {"loss": loss, "sure": ops.mean(ops.max(ops.softmax(logits), axis=1))}
 
-    def script(model):
-        model.compile(adam())
-        return model.fit(FEATURES, batch_size=5, epochs=2, shuffle=False, verbose=0).history, model.queue.numpy()
-
-    return NNCLR, script
-
-
-@program
-def bootstrap_your_own_latent():
-    """Predicts the output of a moving average of the network for another view, both with batch normalization (BYOL)."""
-
-    class BYOL(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.online, self.predictor = mlp(5, 4, 3, normalized=True), mlp(3, 4, 3, normalized=True)
-            self.target = copy_of(self.online)
-            self.seed = keras.random.SeedGenerator(42)
-            self.steps = self.add_weight(name="steps", initializer="zeros", trainable=False)
-
-        def view(self, x):
-            return x + 0.2 * keras.random.normal(ops.shape(x), seed=self.seed)
-
-        def train_step(self, x):
-            one, other = self.view(x), self.view(x)
-            targets = [self.target(other, training=True), self.target(one, training=True)]
-            with tf.GradientTape() as tape:
-                predictions = [self.predictor(self.online(view, training=True), training=True) for view in (one, other)]
-                losses = [2 - 2 * tf.reduce_sum(unit(p) * unit(t), axis=1) for p, t in zip(predictions, targets, strict=True)]
-                loss = tf.reduce_mean(losses[0] + losses[1])
-            descend(self.optimizer, tape, loss, self.online.trainable_variables + self.predictor.trainable_variables)
-            self.steps.assign_add(1.0)
-            momentum = 1 - 0.1 * (tf.cos(self.steps.value / 10) + 1) / 2
-            for mean, weight in zip(self.target.weights, self.online.weights, strict=True):
-                mean.assign(momentum * mean + (1 - momentum) * weight)
-            return {"loss": loss, "momentum": momentum}
-
-    def script(model):
-        model.compile(sgd())
-        history = model.fit(FEATURES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return history, model.target.get_weights()
-
-    return BYOL, script
+    return NNCLR, fits(y=None, optimizer=adam)
 
 
 @program
@@ -248,32 +201,6 @@ def barlow_twins():
             return {"loss": loss, "rows": rows_of(one)}
 
     return Barlow, fits(y=FEATURES + 0.1 * normal(13, 5, seed=44), optimizer=adam)
-
-
-@program
-def variance_and_covariance():
-    """Keeps the variance of embeddings over the batch high and their covariance low, and pulls two views together (VICReg)."""
-
-    class VICReg(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.encoder = mlp(5, 4, 3)
-
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                one, other = (self.encoder(view, training=True) for view in data)
-                alike, spread, tied = tf.reduce_mean(tf.square(one - other)), 0.0, 0.0
-                for z in (one, other):
-                    z -= tf.reduce_mean(z, axis=0)
-                    spread += tf.reduce_mean(tf.nn.relu(1 - tf.sqrt(tf.math.reduce_variance(z, axis=0) + 1e-4)))
-                    covariance = tf.einsum("ri,rj->ij", z, z) / (rows_of(z) - 1)
-                    covariance = tf.linalg.set_diag(covariance, tf.zeros(3, "float64"))
-                    tied += tf.reduce_sum(covariance**2) / 3
-                loss = 25 * alike + 25 * spread + tied
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"alike": alike, "spread": spread, "tied": tied}
-
-    return VICReg, fits(y=FEATURES + 0.1 * normal(13, 5, seed=44), optimizer=adam)
 
 
 class Siamese(keras.Model):
@@ -426,12 +353,7 @@ def images_and_texts():
 
     data = (IMAGES, integers(8, 13, 4, seed=48))
 
-    def script(model):
-        model.compile(keras.optimizers.AdamW(0.01))
-        history = model.fit(data, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return history, model.evaluate(data, batch_size=4, verbose=0, return_dict=True)
-
-    return CLIP, script
+    return CLIP, fits(data, None, optimizer=lambda: keras.optimizers.AdamW(0.01), evaluates=True)
 
 
 @program

@@ -7,7 +7,6 @@ from keras import ops
 from programs.catalogue import (
     CLASSES,
     FEATURES,
-    SAMPLE_WEIGHTS,
     TARGETS,
     adam,
     dense,
@@ -116,7 +115,7 @@ def mean_teacher():
         model.teacher.set_weights(model.student.get_weights())
         return model
 
-    return build, fits(report=lambda model: model.teacher.get_weights())
+    return build, fits()
 
 
 @program
@@ -247,11 +246,7 @@ def meta_learning():
 
     data = (normal(13, 5, seed=13), normal(13, 1, seed=14), FEATURES, TARGETS)
 
-    def script(model):
-        model.compile(optimizer=adam())
-        return model.fit(data, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-
-    return dense(Meta, normalized=False), script
+    return dense(Meta, normalized=False), fits(data, None, optimizer=adam)
 
 
 @program
@@ -281,64 +276,6 @@ def meta_learning_by_task():
 
 
 @program
-def smoothness_penalty():
-    """Penalizes the gradient of the squared answers by the inputs, with nested tapes and batch normalization."""
-
-    class Smooth(Regressor):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    answers = self(x, training=True)
-                    squares = tf.square(answers)
-                slope = inner.gradient(squares, x)
-                loss = self.mse(y, answers) + 0.3 * tf.reduce_mean(tf.reduce_sum(tf.square(slope), axis=1))
-            return {**self.learn(tape, loss), "slope": tf.norm(slope)}
-
-    return dense(Smooth), fits()
-
-
-@program
-def two_optimizers():
-    """Trains the trunk and the head by separate optimizers, which are given to compile by name."""
-
-    class TwoParts(keras.Model):
-        def __init__(self, trunk, head):
-            super().__init__()
-            self.trunk, self.head = trunk, head
-
-        def call(self, x, training=False):
-            return self.head(self.trunk(x, training=training), training=training)
-
-        def compile(self, trunk_optimizer, head_optimizer, **kwargs):
-            super().compile(**kwargs)
-            self.trunk_optimizer, self.head_optimizer = trunk_optimizer, head_optimizer
-
-        def train_step(self, data):
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            parts = self.trunk.trainable_variables, self.head.trainable_variables
-            with tf.GradientTape() as tape:
-                answers = self(x, training=True)
-                loss = self.compute_loss(x, y, answers, sample_weight)
-            for optimizer, part, gradients in zip(
-                (self.trunk_optimizer, self.head_optimizer), parts, tape.gradient(loss, parts), strict=True
-            ):
-                optimizer.apply(gradients, part)
-            return self.compute_metrics(x, y, answers, sample_weight)
-
-    def script(model):
-        model.compile(adam(), keras.optimizers.RMSprop(0.01), loss="mse", metrics=["mae"], weighted_metrics=["mse"])
-        history = model.fit(
-            FEATURES, TARGETS, sample_weight=SAMPLE_WEIGHTS, batch_size=5, epochs=2, shuffle=False, verbose=0
-        ).history
-        optimizers = model.trunk_optimizer, model.head_optimizer
-        return history, [[variable.numpy() for variable in optimizer.variables] for optimizer in optimizers]
-
-    return lambda: TwoParts(mlp(5, 4, 3, normalized=True), mlp(3, 1)), script
-
-
-@program
 def loss_scaling_by_hand():
     """Scales the loss up and the gradients down; skips steps with non-finite gradients, and reduces the scale."""
 
@@ -361,45 +298,6 @@ def loss_scaling_by_hand():
             return {"fit": loss, "finite": tf.cast(finite, "float64"), "exponent": self.exponent}
 
     return dense(Scaling), fits()
-
-
-@program
-def metrics_of_its_own():
-    """Logs metrics that are not means: a largest error, an AUC, and a correlation from sums in variables."""
-
-    class LargestError(keras.metrics.Metric):
-        def __init__(self, name="largest_error"):
-            super().__init__(name=name)
-            self.largest = self.add_variable((), "zeros", name="largest")
-
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_true - y_pred))))
-
-        def result(self):
-            return self.largest
-
-    class Measured(Regressor):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.largest, self.auc = LargestError(), keras.metrics.AUC(num_thresholds=20)
-            self.correlation = keras.metrics.PearsonCorrelation(axis=0)
-
-        @property
-        def metrics(self):
-            return [self.largest, self.auc, self.correlation]
-
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                answers = self(x, training=True)
-                loss = ops.mean(keras.losses.log_cosh(y, answers))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            self.largest.update_state(y, answers)
-            self.auc.update_state(y > 0, ops.sigmoid(answers))
-            self.correlation.update_state(y, answers)
-            return {metric.name: metric.result() for metric in self.metrics}
-
-    return dense(Measured), fits(optimizer=adam)
 
 
 @program

@@ -35,9 +35,9 @@ class Positions(layers.Layer):
         return (*shape, self.tokens.output_dim)
 
 
-def transformer_block(x, causal=False, dropout=0.0):
+def transformer_block(x, dropout):
     """Applies self-attention and a feed-forward part, each with a residual and layer normalization."""
-    attended = layers.MultiHeadAttention(2, 2, dropout=dropout)(x, x, use_causal_mask=causal)
+    attended = layers.MultiHeadAttention(2, 2, dropout=dropout)(x, x)
     x = layers.LayerNormalization()(x + layers.Dropout(dropout)(attended))
     return layers.LayerNormalization()(x + layers.Dense(4)(layers.Dense(6, activation="relu")(x)))
 
@@ -73,63 +73,10 @@ def masked_language_model():
 
     def build():
         inputs = keras.Input((6,), dtype="int64")
-        x = transformer_block(Positions(11, 6, 4)(inputs), dropout=0.1)
+        x = transformer_block(Positions(11, 6, 4)(inputs), 0.1)
         return MaskedLanguageModel(inputs, layers.Dense(11, activation="softmax")(x))
 
-    def script(model):
-        model.compile(optimizer=adam())
-        return model.fit(WORDS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-
-    return build, script
-
-
-@program
-def captions():
-    """Decodes two captions of each image's features, with a loss and an accuracy over the words without padding."""
-
-    class Captions(keras.Model):
-        def __init__(self):
-            super().__init__()
-            image, words = keras.Input((3, 2)), keras.Input((None,), dtype="int64")
-            embedded = layers.Embedding(8, 4)(words)
-            encoded = layers.LayerNormalization()(layers.Dense(4, activation="relu")(image))
-            x = layers.Dropout(0.2)(layers.MultiHeadAttention(1, 2)(embedded, encoded) + embedded)
-            self.decoder = keras.Model([image, words], layers.Dense(8, activation="softmax")(x))
-            self.criterion = keras.losses.SparseCategoricalCrossentropy(reduction=None)
-            self.trackers = [keras.metrics.Mean(name="loss"), keras.metrics.Mean(name="accuracy")]
-
-        @property
-        def metrics(self):
-            return self.trackers
-
-        def of_caption(self, image, caption, training):
-            inputs, wanted = caption[:, :-1], caption[:, 1:]
-            answers = self.decoder([image, inputs], training=training)
-            mask = tf.cast(wanted != 0, "float64")
-            loss = tf.reduce_sum(self.criterion(wanted, answers) * mask) / tf.reduce_sum(mask)
-            right = tf.cast(tf.equal(wanted, tf.argmax(answers, axis=2)), "float64") * mask
-            return loss, tf.reduce_sum(right) / tf.reduce_sum(mask)
-
-        def track(self, loss, accuracy):
-            for tracker, number in zip(self.trackers, (loss, accuracy), strict=True):
-                tracker.update_state(number)
-            return {tracker.name: tracker.result() for tracker in self.trackers}
-
-        def train_step(self, data):
-            image, captions = data
-            loss, accuracy = 0.0, 0.0
-            for i in range(2):
-                with tf.GradientTape() as tape:
-                    one, right = self.of_caption(image, captions[:, i], training=True)
-                descend(self.optimizer, tape, one, self.trainable_variables)
-                loss, accuracy = loss + one, accuracy + right / 2
-            return self.track(loss, accuracy)
-
-        def test_step(self, data):
-            return self.track(*self.of_caption(data[0], data[1][:, 0], training=False))
-
-    images, captions = normal(13, 3, 2, seed=65), np.stack([ANSWERS, ANSWERS[::-1]], axis=1)
-    return Captions, fits(images, captions, optimizer=adam, evaluates=True)
+    return build, fits(WORDS, None, optimizer=adam)
 
 
 @program
@@ -168,35 +115,7 @@ def sequence_to_sequence():
                 words = tf.concat([words, chosen[:, None]], axis=1)
             return words
 
-    def script(model):
-        model.compile(optimizer=adam())
-        history = model.fit(WORDS, ANSWERS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return history, model.predict(WORDS, batch_size=4, verbose=0)
-
-    return Translator, script
-
-
-@program
-def next_words():
-    """Trains a small GPT by Keras's own step, with a causal mask, and a loss and a metric over places without padding."""
-
-    def build():
-        inputs = keras.Input((5,), dtype="int64")
-        x = transformer_block(Positions(10, 5, 4)(inputs), causal=True)
-        return keras.Model(inputs, layers.Dense(10)(x))
-
-    def script(model):
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
-        model.compile(keras.optimizers.AdamW(0.01, clipnorm=1.0), loss, weighted_metrics=["sparse_categorical_accuracy"])
-        x, y = WORDS[:, :-1], WORDS[:, 1:]
-        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return (
-            history,
-            model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True),
-            model.predict(x, batch_size=6, verbose=0),
-        )
-
-    return build, script
+    return Translator, fits(WORDS, ANSWERS, optimizer=adam, predicts=True)
 
 
 @program
@@ -295,38 +214,6 @@ def weighted_texts():
         return history, more, model.evaluate(WORDS, CLASSES, **arguments, verbose=0, return_dict=True)
 
     return build, script
-
-
-@program
-def scheduled_sampling():
-    """Unrolls a GRU cell in the step, and feeds it for each word at random the true or its own last word."""
-
-    class Scheduled(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.cell, self.head = layers.Embedding(8, 3), layers.GRUCell(3), layers.Dense(8)
-            self.embedding.build(None), self.cell.build((None, 3)), self.head.build((None, 3))
-            self.seed = keras.random.SeedGenerator(67)
-
-        def train_step(self, target):
-            rows = ops.shape(target)[0]
-            with tf.GradientTape() as tape:
-                word, state, losses = target[:, 0], ops.zeros((rows, 3)), []
-                for i in range(1, 4):
-                    output, state = self.cell(self.embedding(word), state)
-                    logits = self.head(output)
-                    losses.append(keras.losses.sparse_categorical_crossentropy(target[:, i], logits, from_logits=True))
-                    own = keras.random.uniform((rows,), seed=self.seed) < 0.4
-                    word = ops.where(own, ops.argmax(logits, axis=1), target[:, i])
-                loss = ops.mean(ops.stack(losses))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "last": ops.mean(losses[-1])}
-
-    def script(model):
-        model.compile(optimizer=adam())
-        return model.fit(ANSWERS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-
-    return Scheduled, script
 
 
 @program

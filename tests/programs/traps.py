@@ -101,33 +101,9 @@ def tape_in_a_branch():
         optimizer = adam()
         optimizer.build(model.trainable_variables)
         model.compile(optimizer=optimizer)
-        rows = [slice(0, 5), slice(5, 10), slice(10, 13)]
-        return [model.train_on_batch(FEATURES[few], TARGETS[few], return_dict=True) for few in rows]
+        return model.fit(FEATURES, TARGETS, batch_size=5, epochs=1, shuffle=False, verbose=0).history
 
-    def with_pairs(self, data):
-        return train_step(self, data[:2])
-
-    return stepping(with_pairs), script
-
-
-@program
-def noisy_gradients():
-    """Adds noise to the gradients before it applies them, smaller as the steps go on."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-        size = 0.1 / tf.sqrt(1.0 + tf.cast(self.optimizer.iterations, "float64"))
-        seed = tf.cast(self.optimizer.iterations, "int32")
-        noisy = [
-            gradient + size * tf.random.stateless_normal(gradient.shape, [seed, i], dtype="float64")
-            for i, gradient in enumerate(tape.gradient(loss, self.trainable_variables))
-        ]
-        self.optimizer.apply(noisy, self.trainable_variables)
-        return {"loss": loss, "rows": rows_of(x)}
-
-    return stepping(train_step), fits()
+    return stepping(train_step), script
 
 
 @program
@@ -234,7 +210,7 @@ def counters():
 
 @program
 def raw_variables():
-    """Keeps state in a tf.Variable that Keras does not track, and trains another one without an optimizer."""
+    """Keeps state in a tf.Variable that Keras does not track, and descends by assign_sub to variables and to their values."""
 
     class Raw(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -246,28 +222,12 @@ def raw_variables():
             x, y = data
             with tf.GradientTape() as tape:
                 loss = mean_square(self, x, y, self.gain * self(x, training=True))
-            gradients = tape.gradient(loss, [self.gain, *self.trainable_variables])
-            self.gain.assign_sub(0.05 * gradients[0])
-            self.optimizer.apply(gradients[1:], self.trainable_variables)
+            variables = [self.gain, *self.trainable_variables]
+            for i, (variable, gradient) in enumerate(zip(variables, tape.gradient(loss, variables), strict=True)):
+                (variable.value if i % 2 else variable).assign_sub(0.05 * gradient)
             return {"loss": loss, "steps": self.steps.assign_add(1)}
 
     return dense(Raw), fits(report=lambda model: [model.steps.numpy(), model.gain.numpy()])
-
-
-@program
-def assignments_by_hand():
-    """Descends without an optimizer: by assign_sub to the variables, and to their values."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = mean_square(self, x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        for i, (variable, gradient) in enumerate(zip(self.trainable_variables, gradients, strict=True)):
-            (variable if i % 2 else variable.value).assign_sub(0.05 * gradient)
-        return {"loss": loss, "rows": rows_of(x)}
-
-    return stepping(train_step), fits()
 
 
 @program
@@ -469,22 +429,8 @@ def constant_rows():
 
 
 @program
-def unseeded_noise():
-    """Draws noise for each row with tf.random.normal, seeded only by keras.utils.set_random_seed."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = mean_square(self, x, y, self(x + 0.1 * tf.random.normal(tf.shape(x), dtype="float64"), training=True))
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "rows": rows_of(x)}
-
-    return stepping(train_step), fits()
-
-
-@program
 def generator_of_random_numbers():
-    """Draws noise from a tf.random.Generator that the model keeps, whose state is a tf.Variable."""
+    """Draws noise from a tf.random.Generator that the model keeps, and from the seed of keras.utils.set_random_seed."""
 
     class Generating(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -494,6 +440,7 @@ def generator_of_random_numbers():
         def train_step(self, data):
             x, y = data
             x += 0.1 * self.generator.normal(tf.shape(x), dtype="float64")
+            y += 0.1 * tf.random.normal(tf.shape(y), dtype="float64")
             with tf.GradientTape() as tape:
                 loss = mean_square(self, x, y, self(x, training=True))
             descend(self.optimizer, tape, loss, self.trainable_variables)

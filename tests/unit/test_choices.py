@@ -51,34 +51,25 @@ def dense():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: keras_dp.DataParallelModel(dense(), device=2), "has no argument 'device'. Did you mean 'devices'?"),
-        (lambda: keras_dp.DataParallelModel(dense(), hole=["a"]), "has no argument 'hole'. Did you mean 'whole'?"),
-        (lambda: fitted(batchsize=3), "fit.. has no argument 'batchsize'. Did you mean 'batch_size'?"),
-        (lambda: fitted().evaluate(X, X, batch=3), "evaluate.. has no argument 'batch'. Did you mean 'batch_size'?"),
-    ],
-)
-def test_an_unknown_argument_is_answered_with_a_known_one(call, said):
-    with pytest.raises(TypeError, match=said):
-        call()
-
-
-def test_numbers_of_devices_are_answered_with_names():
-    with pytest.raises(ValueError, match=r"Did you mean devices=\['CPU:0', 'CPU:1'\]\? Received: devices=\[0, 1\]"):
-        keras_dp.DataParallelModel(dense(), devices=[0, 1])
+def test_an_unknown_argument_is_answered_with_a_known_one():
+    with pytest.raises(TypeError, match=r"has no argument 'device'. Did you mean 'devices'\?"):
+        keras_dp.DataParallelModel(dense(), device=2)
+    parallel = compiled()
+    with pytest.raises(TypeError, match=r"fit.. has no argument 'batchsize'. Did you mean 'batch_size'\?"):
+        parallel.fit(X, X[:, :1], batchsize=3)
+    with pytest.raises(TypeError, match=r"evaluate.. has no argument 'batch'. Did you mean 'batch_size'\?"):
+        parallel.evaluate(X, X[:, :1], batch=3)
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_no_data(method):
-    parallel = fitted()
+    parallel = compiled()
     with pytest.raises(ValueError, match=rf"{method}\(\) needs data: .* Received: x=None"):
         getattr(parallel, method)(*(() if method != "predict" else (None,)))
 
 
 def test_a_loop_that_calls_the_model_is_told_once_that_it_runs_on_one_device(caplog):
-    parallel = fitted()
+    parallel = compiled()
 
     def said():
         return [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
@@ -97,8 +88,7 @@ def test_a_loop_that_calls_the_model_is_told_once_that_it_runs_on_one_device(cap
 X = np.ones((8, 4))
 
 
-def fitted(**arguments):
+def compiled():
     parallel = keras_dp.DataParallelModel(dense(), devices=2)
     parallel.compile("sgd", "mse")
-    parallel.fit(X, X[:, :1], verbose=0, **arguments)
     return parallel

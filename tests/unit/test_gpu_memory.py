@@ -116,10 +116,6 @@ def test_of_two_branches_the_larger_one_runs():
     types = {nodes[name].op for name in not_taken(nodes, bytes_of)}
     assert "Sin" in types
     assert not types & {"Exp", "Tile", "Merge", "Switch"}
-    # If nothing counts in one branch, the other one runs.
-    others = {nodes[name].op for name in not_taken(nodes, lambda name: nodes[name].op == "Sin")}
-    assert {"Exp", "Tile"} <= others
-    assert "Sin" not in others
     assert not any(nodes[name].op == "Merge" for name in branches)
 
 

@@ -47,7 +47,7 @@ def test_shards_have_no_tensors_that_stay_whole():
         feed.experimental_distribute_dataset(dataset())
 
 
-@pytest.mark.parametrize("devices", [["GPU:0", "GPU:1"], ["CPU:0"], ["GPU:0", "CPU:0"]])
+@pytest.mark.parametrize("devices", [["GPU:0", "GPU:1"], ["GPU:0", "CPU:0"]])
 def test_on_gpus_the_wait_for_input_is_measured_only_if_it_is_asked_for(devices):
     """The time for which a host waits for GPUs is not one for which they wait for input."""
     feed = InputStrategy(devices, lambda: False, lambda: None, no_step)

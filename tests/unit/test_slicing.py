@@ -12,8 +12,7 @@ def cut(batch, num_slices):
     return tf.function(lambda: slicing.cut(batch, num_slices))()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 17])
-@pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "num_slices"), [(5, 3), (2, 4), (16, 4), (5, 1)])
 def test_slice_i_has_rows_from_b_i_over_n(rows, num_slices):
     x = np.arange(rows * 2).reshape(rows, 2)
     for i, part in enumerate(cut({"x": x}, num_slices)):
@@ -35,28 +34,22 @@ def test_rows_of_some_slices():
 
 def test_the_own_rows_of_all_slices_are_the_batch():
     x = np.arange(10.0).reshape(5, 2)
-    for num_slices in (1, 2, 3, 8):
+    for num_slices in (1, 3, 8):
         parts = cut((x, None), num_slices)
         whole, nothing = slicing.whole_batch([part.data for part in parts], parts)
         np.testing.assert_array_equal(whole, x)
         assert nothing is None
 
 
-def test_ragged_and_sparse_tensors_are_cut_by_rows():
+def test_ragged_and_sparse_tensors_are_cut_by_rows_and_scalars_stay_whole():
     ragged = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
     dense = tf.constant([[0, 1], [2, 0], [0, 0], [3, 4], [5, 0]])
-    parts = cut((ragged, tf.sparse.from_dense(dense)), 2)
+    parts = cut((ragged, tf.sparse.from_dense(dense), np.float64(7.0)), 2)
     assert [part.data[0].to_list() for part in parts] == [[[1], [2, 3]], [[], [4, 5, 6], [7]]]
-    whole_ragged, whole_sparse = slicing.whole_batch([part.data for part in parts], parts)
+    assert [float(part.data[2]) for part in parts] == [7.0] * 2
+    whole_ragged, whole_sparse, scalar = slicing.whole_batch([part.data for part in parts], parts)
     assert whole_ragged.to_list() == ragged.to_list()
     np.testing.assert_array_equal(tf.sparse.to_dense(whole_sparse), dense)
-
-
-def test_scalars_stay_whole():
-    parts = cut((np.arange(5.0), np.float64(7.0)), 3)
-    assert [float(part.data[1]) for part in parts] == [7.0] * 3
-    rows, scalar = slicing.whole_batch([part.data for part in parts], parts)
-    np.testing.assert_array_equal(rows, np.arange(5.0))
     assert float(scalar) == 7.0
 
 
@@ -108,9 +101,7 @@ def test_slices_of_sparse_tensors_have_known_sizes(rows, own):
     ("data", "batch_size", "whole", "expected"),
     [
         (np.ones((100, 2)), None, (), 32),
-        (np.ones((100, 2)), 50, (), 50),
         (np.ones((6, 2)), 50, (), 6),
-        ({"nodes": np.ones((100, 2)), "edges": np.ones((7, 2))}, 50, ("edges",), 50),
         ({"nodes": np.ones((100, 2)), "edges": np.ones((7, 2))}, 50, ("0/edges",), 50),
         (iter([np.ones((100, 2))]), None, (), None),
     ],

@@ -14,7 +14,7 @@ import keras_dp
 
 where = sys.argv[1]
 keras_dp.use_logical_cpus(2)
-workers = keras_dp.connect_workers(timeout=10)
+workers = keras_dp.connect_workers(timeout=8)
 fails = where == "alike" or workers.index == workers.count - 1
 
 

@@ -1,6 +1,7 @@
 """Workers check that models and data are the same, start with the same variables, and write files on one worker."""
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -71,9 +72,6 @@ def test_the_first_difference_is_named_with_its_path_and_both_values():
     assert refused(facts, facts, other) == "layer 1, config, rate: worker 0 has 0.5, worker 2 has 0.25."
     assert refused({"a": {"b": 1}}, {"a": None}) == "a: worker 0 has {'b': 1}, worker 1 has None."
     assert refused({"a": [1, 2]}, {"a": [1, 3]}) == "a: worker 0 has [1, 2], worker 1 has [1, 3]."
-
-
-def test_what_only_one_worker_has_is_a_difference():
     assert refused({"a": 1}, {"a": 1, "b": 2}) == "b: worker 0 has None, worker 1 has 2."
     assert refused({"a": 1, "b": {"c": 2}}, {"a": 1}) == "b: worker 0 has {'c': 2}, worker 1 has None."
 
@@ -91,67 +89,36 @@ def test_all_workers_name_the_difference():
 # Descriptions
 
 
-def test_twins_are_described_alike():
-    one = as_sent(described_model(model()))
-    keras.utils.clear_session()
-    assert as_sent(described_model(model())) == one
-
-
-@pytest.mark.parametrize("difference", [{"rate": 0.2}, {"seed": 5}], ids=str)
-def test_what_workers_are_given_does_not_count(difference):
-    one = described_model(model())
-    keras.utils.clear_session()
-    assert described_model(model(**difference)) == one
-
-
-def test_automatic_names_do_not_count():
-    """Automatic names number the objects that a script has made before, which may be more on one worker."""
-    assert described_model(model()) == described_model(model())
-
-
-@pytest.mark.parametrize(
-    ("difference", "named"),
-    [
-        ({"units": 4}, "units: worker 0 has 3, worker 1 has 4."),
-        ({"activation": "relu"}, "activation: worker 0 has 'tanh', worker 1 has 'relu'."),
-        ({"momentum": 0.5}, "momentum: worker 0 has 0.9, worker 1 has 0.5."),
-        ({"optimizer": "sgd"}, "the optimizer, class: worker 0 has 'Adam', worker 1 has 'SGD'."),
-        ({"optimizer": keras.optimizers.Adam(beta_1=0.5)}, "the optimizer, beta_1: worker 0 has 0.9, worker 1 has 0.5."),
-        ({"loss": "mae"}, "the loss: worker 0 has 'mse', worker 1 has 'mae'."),
-        ({"loss": keras.losses.huber}, "the loss: worker 0 has 'mse', worker 1 has 'huber'."),
-    ],
-    ids=lambda value: None if isinstance(value, str) else "-".join(value),
-)
-def test_differences_of_models_are_named(difference, named):
-    descriptions = [as_sent(described_model(model()))]
-    keras.utils.clear_session()
-    descriptions.append(as_sent(described_model(model(**difference))))
-    assert refused(*descriptions).endswith(named)
+@pytest.mark.parametrize("difference", [{}, {"rate": 0.2}, {"seed": 5}], ids=str)
+def test_twins_are_described_alike(difference):
+    """What workers are given does not count. Neither do automatic names, which number the objects of a script."""
+    assert described_model(model()) == described_model(model(**difference))
 
 
 def decay(steps):
     return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, steps))
 
 
+AXIS, OTHER_AXIS = (keras.losses.CategoricalCrossentropy(axis=axis) for axis in (1, -1))
+
+
 @pytest.mark.parametrize(
     ("one", "other", "named"),
     [
-        (
-            {"loss": keras.losses.CategoricalCrossentropy(axis=1)},
-            {"loss": keras.losses.CategoricalCrossentropy(axis=-1)},
-            "the loss, axis: worker 0 has 1, worker 1 has -1.",
-        ),
+        ({}, {"units": 4}, "units: worker 0 has 3, worker 1 has 4."),
+        ({}, {"activation": "relu"}, "activation: worker 0 has 'tanh', worker 1 has 'relu'."),
+        ({}, {"optimizer": "sgd"}, "the optimizer, class: worker 0 has 'Adam', worker 1 has 'SGD'."),
+        ({}, {"optimizer": keras.optimizers.Adam(beta_1=0.5)}, "the optimizer, beta_1: worker 0 has 0.9, worker 1 has 0.5."),
+        ({}, {"loss": keras.losses.huber}, "the loss: worker 0 has 'mse', worker 1 has 'huber'."),
+        ({"loss": AXIS}, {"loss": OTHER_AXIS}, "the loss, axis: worker 0 has 1, worker 1 has -1."),
         ({"optimizer": decay(10)}, {"optimizer": decay(20)}, "config, decay_steps: worker 0 has 10, worker 1 has 20."),
     ],
-    ids=["loss", "schedule"],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
-def test_differences_of_configurations_are_named(one, other, named):
-    descriptions = []
-    for options in (one, one, other):
-        keras.utils.clear_session()
-        descriptions.append(as_sent(described_model(model(**options))))
-    assert descriptions[0] == descriptions[1]
-    assert refused(descriptions[0], descriptions[2]).endswith(named)
+def test_differences_of_models_are_named(one, other, named):
+    twins = [as_sent(described_model(model(**one))) for _ in range(2)]
+    assert twins[0] == twins[1]
+    assert refused(twins[0], as_sent(described_model(model(**other)))).endswith(named)
 
 
 def test_dtype_policies_count():
@@ -174,9 +141,6 @@ def test_any_model_can_be_described():
     for described in (Odd(), nested, outputs, keras.Sequential([layers.Dense(2)])):
         assert as_sent(described_model(described))
     assert described_model(Odd()) != described_model(nested)
-
-
-def test_a_model_without_an_optimizer_is_described():
     without = model()
     without.compile(None, "mse")
     assert described_model(without)["the optimizer"] == {}
@@ -208,6 +172,12 @@ def test_data_is_described_by_what_it_holds():
     other[1:] = one[1:]
     assert described_data(one) != described_data(other)
     assert described_data(one[::2].T) == described_data(np.ascontiguousarray(one[::2].T))
+    # Of a large array, a sample is read.
+    large = np.zeros((5000, 1000), np.int8)
+    other = large.copy()
+    other[0, 0] = other[-1] = 1
+    assert described_data(large) != described_data(other)
+    assert described_data(large) == described_data(large.copy())
 
 
 def test_datasets_may_end_in_other_transformations():
@@ -215,14 +185,6 @@ def test_datasets_may_end_in_other_transformations():
     data = tf.data.Dataset.range(4)
     assert described_data(data.batch(2)) == described_data(data.batch(2).take(1)) == "Dataset"
     assert described_data(iter(data)) != "Dataset"
-
-
-def test_a_large_array_is_described_by_a_sample():
-    large = np.zeros((5000, 1000), np.int8)
-    other = large.copy()
-    other[0, 0] = other[-1] = 1
-    assert described_data(large) != described_data(other)
-    assert described_data(large) == described_data(large.copy())
 
 
 def test_arguments_are_described():
@@ -287,9 +249,9 @@ def test_a_list_of_keras_is_in_lockstep_too():
 class FakeFit:
     """Holds the attributes of a model in `fit` that the callback uses."""
 
-    def __init__(self, inner_model, initial_epoch=None):
+    def __init__(self, inner_model, initial_epoch=None, stops=False):
         self.inner_model = inner_model
-        self.stop_training = False
+        self.stop_training = stops
         self.reports = 0
         self.distribute_strategy = self.different_batches = self
         self._initial_epoch = initial_epoch
@@ -321,11 +283,9 @@ def test_all_begin_with_the_first_workers_variables_and_epoch(epochs):
         assert fit._initial_epoch == epochs[0]
 
 
-@pytest.mark.parametrize("stops", [(False, False, False), (False, False, True), (True, True, True)])
+@pytest.mark.parametrize("stops", [(False, False, False), (False, False, True)])
 def test_all_end_when_one_ends(stops):
-    fits = [FakeFit(None) for _ in stops]
-    for fit, stop in zip(fits, stops, strict=True):
-        fit.stop_training = stop
+    fits = [FakeFit(None, stops=stop) for stop in stops]
     on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
     assert [fit.stop_training for fit in fits] == [any(stops)] * 3
     assert [fit.reports for fit in fits] == [1] * 3
@@ -370,15 +330,12 @@ def test_state_that_one_worker_changes_between_batches_is_an_error():
 
     on_workers(2, check)
     models[1].optimizers["bias"][0].learning_rate = 0.5
-    errors = []
 
     def checked(collectives):
-        with pytest.raises(RuntimeError, match="values of '.*learning_rate', and of 0 other variables, differ") as error:
+        with pytest.raises(RuntimeError, match="values of '.*learning_rate', and of 0 other variables, differ"):
             check(collectives)
-        errors.append(str(error.value))
 
     on_workers(2, checked)
-    assert len(errors) == 2
 
 
 def test_graphs_in_another_order_are_other_graphs():
@@ -432,7 +389,7 @@ def test_all_variables_are_there_once():
     assert len(variables) == 8 + 10 + 4
 
 
-SHAPES = [(3, 2), (), (0, 4), (5,)]
+SHAPES = [(3, 2), (), (0, 4)]
 DTYPES = ["float32", "int32", "float64", "bool", "bfloat16", "uint32"]
 
 
@@ -464,20 +421,25 @@ def test_variables_that_are_the_same_are_not_sent():
 
 
 def test_other_variables_are_refused():
-    def differing(*mine):
-        with pytest.raises(ValueError, match="must run the same script") as error:
-            on_workers(2, lambda collectives: synchronize(WorkerGroup(collectives), mine[collectives.index]))
-        return str(error.value)
-
     def zeros(shape, dtype="float64"):
         return keras.Variable(np.zeros(shape, dtype), dtype=dtype)
 
-    difference = differing([zeros([2])], [zeros([2]), zeros([3])])
-    assert "the number of variables of model and optimizer: worker 0 has 1, worker 1 has 2." in difference
-    difference = differing([zeros([2]), zeros([2, 3])], [zeros([2]), zeros([3, 2])])
-    assert "the shape of variable 1: worker 0 has 'float64[2, 3]', worker 1 has 'float64[3, 2]'." in difference
-    difference = differing([zeros([2])], [zeros([2], "float32")])
-    assert "the shape of variable 0: worker 0 has 'float64[2]', worker 1 has 'float32[2]'." in difference
+    for mine, difference in (
+        (
+            ([zeros([2])], [zeros([2]), zeros([3])]),
+            "the number of variables of model and optimizer: worker 0 has 1, worker 1 has 2.",
+        ),
+        (
+            ([zeros([2, 3])], [zeros([3, 2])]),
+            "the shape of variable 0: worker 0 has 'float64[2, 3]', worker 1 has 'float64[3, 2]'.",
+        ),
+        (
+            ([zeros([2])], [zeros([2], "float32")]),
+            "the shape of variable 0: worker 0 has 'float64[2]', worker 1 has 'float32[2]'.",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"must run the same script.*{re.escape(difference)}"):
+            on_workers(2, lambda collectives: synchronize(WorkerGroup(collectives), mine[collectives.index]))  # noqa: B023
 
 
 def test_what_arrives_otherwise_than_it_was_sent_is_noticed():

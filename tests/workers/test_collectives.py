@@ -56,49 +56,38 @@ def test_one_worker_alone_has_what_it_has():
 # Several workers, as threads
 
 
-@pytest.mark.parametrize("dtype", NUMBERS, ids=lambda dtype: dtype.name)
-def test_all_kinds_of_numbers_are_summed_and_gathered(dtype):
+def test_all_kinds_of_numbers_are_summed_and_gathered():
     def work(collectives):
-        own = tf.cast(tf.constant([[0, 1], [1, 0], [0, 1]][: collectives.index + 1]), dtype)
-        return collectives.sum(own[0]), collectives.gather(own), collectives.stack(own[-1])
+        own = [tf.cast(tf.constant([[0, 1], [1, 0], [0, 1]][: collectives.index + 1]), dtype) for dtype in NUMBERS]
+        return [(collectives.sum(x[0]), collectives.gather(x), collectives.stack(x[-1])) for x in own]
 
-    for total, rows, stacked in on_workers(2, work):
-        assert (total.dtype, rows.dtype, stacked.dtype) == (dtype, dtype, dtype)
-        assert tf.reduce_all(stacked == tf.cast([[0, 1], [1, 0]], dtype))
-        expected = [0, 1] if dtype == tf.bool else [0, 2]
-        assert tf.reduce_all(total == tf.cast(expected, dtype))
-        assert tf.reduce_all(rows == tf.cast([[0, 1], [0, 1], [1, 0]], dtype))
+    for of_dtypes in on_workers(2, work):
+        for dtype, (total, rows, stacked) in zip(NUMBERS, of_dtypes, strict=True):
+            assert (total.dtype, rows.dtype, stacked.dtype) == (dtype, dtype, dtype)
+            assert tf.reduce_all(stacked == tf.cast([[0, 1], [1, 0]], dtype))
+            expected = [0, 1] if dtype == tf.bool else [0, 2]
+            assert tf.reduce_all(total == tf.cast(expected, dtype))
+            assert tf.reduce_all(rows == tf.cast([[0, 1], [0, 1], [1, 0]], dtype))
 
 
-@pytest.mark.parametrize("dtype", NUMBERS, ids=lambda dtype: dtype.name)
-def test_tensors_of_one_worker_arrive_everywhere(dtype):
+def test_tensors_of_one_worker_arrive_everywhere():
     """The workers' tensors may have different shapes, and others than that worker's."""
+    strings = [[["", "a"], ["ÿé", ""]], [[b"\xff\x00", b"long" * 99]], np.zeros([0, 2], str), [["", ""]]]
 
     def work(collectives):
         size = 2 * collectives.index
-        own = [
-            tf.cast(tf.reshape(tf.range(3 * size), [size, 3]), dtype),
-            tf.cast(collectives.index, dtype),
-            tf.zeros([0], dtype),
-        ]
-        return collectives.of_worker(tf.constant(1, tf.int64), own)
+        of_numbers = [tf.cast(tf.reshape(tf.range(3 * size), [size, 3]), dtype) for dtype in NUMBERS]
+        of_strings = [tf.constant(x, tf.string) if collectives.index == 1 else tf.fill([1, 1], "other") for x in strings]
+        return collectives.of_worker(
+            tf.constant(1, tf.int64), [*of_numbers, *of_strings, tf.constant(collectives.index / 2), tf.zeros([0])]
+        )
 
-    expected = [tf.cast([[0, 1, 2], [3, 4, 5]], dtype), tf.cast(1, dtype), tf.zeros([0], dtype)]
+    of_numbers = [tf.cast([[0, 1, 2], [3, 4, 5]], dtype) for dtype in NUMBERS]
+    expected = [*of_numbers, *[tf.constant(x, tf.string) for x in strings], tf.constant(0.5), tf.zeros([0])]
     for received in on_workers(3, work):
         for x, y in zip(received, expected, strict=True):
             assert (x.dtype, x.shape) == (y.dtype, y.shape)
-            assert tf.reduce_all(x == y)
-
-
-@pytest.mark.parametrize("strings", [[["", "a"], ["ÿé", ""]], [[b"\xff\x00", b"long" * 99]], np.zeros([0, 2], str), [["", ""]]])
-def test_strings_of_one_worker_arrive_everywhere(strings):
-    def work(collectives):
-        own = tf.constant(strings, tf.string) if collectives.index else tf.fill([1, 1], "other")
-        return collectives.of_worker(1, [tf.constant(7), own, tf.constant(collectives.index / 2)])
-
-    for number, received, last in on_workers(2, work):
-        assert (int(number), float(last)) == (7, 0.5)
-        np.testing.assert_array_equal(received, tf.constant(strings, tf.string))
+            np.testing.assert_array_equal(x, y)
 
 
 def test_rows_of_strings_are_gathered():
@@ -123,8 +112,7 @@ def test_numbers_at_the_ends_of_their_range_arrive(dtype):
         assert rows.numpy().tolist() == ends * 2
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-@pytest.mark.parametrize("rows", [(2, 3, 0), (0, 0, 0)])
+@pytest.mark.parametrize(("order", "rows"), [((2, 0, 1), (2, 3, 0)), ((0, 1, 2), (0, 0, 0))])
 def test_rows_are_gathered_in_the_order_of_the_workers(rows, order):
     def work(collectives):
         count = rows[collectives.index]
@@ -151,7 +139,6 @@ def test_rows_of_unknown_shape_must_have_one():
 
 
 def test_rows_of_one_width_are_counted_and_gathered():
-
     def work(collectives):
         rows = tf.fill([1 + collectives.index, 2], collectives.index)
         counts = collectives._counts_of_one_width(rows)
@@ -162,7 +149,7 @@ def test_rows_of_one_width_are_counted_and_gathered():
         assert rows.numpy().tolist() == [[0, 0], [1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("empty", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("empty", [(1,), (0, 1, 2)])
 def test_ragged_and_sparse_rows_are_gathered(empty):
     ragged = [[[[1], []], [[2, 3]]], [[], [[4]]], [[[5, 6]]]]
     dense = [[[0, 1, 0], [2, 0, 0]], [[0, 0, 3]], [[0, 0, 0], [4, 5, 6]]]
@@ -188,25 +175,12 @@ def test_messages_of_any_length_are_exchanged():
     assert on_workers(2, lambda collectives: collectives.exchange(b"")) == [[b"", b""]] * 2
 
 
-@pytest.mark.parametrize("size", [0, 3, 1024, 1025])
+@pytest.mark.parametrize("size", [0, 1024, 1025])
 def test_the_first_workers_message_is_broadcast(size, monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 256)
     message = rng.bytes(size)
     others = [message, b"", rng.bytes(2000)]
     assert on_workers(3, lambda collectives: collectives.broadcast(others[collectives.index])) == [message] * 3
-
-
-def test_sums_of_many_tensors_over_workers(monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
-    tensors = [rng.normal(size=shape) for shape in ((3,), (), (5, 7), (0, 2), (1,))]
-
-    def work(collectives):
-        return collectives.sum_all([tf.constant(x * (collectives.index + 1)) for x in tensors] + [None])
-
-    for sums in on_workers(2, work):
-        assert sums.pop() is None
-        for received, tensor in zip(sums, tensors, strict=True):
-            np.testing.assert_allclose(received, 3 * tensor, rtol=1e-15)
 
 
 # Buckets
@@ -225,15 +199,14 @@ class Recorder(Collectives):
 
 
 def test_buckets_lose_nothing_and_are_no_larger_than_they_may_be(monkeypatch):
-    for room in (1, 2, 3, 8, 1000):
+    for room in (1, 3, 8, 1000):
         monkeypatch.setattr(buckets, "BUCKET_BYTES", 8 * room)
         for shapes in ([(1,)], [(), ()], [(2, 2), (3,), (17,), (1, 1)], [(0,), (4, 0), (9,)], [(8,), (8,), (8,)], []):
             tensors = [tf.constant(rng.normal(size=shape)) for shape in shapes]
             recorder = Recorder()
             sums = recorder.sum_all(tensors)
             assert [total.shape for total in sums] == [tensor.shape for tensor in tensors]
-            for total, tensor in zip(sums, tensors, strict=True):
-                np.testing.assert_array_equal(total, 2 * tensor)
+            assert all(np.array_equal(total, 2 * tensor) for total, tensor in zip(sums, tensors, strict=True))
             sizes = [size for x in recorder.sent if (size := math.prod(x.shape))]
             total = sum(map(math.prod, shapes))
             assert sizes == [room] * (total // room) + [total % room] * bool(total % room)
@@ -363,8 +336,6 @@ def test_sums_of_strings_are_refused():
 
 @pytest.mark.parametrize(("keeps_rows", "gathered"), [(False, 1), (True, 0)])
 def test_predictions_for_own_rows_are_sent_to_no_worker(keeps_rows, gathered):
-    """`predict(rows="shard")` once gathered all predictions on all workers, and threw away those of the others."""
-
     def step(x):
         return x * 2.0, tf.reduce_sum(x, axis=0)
 
@@ -414,10 +385,11 @@ def test_a_key_is_that_of_a_place_and_a_type():
 
 def test_keys_that_would_collide_are_told_apart():
     worker = constructed(0, 2)
+    tensors = [(tf.float32, [3]), (tf.float32, [4])]
     with mock.patch.object(module.zlib, "crc32", return_value=5):
-        first = keys(worker, (tf.float32, [3]), (tf.float32, [4]))
+        first = keys(worker, *tensors)
         assert len(set(first)) == 2
-        assert keys(worker, (tf.float32, [3]), (tf.float32, [4])) == first
+        assert keys(worker, *tensors) == first
 
 
 def late_use(worker, place, sizes, kind="sum"):
@@ -466,9 +438,8 @@ def test_keys_of_tensors_of_unknown_size_are_made_when_that_is_known():
     assert max(keys(worker, *[(tf.float32, [size]) for size in range(100)])) < 2**30
 
 
-@pytest.mark.parametrize("communication", ["ring", "nccl"])
-def test_eager_operations_have_late_keys_too(communication):
-    worker = constructed(0, 2, communication)
+def test_eager_operations_have_late_keys_too():
+    worker = constructed(0, 2)
     used = []
 
     def reduce(input, instance_key, **arguments):  # noqa: A002

@@ -27,13 +27,7 @@ def quick(monkeypatch):
 
 
 class Server:
-    """Answers like TensorFlow's server, until it is stopped.
-
-    Attributes:
-        may_answer: an event; while it is cleared, questions wait.
-        answered_at: the time of the last answer.
-        answers: the number of answers.
-    """
+    """Answers like TensorFlow's server, until it is stopped. Questions wait while the event `may_answer` is cleared."""
 
     def __init__(self, port, answer=b"devices"):
         self.may_answer = threading.Event()
@@ -62,11 +56,7 @@ class Server:
 
 
 class Group:
-    """Runs the health check of worker 0, and the servers of the others.
-
-    Attributes:
-        losses: the losses that the health check has reported.
-    """
+    """Runs the health check of worker 0, and the servers of the others. `losses` are those that it has reported."""
 
     def __init__(self, count=2, timeout=PATIENCE):
         self.ports = free_ports(count)
@@ -141,20 +131,11 @@ def test_workers_that_start_late_are_waited_for_and_named(group_of, caplog):
     assert messages == {f"Waiting for Worker 2 ({group.addresses[2]}), 0 s so far"}
 
 
-def test_workers_that_are_there_are_not_missed(group_of, caplog):
-    group = group_of(3)
-    group.start()
-    group.health_check.wait_for_all(PATIENCE)
-    assert not [record for record in caplog.records if record.name == "keras_dp"]
-
-
 def test_workers_that_do_not_come_in_time_are_named(group_of):
     group = group_of(4)
     group.start(2)
-    begin = time.monotonic()
     with pytest.raises(TimeoutError) as error:
         group.health_check.wait_for_all(0.5)
-    assert 0.5 < time.monotonic() - begin < 5
     expected = f"Workers 1 ({group.addresses[1]}), 3 ({group.addresses[3]}) did not start within 0.5 s. Start all workers with"
     assert str(error.value).startswith(expected)
 
@@ -170,13 +151,20 @@ def test_another_service_at_the_address_is_no_worker(group_of):
         other.stop(0).wait(PATIENCE)
 
 
-def test_a_worker_whose_server_is_gone_is_lost(group_of):
+def test_a_worker_whose_server_is_gone_is_lost(group_of, caplog):
+    """The loss is told once, and the health check ends. No worker was missed at the beginning."""
     group = group_of(3)
     group.begin()
     group.wait_for_answers(3)
     assert group.health_check.lost is None
-    group.servers[2].stop()
-    assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: {GONE}"
+    assert not [record for record in caplog.records if record.name == "keras_dp"]
+    with group.health_check.expecting_progress():
+        group.servers[2].stop()
+        assert group.loss() == f"Worker 2 ({group.addresses[2]}) is lost: {GONE}"
+    wait_until(lambda: not watching())
+    group.servers[1].stop()
+    time.sleep(5 * module.INTERVAL_SECONDS)
+    assert len(group.losses) == 1
 
 
 def test_workers_that_are_lost_together_are_named_together(group_of):
@@ -211,7 +199,9 @@ def test_a_connection_that_breaks_for_a_moment_is_no_loss(group_of, monkeypatch)
     assert (group.health_check.lost, group.losses) == (None, [])
 
 
-def test_a_worker_that_is_silent_for_longer_than_the_timeout_is_lost(group_of):
+def test_a_worker_that_is_silent_for_longer_than_the_timeout_is_lost(group_of, monkeypatch):
+    """Who answers is not lost with it, although the timeout is as short as the time limit of one question."""
+    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
     group = group_of(3, timeout=1.0)
     group.begin()
     group.wait_for_answers(2)
@@ -222,16 +212,6 @@ def test_a_worker_that_is_silent_for_longer_than_the_timeout_is_lost(group_of):
     assert loss.startswith(f"Worker 1 ({group.addresses[1]}) is lost: it has not answered for ")
     assert loss.endswith(" s.")
     assert "Worker 2" not in loss
-
-
-def test_who_answers_is_not_lost_with_who_does_not(group_of, monkeypatch):
-    """The timeout is as short as the time limit of one question."""
-    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
-    group = group_of(3, timeout=1.0)
-    group.begin()
-    group.servers[2].may_answer.clear()
-    assert "Worker 2 " in group.loss()
-    assert "Worker 1 " not in group.loss()
 
 
 def test_an_answer_that_takes_less_than_the_timeout_is_no_loss(group_of):
@@ -246,7 +226,9 @@ def test_an_answer_that_takes_less_than_the_timeout_is_no_loss(group_of):
     assert (group.health_check.lost, group.losses) == (None, [])
 
 
-def test_a_worker_without_progress_gives_up(group_of):
+def test_a_worker_without_progress_gives_up(group_of, monkeypatch):
+    """Others have time to notice a loss before: they ask, wait for an answer, and ask again, after the same timeout."""
+    monkeypatch.setattr(module, "PROBE_SECONDS", 0.4)
     group = group_of(3, timeout=0.8)
     group.begin()
     with group.health_check.expecting_progress():
@@ -255,7 +237,7 @@ def test_a_worker_without_progress_gives_up(group_of):
             group.health_check.note_progress()
         begin = time.monotonic()
         loss = group.loss()
-    assert 0.7 < time.monotonic() - begin < 10.0
+    assert 0.8 + 0.4 + 2 * module.INTERVAL_SECONDS - 0.05 < time.monotonic() - begin < 10.0
     assert loss.startswith("Worker 0 has waited for 0.8 s without progress: all workers answer, but not all have reached")
 
 
@@ -268,17 +250,6 @@ def test_a_worker_that_does_not_answer_is_named_also_where_progress_ended_before
         group.servers[1].may_answer.clear()
         loss = group.loss()
     assert loss.startswith(f"Worker 1 ({group.addresses[1]}) is lost: it has not answered for ")
-
-
-def test_others_have_time_to_notice_a_loss_before_this_worker_gives_up(group_of, monkeypatch):
-    """They ask, wait for an answer, and ask again, all after the same timeout as this worker's."""
-    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
-    group = group_of(3, timeout=2.0)
-    group.begin()
-    with group.health_check.expecting_progress():
-        begin = time.monotonic()
-        assert "without progress" in group.loss()
-    assert time.monotonic() - begin > 2.0 + 1.0 + 2 * module.INTERVAL_SECONDS
 
 
 def test_progress_is_expected_only_where_it_must_be_made(group_of):
@@ -295,41 +266,22 @@ def test_progress_is_expected_only_where_it_must_be_made(group_of):
     assert (group.health_check.lost, group.losses) == (None, [])
 
 
-def test_a_lost_worker_is_named_before_the_wait_times_out(group_of):
-    group = group_of(2, timeout=PATIENCE)
-    group.begin()
-    with group.health_check.expecting_progress():
-        group.servers[1].stop()
-        assert "Worker 1 " in group.loss()
-        assert "without progress" not in group.loss()
-
-
-def test_a_loss_is_told_once_and_the_health_check_ends(group_of):
-    group = group_of(3)
-    group.begin()
-    group.servers[1].stop()
-    group.loss()
-    wait_until(lambda: not watching())
-    group.servers[2].stop()
-    time.sleep(5 * module.INTERVAL_SECONDS)
-    assert len(group.losses) == 1
-
-
-def test_nothing_is_told_after_the_end(group_of):
+def test_nothing_is_told_after_the_end_which_does_not_wait_for_an_answer(group_of):
     group = group_of(2)
     group.begin()
     assert watching()
+    group.servers[1].may_answer.clear()
+    begin = time.monotonic()
     group.health_check.stop()
-    assert not watching()
+    assert time.monotonic() - begin < 2
+    wait_until(lambda: not watching())
     group.servers[1].stop()
     time.sleep(5 * module.INTERVAL_SECONDS)
     assert (group.health_check.lost, group.losses) == (None, [])
-    # A process that exits stops it again.
-    group.health_check.stop()
+    group.health_check.stop()  # as a process does that exits
 
 
 def test_the_time_of_answers(group_of):
-    """The worker that answers late, and the one that does not answer, are told apart."""
     group = group_of(4)
     group.begin()
     late = group.servers[2]
@@ -340,14 +292,3 @@ def test_the_time_of_answers(group_of):
     assert 0 < times[1] < times[2]
     assert 0.05 <= times[2] < math.inf
     assert times[3] == math.inf
-
-
-def test_the_end_does_not_wait_for_an_answer(group_of):
-    group = group_of(2)
-    group.begin()
-    group.servers[1].may_answer.clear()
-    begin = time.monotonic()
-    group.health_check.stop()
-    assert time.monotonic() - begin < 2
-    wait_until(lambda: not watching())
-    assert group.losses == []

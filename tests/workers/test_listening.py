@@ -38,7 +38,6 @@ def port():
 @pytest.mark.parametrize(
     ("host", "accepted"),
     [
-        ("127.0.0.1", {"127.0.0.1"}),
         ("127.0.0.2", {"127.0.0.2"}),
         ("[::1]", {"::1"}),
         ("[::ffff:127.0.0.2]", {"127.0.0.2"}),
@@ -46,7 +45,9 @@ def port():
     ],
 )
 def test_one_address_is_accepted(port, host, accepted):
+    before = os.listdir("/proc/self/fd")
     assert listening.accept_only(host, port) is None
+    assert len(os.listdir("/proc/self/fd")) == len(before), "a descriptor stays open"
     assert {address for address in OWN if answers(address, port)} == accepted
 
 
@@ -54,10 +55,8 @@ def test_one_address_is_accepted(port, host, accepted):
     ("host", "reason"),
     [
         ("alpha", "alpha is a name"),
-        ("localhost.localdomain", "localhost.localdomain is a name"),
         ("203.0.113.7", "203.0.113.7 is not an address of this machine"),
         ("[2001:db8::7]", "[2001:db8::7] is not an address of this machine"),
-        ("0.0.0.0", "0.0.0.0 is not an address of this machine"),
         ("[::]", "[::] is not an address of this machine"),
     ],
 )
@@ -87,7 +86,7 @@ def test_a_system_without_ipv6(port, monkeypatch):
 
 
 def test_other_sockets_stay_blocking(port):
-    """With a default timeout, Python made each socket of the process non-blocking that it only looked at."""
+    """With a default timeout, Python makes each socket non-blocking of which it makes an object."""
     one, other = socket.socketpair()
     with one, other:
         socket.setdefaulttimeout(10)
@@ -101,12 +100,6 @@ def test_other_sockets_stay_blocking(port):
 def test_nothing_listens():
     (port,) = free_ports(1)
     assert f"no socket of this process listens on port {port}" in listening.accept_only("127.0.0.1", port)
-
-
-def test_no_descriptor_stays_open(port):
-    before = os.listdir("/proc/self/fd")
-    listening.accept_only("127.0.0.1", port)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_large_messages_pass(port):

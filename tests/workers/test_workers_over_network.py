@@ -2,14 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
-from relayed_network import VARIABLE, Line, RelayedNetwork
+from relayed_network import Line, RelayedNetwork
 from unbroken_training import assert_unbroken
-from worker_processes import SCRIPTS, TESTS, Workers
+from worker_processes import SCRIPTS, TESTS, Launched, Workers
 
 SLOW = Line(delay=1e-3, rate=100e6 / 8)
 TIMEOUT = 20  # seconds, longer than a first step on processors that others use
@@ -27,12 +25,12 @@ def trained(network, count, directory, *arguments, epochs=EPOCHS, seconds_per_ep
 def test_over_a_slow_network_that_stands_still_for_a_while_nothing_is_lost(tmp_path):
     with RelayedNetwork(SLOW) as network, trained(network, 2, tmp_path) as workers:
         workers.start().wait_for_output("epoch 1")
-        network.hold_around(0, (1,))
+        network.hold_both(0, 1)
         time.sleep(1)
         before = workers.output(0)
         time.sleep(2)
         assert workers.output(0) == before, "the workers do not need what is held"
-        network.release_around(0, (1,))
+        network.release_both(0, 1)
         assert workers.wait() == [0, 0]
         assert_unbroken(workers.output(0), EPOCHS)
         assert min(network.passed(0, 1), network.passed(1, 0)) > 10_000
@@ -42,48 +40,49 @@ def test_over_a_slow_network_that_stands_still_for_a_while_nothing_is_lost(tmp_p
 @pytest.mark.parametrize("count", [2, 3])
 def test_numbers_over_a_slow_network_are_those_of_one_device(count, tmp_path):
     cases = ["even_and_uneven_batches", "synchronized_batch_norm", "sparse_gradients"]
-    script = [SCRIPTS / "exactness.py", count, *cases]
+    script = [SCRIPTS / "exactness.py", count, "12", *cases]
     with (
         RelayedNetwork(SLOW) as network,
         Workers("relayed.py", count, tmp_path, *script, **network.environment) as workers,
     ):
         codes = workers.start().wait(seconds=500)
         assert codes == [0] * count, workers.output(0)[-3000:]
-        assert all(len(re.findall("^passed ", workers.output(i), re.MULTILINE)) == 2 * len(cases) for i in range(count))
+        assert all(len(re.findall("^passed ", output, re.MULTILINE)) == 2 * len(cases) for output in workers.outputs())
 
 
-def hold(network):
-    network.hold_around(1, (0, 2))
+def refuse(network, other):
+    network.refuse(1, other)
+    network.cut(1, other)
 
 
-def hold_to(network):
-    for other in (0, 2):
-        network.hold(other, 1)
+CUTS = {
+    "both": lambda network, other: network.hold_both(1, other),
+    "to": lambda network, other: network.hold(other, 1),
+    "from": lambda network, other: network.hold(1, other),
+    "refuse": refuse,
+}
 
 
-def hold_from(network):
-    for other in (0, 2):
-        network.hold(1, other)
+def assert_all_end_with(workers, *named, seconds=TO_NOTICE):
+    """Asserts that each worker ends with an error that names what is lost."""
+    workers.wait_for_output("WorkerLostError: ", seconds=seconds)
+    assert workers.wait(seconds=TO_END) == [1] * len(named)
+    for output, one in zip(workers.outputs(), named, strict=True):
+        assert re.search(rf"WorkerLostError: {one}", output)
 
 
-def refuse(network):
-    for other in (0, 2):
-        network.refuse(1, other)
-        network.cut(1, other)
+LOST = r"Worker {} \(127.0.0.1:\d+\) is lost: "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut_off", [hold, hold_to, hold_from, refuse])
+@pytest.mark.parametrize("cut_off", CUTS.values(), ids=CUTS)
 def test_a_worker_that_is_cut_off_is_named_by_all_others(cut_off, tmp_path):
     """The one that is cut off names the others, whom it has lost."""
     with RelayedNetwork() as network, trained(network, 3, tmp_path, "--timeout", TIMEOUT, epochs=1000) as workers:
         workers.start().wait_for_output("epoch 2")
-        cut_off(network)
-        workers.wait_for_output("WorkerLostError: ", seconds=TO_NOTICE)
-        assert workers.wait(seconds=TO_END) == [1, 1, 1]
-        for i in (0, 2):
-            assert re.search(r"WorkerLostError: Worker 1 \(127.0.0.1:\d+\) is lost: ", workers.output(i))
-        assert re.search(r"WorkerLostError: Worker (0|2) \(127.0.0.1:\d+\) is lost: ", workers.output(1))
+        for other in (0, 2):
+            cut_off(network, other)
+        assert_all_end_with(workers, LOST.format(1), LOST.format("[02]"), LOST.format(1))
 
 
 @pytest.mark.slow
@@ -92,10 +91,7 @@ def test_one_direction_of_one_link_that_is_held_ends_all(tmp_path):
     with RelayedNetwork() as network, trained(network, 3, tmp_path, "--timeout", TIMEOUT, epochs=1000) as workers:
         workers.start().wait_for_output("epoch 2")
         network.hold(0, 1)
-        workers.wait_for_output("WorkerLostError: ", seconds=TO_NOTICE)
-        assert workers.wait(seconds=TO_END) == [1, 1, 1]
-        for i in range(3):
-            assert re.search(r"WorkerLostError: Worker [01] \(127.0.0.1:\d+\) is lost: ", workers.output(i))
+        assert_all_end_with(workers, *[LOST.format("[01]")] * 3)
 
 
 @pytest.mark.slow
@@ -108,10 +104,8 @@ def test_connections_that_break_in_the_middle_of_a_step_are_named(count, tmp_pat
         time.sleep(3)  # until a step waits for what is held
         assert network.cut(0, 1)
         network.release(0, 1)
-        workers.wait_for_output("WorkerLostError: ", seconds=20)
-        assert workers.wait(seconds=TO_END) == [1] * count
-        named = r"WorkerLostError: The connection between workers 0 \(.*\) and 1 \(.*\) broke in the middle of a step"
-        assert all(re.search(named, workers.output(i)) for i in range(count))
+        broken = r"The connection between workers 0 \(.*\) and 1 \(.*\) broke in the middle of a step"
+        assert_all_end_with(workers, *[broken] * count, seconds=20)
 
 
 @pytest.mark.slow
@@ -125,32 +119,19 @@ def test_connections_that_break_between_two_steps_lose_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_launched_workers_start_again_when_the_network_is_back(tmp_path, monkeypatch):
+def test_launched_workers_start_again_when_the_network_is_back(tmp_path):
     """They resume after the last epoch, and end with the weights of an unbroken run."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS, TESTS.parent))))
-    main = "import sys; from keras_dp.cli import main; sys.exit(main(sys.argv[1:]))"
-    launch = [sys.executable, "-c", main, "launch", "--workers", "2", "--max-restarts", "1"]
-    script = [SCRIPTS / "relayed.py", SCRIPTS / "training.py", "2", tmp_path / "backup", "--epochs", str(EPOCHS)]
-    log = tmp_path / "log"
-    with RelayedNetwork() as network, log.open("wb") as output:
-        monkeypatch.setenv(VARIABLE, network.address)
-        launched = subprocess.Popen([*launch, *script], stdout=output, stderr=subprocess.STDOUT, cwd=TESTS.parent)
-        try:
-            wait_for(lambda: "[0] epoch 2" in log.read_text())
-            network.refuse(0, 1)
-            network.cut(0, 1)
-            wait_for(lambda: "all workers start again, restart 1 of 1" in log.read_text())
-            network.accept(0, 1)
-            assert launched.wait(120) == 0, log.read_text()[-3000:]
-        finally:
-            launched.terminate()
-            launched.wait()
-    assert re.findall(r"\[0\] epoch (\d)", log.read_text()) == list("01223")
-    assert_unbroken(log.read_text(), EPOCHS)
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    script = [SCRIPTS / "relayed.py", SCRIPTS / "training.py", 2, tmp_path / "backup", "--epochs", EPOCHS]
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    with (
+        RelayedNetwork() as network,
+        Launched(tmp_path, "--workers 2 --max-restarts 1", *script, PYTHONPATH=paths, **network.environment) as launched,
+    ):
+        launched.wait_for_output("[0] epoch 2")
+        network.refuse(0, 1)
+        network.cut(0, 1)
+        launched.wait_for_output("all workers start again, restart 1 of 1")
+        network.accept(0, 1)
+        output = launched.whole_output()
+    assert re.findall(r"\[0\] epoch (\d)", output) == list("01223")
+    assert_unbroken(output, EPOCHS)
