@@ -15,7 +15,7 @@ UNNAMED = "page.py"
 COLOUR = re.compile(r"\x1b\[\d+m|\x08")
 FIGURE = r"\d+\.\d+(?:e[+-]\d+)?"
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tensorflow", "keras", "keras_dp"])
+PROCESSES.set_forkserver_preload(["tensorflow", "keras", "keras_dp.api"])
 
 
 def programs(page):

@@ -13,7 +13,7 @@ import keras_dp
 
 ROWS, BATCH, EPOCHS = 90, 22, 2  # the last batch has two rows: fewer than some numbers of towers
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tensorflow", "keras", "keras_dp"])
+processes.set_forkserver_preload(["tensorflow", "keras", "keras_dp.api"])
 
 
 def images():
