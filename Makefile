@@ -18,10 +18,10 @@ check: lint  ## Check style, types and imports, and run the unit tests: before e
 	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit
 
 test: $(VENV)/dev.installed  ## Run the test of each promise, in ten minutes.
-	$(BIN)/python -m pytest -n 2 -m promise
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m promise
 
 test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
