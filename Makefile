@@ -17,7 +17,7 @@ mnist: $(VENV)/examples.installed  ## Train on images of MNIST, on two towers an
 check: lint  ## Check style, types and imports, and run the unit tests: before each commit.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit
 
-test: $(VENV)/dev.installed  ## Run the test of each promise, in ten minutes.
+test: $(VENV)/dev.installed  ## Run the test of each promise, in eight minutes.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m promise
 
 test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
