@@ -30,8 +30,8 @@ from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.in_trace import in_trace, tracing
 from keras_dp.wrapping.one_state import own_of
-from keras_dp.wrapping.own_training import CALLS, is_own
-from keras_dp.wrapping.plain_training import PlainTraining, users_function
+from keras_dp.wrapping.own_training import CALLS, is_own, own_function
+from keras_dp.wrapping.plain_training import PlainTraining
 from keras_dp.wrapping.refusals import refuse_keras_2
 
 STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
@@ -129,7 +129,8 @@ class TowerTrainer:
         self._verification = verification(verify, self.steps)
         self._place_variables()
         self.follow()
-        vars(self).update({f"{step}_function": users_function(inside, step) for step in STEPS.values()})
+        # Following the model forgets its functions.
+        vars(self).update({f"{step}_function": own_function(inside, step) for step in STEPS.values()})
 
     def wrap(self, model: keras.Model) -> Any:
         """Returns another model, wrapped with the same arguments, and its optimizer, too."""

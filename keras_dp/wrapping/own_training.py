@@ -27,6 +27,14 @@ def has_own_step(model: keras.Model) -> bool:
     return any(is_own(model, name) for name in ("train_step", "test_step", "predict_step"))
 
 
+def own_function(model: keras.Model, step: str) -> Any:
+    """Returns the function that a program has set for a step, as `model.train_function`; None if a method makes it."""
+    function = getattr(model, f"{step}_function")
+    module = getattr(getattr(function, "python_function", function), "__module__", None) or ""
+    is_made = is_own(model, f"make_{step}_function") or module.startswith(("keras.", "keras_dp."))
+    return None if is_made else function
+
+
 def listed(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Lists the callbacks in an argument of `fit`: None, one, several however nested, or a `CallbackList`."""
     inside = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []

@@ -1,4 +1,4 @@
-"""Tell the functions of Keras's trainer on one device: the user's own, and one that warns when a wrapped model is fitted."""
+"""Warn when a wrapped model is fitted directly, on one device."""
 
 import logging
 from typing import Any
@@ -30,10 +30,3 @@ class PlainTraining:
             )
         self._model.make_train_function(force=True)
         return self._model.train_function(iterator)
-
-
-def users_function(model: keras.Model, step: str) -> Any:
-    """Returns the function that a program has set for a step, as `model.train_function`; None if it is Keras's own."""
-    function = getattr(model, f"{step}_function")
-    module = getattr(getattr(function, "python_function", function), "__module__", None) or ""
-    return None if isinstance(function, PlainTraining) or module.startswith("keras.") else function

@@ -806,6 +806,25 @@ def test_optimizers_wherever_a_model_keeps_them():
     assert max(apart) < 0.1
 
 
+def test_a_method_makes_the_function_of_towers_anew():
+    """The one that it made for the model alone trains on one device."""
+    made = []
+
+    class Model(keras.Sequential):
+        def make_train_function(self, force=False):
+            if self.train_function is None or force:
+                made.append(self)
+                step = tf.function(lambda data: self.distribute_strategy.run(self.train_step, args=(data,)))
+                self.train_function = lambda iterator: step(next(iterator))
+
+    model = dense(Model)
+    model.compile("sgd", "mse")
+    fitted(model)
+    parallel = on_towers(model)
+    fitted(parallel)
+    assert [type(each) for each in made] == [Model, type(parallel)]
+
+
 def test_no_gradient_of_a_step_leads_to_the_model():
     """A call of the model itself under a tape has one."""
     parallel = on_towers(dense())
