@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves
-from keras_dp.batches.slicing import BATCH_SIZE, Slice, own_spec, row_spec
+from keras_dp.batches.slicing import BATCH_SIZE, Slice, own_spec, row_spec, traced_spec
 from keras_dp.partition.tensorflow_internals import HOST
 
 
@@ -28,6 +28,11 @@ class BatchTypes:
     def of(cls, part: Slice) -> "BatchTypes":
         """Returns the types of the batch of which there is a slice."""
         return cls(map_leaves(own_spec, part.data), part.whole.of(part.data), part.batch.shape[0])
+
+    def of_batch(self) -> Any:
+        """Returns the types of the batch's tensors, nested as in the batch."""
+        stays = iter(self.is_whole)
+        return map_leaves(lambda spec: spec if next(stays) else traced_spec(spec, self.batch_rows), self.slices)
 
     def stand_in(self, batch_rows: int | None = None) -> Any:
         """Returns a batch of these types: floating-point numbers are 1, all other numbers 0, and texts are empty.

@@ -117,7 +117,9 @@ class StepFunction:
         self._function, self._name, self._verification = function, name, verification
         self._steps = steps
         self._executions = range(steps_per_execution)
-        # Keras's function sees the slices of a dataset, and shares its traces, as on one device.
+        # Keras's function sees the slices of a dataset, and shares its traces, as on one device. TensorFlow's stateful
+        # operations draw on in each trace of this function, so it has the same ones: first those of datasets.
+        self._types_of_datasets: list[Any] = []
         self._on_batch = tf.function(
             lambda batch: function(iter([steps.inputs.cut_as_of_dataset(batch)])), autograph=False, reduce_retracing=True
         )
@@ -136,6 +138,9 @@ class StepFunction:
         return result
 
     def _of_batches(self, iterator: Any) -> Any:
+        for types in self._types_of_datasets:
+            self._on_batch.get_concrete_function(types)
+        self._types_of_datasets.clear()
         for batch in itertools.islice(iterator, len(self._executions)):
             with self._verified(types_of(batch), batch):
                 result = self._function(iter([batch])) if self._steps.inputs.cuts_in_step else self._on_batch(batch)
@@ -148,12 +153,20 @@ class StepFunction:
             self._on_shard.get_concrete_function(types)
             return self._on_shard(next(iterator))
         if self._verification is None or not self._verification.is_new(self._name, types):
-            return self._function(iterator)
+            return self._sliced_of_dataset(iterator)
         batches = list(itertools.islice(iterator, len(self._executions)))
         if not batches:
-            return self._function(iterator)
+            return self._sliced_of_dataset(iterator)
         with self._verified(types, batches[-1]):
-            return self._function(iterator_of(batches, types))
+            return self._sliced_of_dataset(iterator_of(batches, types))
+
+    def _sliced_of_dataset(self, iterator: tf.data.Iterator) -> Any:
+        traced_before = self._steps.batch_types.get(self._name)
+        result = self._function(iterator)
+        traced = self._steps.batch_types.get(self._name)
+        if traced is not None and traced is not traced_before:
+            self._types_of_datasets.append(traced.of_batch())
+        return result
 
     def _verified(self, types: Any, batch: Any) -> contextlib.AbstractContextManager[None]:
         if self._verification is None or not self._verification.is_new(self._name, types):

@@ -146,9 +146,11 @@ def test_a_step_is_traced_as_often(sequence, noise):
 DRAW = np.random.default_rng(turn.SEED)
 DRAWN = list(zip(DRAW.choice(list(OF_WEIGHTED_ROWS), 5), DRAW.choice([8, 6, 5, 3], 5), strict=True))
 BATCHES_FIRST = [("train_on_batch", 7), ("train_on_batch", 6), ("fit", 3), ("fit of equal batches", 8), ("train_on_batch", 8)]
+# The function of single batches once kept the traces that its own calls make, and other ones than Keras's function had.
+DATASET_FIRST = [("fit of equal batches", 5), ("train_on_batch", 3), ("train_on_batch", 6), ("evaluate", 5)]
 
 
-@pytest.mark.parametrize("calls", [BATCHES_FIRST, DRAWN], ids=["batches first", "drawn"])
+@pytest.mark.parametrize("calls", [BATCHES_FIRST, DATASET_FIRST, DRAWN], ids=["batches first", "dataset first", "drawn"])
 def test_batches_and_datasets_of_the_same_types_share_traces(calls):
     """They did not where batches have weights: Keras gives a batch without weights None in their place, which is another type.
 
