@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from keras_dp import choices
 from keras_dp.arithmetic.share import ArithmeticOfRows
 from keras_dp.batches.slicing import Slice
-from keras_dp.partition.inspecting.explanation import Explanation, explain
-from keras_dp.partition.inspecting.picture import bytes_in_words
+from keras_dp.partition.inspecting.explanation import Explanation, bytes_in_words, explain
 from keras_dp.partition.step import Partition
 from keras_dp.steps.random_states import same_random_states
 from keras_dp.steps.towers import TowerSteps

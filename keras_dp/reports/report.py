@@ -14,7 +14,7 @@ from rich.table import Table
 from keras_dp import tables
 from keras_dp.devices.announcement import SPREAD
 from keras_dp.devices.available import in_words
-from keras_dp.partition.inspecting.picture import bytes_in_words
+from keras_dp.partition.inspecting.explanation import bytes_in_words
 
 # A GPU computes 10 to 100 TFLOP/s, and PCIe 4.0 carries 25 GB/s each way: 400 to 4,000 operations in the time of a byte.
 FLOPS_OF_A_BYTE = 1000

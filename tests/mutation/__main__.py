@@ -28,7 +28,6 @@ _OTHERS = {
     "compilation",
     "explanation",
     "failures",
-    "picture",
     "rounding",
     "tensorflow_internals",
     "user_lines",

@@ -1,7 +1,6 @@
 """Explain where towers meet, what that costs, and what is computed once."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import numpy as np
 
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.facts.rows import Rows
-from keras_dp.partition.inspecting.picture import Line, draw
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tracing.names import Output, name_of
 from keras_dp.partition.tracing.user_lines import user_line
@@ -52,7 +50,7 @@ class Once:
     line: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
     """Explains how a step is partitioned.
 
@@ -80,7 +78,7 @@ class Explanation:
     once: list[Once]
     share_of_arithmetic: float | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [
             f"{len(self.devices)} towers on {', '.join(self.devices)}; home on {self.home}; batch of {self.batch_rows} rows",
             f"{self.on_towers} operations on each tower{', compiled by XLA' * self.jit_compile}, {self.at_home} once at home",
@@ -98,21 +96,6 @@ class Explanation:
         for known in self.once:
             lines.append(f"  {known.type} {known.name!r}: {known.reason}" + (f"; {known.line}" if known.line else ""))
         return "\n".join(lines)
-
-    def svg(self) -> str:
-        """Draws the explanation: towers as columns, and a line for each meeting, which is wider for more bytes."""
-        lines = []
-        for (kind, scope), following in itertools.groupby(self.meetings, lambda meeting: (meeting.kind, _scope(meeting.name))):
-            group = list(following)
-            sizes = [meeting.bytes for meeting in group]
-            size = None if None in sizes else sum(size or 0 for size in sizes)
-            lines.append(Line(kind, scope if len(group) > 1 else group[0].name, len(group), size))
-        once = f"; {len(self.once)} operations computed once, from gathered rows" if self.once else ""
-        return draw(f"Batch of {self.batch_rows} rows{once}", self.devices, self.home, lines)
-
-    def _repr_svg_(self) -> str:
-        """Returns the picture for notebooks."""
-        return self.svg()
 
     def notable(self) -> list[Once]:
         """Returns the operations whose gathered rows are at least 1 MiB, and at least a tenth of all exchanged bytes."""
@@ -156,10 +139,6 @@ def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows:
     return Explanation(list(devices), home, batch_rows, len(plans) - at_home, at_home, jit_compile, meetings, once)
 
 
-def _scope(name: str) -> str:
-    return name.rpartition("/")[0] or name
-
-
 def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | None:
     """Counts the bytes of the rows that an operation takes."""
     propagation = partition.propagation
@@ -182,3 +161,11 @@ def _bytes(partition: Partition, output: Output, batch_rows: int) -> int | None:
     if any(not isinstance(size, int) for size in sizes):
         return None
     return int(np.prod(sizes, dtype=np.int64)) * static.dtype.size
+
+
+def bytes_in_words(number: int) -> str:
+    """Returns a number of bytes with its unit."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"
