@@ -20,7 +20,6 @@ from pathlib import Path
 from keras_dp import tables
 from keras_dp.cli import environment
 from keras_dp.cli.bench import summary
-from keras_dp.cli.bench.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -73,18 +72,11 @@ def result(command, path):
     return kept
 
 
-def rows_of(kept):
-    """The kind of a benchmark of keras-dp, and the rows of its table."""
-    results = json.loads(kept["printed"])
-    kind = KINDS[results["measures"]]
-    return kind, [kind.row(**row) for row in results["rows"]]
-
-
 def shown(kept):
     """A result as the page shows it, in Markdown, or as the program has printed it."""
     if kept["command"].startswith("keras-dp bench"):
-        kind, rows = rows_of(kept)
-        table = tables.markdown(kind.columns(rows), rows)
+        rows = [summary.Row(**row) for row in json.loads(kept["printed"])["rows"]]
+        table = tables.markdown(summary.COLUMNS, rows)
     else:
         table = f"```\n{kept['printed'].rstrip()}\n```"
     return f"{table}\n\n{kept['date']}; {kept['machine']}."

@@ -1,1 +1,1 @@
-"""Measure steps, or whole trainings: `keras-dp bench`."""
+"""Measure training steps: `keras-dp bench`."""

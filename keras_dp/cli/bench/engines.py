@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_dp
 from keras_dp.cli import models
 from keras_dp.cli.bench.independent_towers import independent_towers
-from keras_dp.cli.runs import Setup
+from keras_dp.cli.runs import Run
 from keras_dp.keras_internals import keras_models
 
 SEED = 0
@@ -28,46 +28,46 @@ class Engine(NamedTuple):
     trained_model: keras.Model
 
 
-def start(setup: Setup) -> list[str] | None:
+def start(run: Run) -> list[str] | None:
     """Seeds this process, in which TensorFlow must not have started yet, and returns its devices; None for a worker's own."""
-    if setup.workers > 1:
+    if run.workers > 1:
         keras_dp.connect_workers()
         devices = None
     elif tf.config.list_physical_devices("GPU"):
-        devices = [f"GPU:{index}" for index in range(setup.towers)]
+        devices = [f"GPU:{index}" for index in range(run.towers)]
     else:
         # They share the cores.
-        keras_dp.use_logical_cpus(setup.towers)
-        devices = [f"CPU:{index}" for index in range(setup.towers)]
+        keras_dp.use_logical_cpus(run.towers)
+        devices = [f"CPU:{index}" for index in range(run.towers)]
     keras.utils.set_random_seed(SEED)
     return devices
 
 
-def build(setup: Setup, devices: list[str] | None) -> Engine:
+def build(run: Run, devices: list[str] | None) -> Engine:
     """Builds and compiles the model on its engine."""
-    workload = models.workload(setup.model)
-    mirrored = setup.engine == "mirrored"
+    workload = models.workload(run.model)
+    mirrored = run.engine == "mirrored"
     with tf.distribute.MirroredStrategy(devices).scope() if mirrored else contextlib.nullcontext():
         inner_model = workload.build()
-        trained_model = _on_engine(setup, inner_model, devices)
+        trained_model = _on_engine(run, inner_model, devices)
         if not inner_model.compiled:
-            jit_compile = setup.jit_compile or "auto"
+            jit_compile = run.jit_compile or "auto"
             trained_model.compile(models.optimizer(), jit_compile=jit_compile, **workload.objective())
     return Engine(inner_model, trained_model)
 
 
-def _on_engine(setup: Setup, model: keras.Model, devices: list[str] | None) -> keras.Model:
+def _on_engine(run: Run, model: keras.Model, devices: list[str] | None) -> keras.Model:
     """Returns the model that an engine trains: `model` itself, or a wrapper."""
-    if setup.engine in WRAPPERS:
-        return WRAPPERS[setup.engine](
+    if run.engine in WRAPPERS:
+        return WRAPPERS[run.engine](
             model,
             devices=devices,
-            parameter_device=setup.parameter_device,
-            batch_norm=setup.batch_norm,
-            gradient_dtype=setup.gradient_dtype,
+            parameter_device=run.parameter_device,
+            batch_norm=run.batch_norm,
+            gradient_dtype=run.gradient_dtype,
         )
-    if setup.engine == "mirrored":
+    if run.engine == "mirrored":
         for layer in keras_models.flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
-                layer.synchronized = setup.batch_norm == "sync"
+                layer.synchronized = run.batch_norm == "sync"
     return model

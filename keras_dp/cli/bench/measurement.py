@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import resource
 import sys
 import time
 from typing import Any
@@ -14,7 +15,6 @@ import keras_dp
 from keras_dp.cli import models, synthetic
 from keras_dp.cli.bench import engines
 from keras_dp.cli.bench.loopback import LoopbackBytes
-from keras_dp.cli.bench.peak_memory import peak_memory_megabytes
 from keras_dp.cli.runs import Measurement, Run
 from keras_dp.reports.step_graph import UnrepeatableStepError
 
@@ -82,6 +82,13 @@ def measure(run: Run) -> Measurement:
             if not report.unsized:
                 measurement = dataclasses.replace(measurement, communication_bytes=report.total_bytes)
     return measurement
+
+
+def peak_memory_megabytes() -> float:
+    """Returns the peak size of this process in the host's memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The unit is bytes on macOS, and kilobytes elsewhere.
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
 
 
 if __name__ == "__main__":

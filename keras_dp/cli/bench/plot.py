@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from keras_dp.cli.bench.step_summary import Row
+from keras_dp.cli.bench.summary import Row
 from keras_dp.cli.runs import ENGINES
 
-MARKERS = dict(zip(ENGINES, "o^vsDPX", strict=True))
+MARKERS = dict(zip(ENGINES, "o^vsD", strict=True))
 
 
 def write_figure(rows: Sequence[Row], title: str, path: Path) -> None:

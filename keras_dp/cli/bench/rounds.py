@@ -3,18 +3,16 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from keras_dp.cli import runs
 from keras_dp.cli.bench.summary import Cell
-from keras_dp.cli.runs import RunFailedError
+from keras_dp.cli.runs import Measurement, RunFailedError
 
 
 def measure_in_turns(
     cells: Sequence[Cell],
     count: int,
-    measure: Callable[[Cell, int], Any],
-    rounds: list[dict[Cell, Any]],
+    measure: Callable[[Cell, int], Measurement],
+    rounds: list[dict[Cell, Measurement]],
     failures: dict[Cell, str],
 ) -> Iterator[None]:
     """Fills in the measurements and the failures of each round, and yields after each round.
@@ -55,10 +53,8 @@ def say(text: str) -> None:
 
 def devices(cell: Cell) -> str:
     """Says on what a cell's model trains."""
-    if cell.engine in runs.OF_ONE_DEVICE:
+    if cell.engine == "single":
         return f"one device, batch {cell.batch_size}"
-    if cell.engine == "ddp":
-        return f"{cell.towers} process{'es' if cell.towers > 1 else ''}"
     return f"{cell.towers} tower{'s' if cell.towers > 1 else ''}"
 
 
