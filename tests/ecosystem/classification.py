@@ -25,3 +25,8 @@ def classifier(wrapped, units=8):
     model = keras_dp.DataParallelModel(model, devices=TOWERS) if wrapped else model
     model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
+
+
+def both(run):
+    """Returns what a function gives for a plain model and for a wrapped one."""
+    return [run(wrapped) for wrapped in (False, True)]

@@ -26,6 +26,7 @@ experiment.end()
 
 def logged(directory, kind):
     """Returns comet's log of a run: parameters, metrics by name, step and epoch, and the model's graph."""
+    directory.mkdir()
     command = [sys.executable, "-c", SCRIPT, str(directory), kind, str(Path(__file__).parent)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -33,32 +34,22 @@ def logged(directory, kind):
     (archive,) = directory.glob("*.zip")
     with zipfile.ZipFile(archive) as opened:
         messages = [json.loads(line) for line in opened.read("messages.json").splitlines()]
-    parameters, metrics, graphs = {}, {}, []
-    for message in messages:
-        payload = message["payload"]
-        match message["type"]:
-            case "parameter_msg":
-                if not payload["param"]["paramName"].startswith("run_arg"):  # the script's own
-                    parameters[payload["param"]["paramName"]] = payload["param"]["paramValue"]
-            case "metric_msg":
-                metric = payload["metric"]
-                metrics[metric["metricName"], metric["step"], metric["epoch"]] = metric["metricValue"]
-            case "graph":
-                graphs.append(json.loads(payload["graph"]))
-    return parameters, metrics, graphs
+    parameters, metrics, graphs = (
+        [message["payload"][field] for message in messages if message["type"] == kind]
+        for kind, field in (("parameter_msg", "param"), ("metric_msg", "metric"), ("graph", "graph"))
+    )
+    # A run's arguments are the script's own.
+    values = {one["paramName"]: one["paramValue"] for one in parameters if not one["paramName"].startswith("run_arg")}
+    numbers = {(one["metricName"], one["step"], one["epoch"]): float(one["metricValue"]) for one in metrics}
+    return values, numbers, list(map(json.loads, graphs))
 
 
 def test_what_comet_logs(tmp_path):
-    runs = []
-    for kind in ("plain", "wrapped"):
-        (tmp_path / kind).mkdir()
-        runs.append(logged(tmp_path / kind, kind))
-    (parameters, metrics, graphs), (of_wrapped, metrics_of_wrapped, graphs_of_wrapped) = runs
+    plain, wrapped = (logged(tmp_path / kind, kind) for kind in ("plain", "wrapped"))
+    (parameters, metrics, graphs), (of_wrapped, metrics_of_wrapped, graphs_of_wrapped) = plain, wrapped
     assert parameters == of_wrapped
     assert (parameters["epochs"], parameters["steps"], parameters["Adam_beta_1"]) == (2, 4, 0.9)
     assert graphs == graphs_of_wrapped
-    assert metrics.keys() == metrics_of_wrapped.keys()
-    logged_numbers = {key: float(value) for key, value in metrics.items() if "duration" not in key[0]}
-    assert {name for name, _, _ in logged_numbers} >= {"loss", "val_loss", "accuracy", "batch_loss"}
-    for key, value in logged_numbers.items():
-        assert float(metrics_of_wrapped[key]) == pytest.approx(value, rel=1e-4), key
+    assert {name for name, _, _ in metrics} >= {"loss", "val_loss", "accuracy", "batch_loss"}
+    numbers, others = ({key: one[key] for key in one if "duration" not in key[0]} for one in (metrics, metrics_of_wrapped))
+    assert others == pytest.approx(numbers, rel=1e-4)

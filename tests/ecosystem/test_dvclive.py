@@ -5,7 +5,8 @@ import json
 import keras
 import numpy as np
 import pytest
-from classification import classifier
+from classification import both, classifier
+from comparison import assert_same
 from dvc.repo import Repo
 from dvclive import Live
 from dvclive.keras import DVCLiveCallback
@@ -21,33 +22,29 @@ def repository(tmp_path, monkeypatch):
 
 
 def written(folder):
-    """Returns the names of a run's files, DVC's description of them, the last metrics, and each metric's steps and values."""
+    """Returns the names of a run's files with DVC's description, the last metrics, and each metric's steps and values."""
     names = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     metrics = json.loads((folder / "metrics.json").read_text())
     plots = {path.parent.name + "/" + path.stem: np.loadtxt(path, skiprows=1) for path in folder.rglob("*.tsv")}
-    return names, (folder / "dvc.yaml").read_text(), metrics, plots
+    return (names, (folder / "dvc.yaml").read_text()), metrics, plots
 
 
 def test_metrics_plots_and_model(data, tmp_path):
-    runs, answers = [], []
-    for wrapped in (False, True):
+    def run(wrapped):
         folder = tmp_path / f"wrapped_{wrapped}"
         with Live(str(folder), save_dvc_exp=False, dvcyaml=str(folder / "dvc.yaml")) as live:
             given = [DVCLiveCallback(live=live), keras.callbacks.ModelCheckpoint(folder / "best.keras", save_best_only=True)]
             classifier(wrapped).fit(*data, epochs=3, batch_size=8, validation_split=0.2, callbacks=given, verbose=0)
             live.log_artifact(folder / "best.keras", type="model", copy=True)
-        runs.append(written(folder))
-        answers.append(keras.models.load_model(folder / "artifacts" / "best.keras").predict(data[0], verbose=0))
-    (names, description, metrics, plots), (other_names, other_description, other_metrics, other_plots) = runs
-    assert names == other_names
+        answers = keras.models.load_model(folder / "artifacts" / "best.keras").predict(data[0], verbose=0)
+        return *written(folder), answers
+
+    (description, metrics, plots, answers), (other_description, other_metrics, other_plots, other_answers) = both(run)
     assert description == other_description
-    assert "path: artifacts/best.keras" in description
+    assert "path: artifacts/best.keras" in description[1]
     for part in ("train", "eval"):
         assert other_metrics[part] == pytest.approx(metrics[part], rel=1e-4)
-    assert (
-        plots.keys() == other_plots.keys() == {f"{part}/{name}" for part in ("train", "eval") for name in ("accuracy", "loss")}
-    )
-    for name, steps_and_values in plots.items():
-        assert len(steps_and_values) == 3
-        np.testing.assert_allclose(other_plots[name], steps_and_values, rtol=1e-4)
-    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-4)
+    assert plots.keys() == {f"{part}/{name}" for part in ("train", "eval") for name in ("accuracy", "loss")}
+    assert {len(steps_and_values) for steps_and_values in plots.values()} == {3}
+    assert_same(plots, other_plots, 1e-4)
+    np.testing.assert_allclose(other_answers, answers, rtol=1e-4)

@@ -7,30 +7,15 @@ import pytest
 from classification import TOWERS
 from comparison import assert_same_script
 
-import keras_dp
-
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "brown", "fox", "jumped", "."]
 TEXTS = np.array(
     ["the quick brown fox.", "the fox jumped.", "quick quick fox", "the brown", "fox fox.", "jumped the fox", "the."]
 )
 LABELS = np.array([0, 1, 1, 0, 1, 0, 0])
-MERGES = [
-    "Ġ t",
-    "h e",
-    "Ġt he",
-    "t he",
-    "Ġ f",
-    "o x",
-    "Ġf ox",
-    "f ox",
-    "Ġ q",
-    "u i",
-    "c k",
-    "Ġq ui",
-    "Ġqui ck",
-    "q ui",
-    "qui ck",
-]
+MERGES = ["Ġ t", "h e", "Ġt he", "t he", "Ġ f", "o x", "Ġf ox", "f ox"]
+MERGES += ["Ġ q", "u i", "c k", "Ġq ui", "Ġqui ck", "q ui", "qui ck"]
+# Of the layers of language models.
+SIZES = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 16, "max_sequence_length": 9, "dtype": "float64"}
 rng = np.random.default_rng(0)
 
 
@@ -42,34 +27,17 @@ def double_precision(single_precision):
 
 def bert():
     tokenizer = keras_hub.models.BertTokenizer(vocabulary=WORDS)
-    backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=len(WORDS),
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        max_sequence_length=9,
-        dtype="float64",
-    )
+    backbone = keras_hub.models.BertBackbone(vocabulary_size=len(WORDS), **SIZES)
     preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=9)
     return keras_hub.models.BertTextClassifier(backbone, num_classes=2, preprocessor=preprocessor)
 
 
 def gpt2():
-    pieces = dict.fromkeys(
-        ["!", "<|endoftext|>"] + [piece for merge in MERGES for piece in (*merge.split(), merge.replace(" ", ""))]
-    )
+    of_merges = [piece for merge in MERGES for piece in (*merge.split(), merge.replace(" ", ""))]
+    pieces = dict.fromkeys(["!", "<|endoftext|>", *of_merges])
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary=vocabulary, merges=MERGES)
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=len(pieces),
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        max_sequence_length=8,
-        dtype="float64",
-    )
+    backbone = keras_hub.models.GPT2Backbone(vocabulary_size=len(pieces), **SIZES)
     preprocessor = keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=8)
     return keras_hub.models.GPT2CausalLM(backbone, preprocessor=preprocessor)
 
@@ -92,11 +60,7 @@ def resnet():
 
 IMAGES = rng.uniform(0, 255, size=(7, 14, 14, 3)), rng.integers(0, 3, size=7)
 SENTENCES = np.array(["the quick fox", "the fox", "quick quick fox", "the the", "fox", "quick the fox", "the quick"])
-TASKS = {
-    "bert": (bert, (TEXTS, LABELS)),
-    "gpt2": (gpt2, (SENTENCES,)),
-    "resnet": (resnet, IMAGES),
-}
+TASKS = {"bert": (bert, (TEXTS, LABELS)), "gpt2": (gpt2, (SENTENCES,)), "resnet": (resnet, IMAGES)}
 
 
 def trained(model, data):
@@ -119,8 +83,4 @@ def test_a_wrapped_language_model_generates():
         model.fit(SENTENCES, batch_size=4, shuffle=False, verbose=0)
         return model.generate("the quick", max_length=6)
 
-    words = []
-    for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=TOWERS)):
-        keras.utils.set_random_seed(3)
-        words.append(script(wrap(gpt2())))
-    assert words[0] == words[1]
+    assert_same_script(gpt2, script, TOWERS)

@@ -4,7 +4,7 @@ import keras
 import optuna
 import optuna_integration
 import pytest
-from classification import classifier
+from classification import both, classifier
 from keras import layers
 from optuna.trial import TrialState
 
@@ -22,11 +22,6 @@ def quiet():
     optuna.logging.set_verbosity(verbosity)
 
 
-def new_study(pruner=None):
-    """Creates a study whose sampler draws two trials at random, and learns from the values of the trials before it then."""
-    return optuna.create_study(sampler=optuna.samplers.TPESampler(n_startup_trials=2, seed=0), pruner=pruner)
-
-
 def assert_same_trials(study, other):
     for trial, of_other in zip(study.trials, other.trials, strict=True):
         assert of_other.state is trial.state
@@ -38,16 +33,20 @@ def assert_same_trials(study, other):
 
 @pytest.mark.parametrize("callback", PRUNING)
 def test_pruning(callback, data):
-    studies = [new_study(optuna.pruners.MedianPruner(n_startup_trials=2)) for _ in (False, True)]
-    for wrapped, study in enumerate(studies):
-
-        def objective(trial, wrapped=bool(wrapped)):
+    def run(wrapped):
+        def objective(trial):
             model = classifier(wrapped, trial.suggest_int("units", 4, 16))
             model.optimizer.learning_rate = trial.suggest_float("learning_rate", 1e-4, 0.1, log=True)
             options = {"batch_size": 8, "validation_data": data, "callbacks": [callback(trial, "val_loss")]}
             return model.fit(*data, epochs=2, verbose=0, **options).history["val_loss"][-1]
 
+        # The sampler draws two trials at random, and learns from the values of the trials before it then.
+        sampler = optuna.samplers.TPESampler(n_startup_trials=2, seed=0)
+        study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
         study.optimize(objective, n_trials=5)
+        return study
+
+    studies = both(run)
     assert_same_trials(*studies)
     assert {trial.state for trial in studies[1].trials} == {TrialState.COMPLETE, TrialState.PRUNED}
 

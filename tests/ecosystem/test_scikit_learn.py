@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import pytest
 import sklearn.base
-from classification import classifier
+from classification import both, classifier
+from comparison import assert_same
 from scikeras.wrappers import KerasClassifier
 from sklearn.model_selection import GridSearchCV, cross_val_predict
 
@@ -41,12 +42,12 @@ def probabilities(estimator, x):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_fit_and_predict(estimator, data):
-    fitted = []
-    for wrapped in (False, True):
+    def fitted(wrapped):
         model = estimator(wrapped)
         keras.utils.set_random_seed(5)
-        fitted.append(model.fit(*data))
-    plain, parallel = fitted
+        return model.fit(*data)
+
+    plain, parallel = both(fitted)
     np.testing.assert_allclose(probabilities(parallel, data[0]), probabilities(plain, data[0]), rtol=1e-4)
     np.testing.assert_array_equal(parallel.predict(data[0]), plain.predict(data[0]))
     assert isinstance(parallel.model_, keras_dp.DataParallelModel)
@@ -59,8 +60,7 @@ def test_an_estimator_and_its_clone_are_trained_apart(estimator, data):
     assert isinstance(clone.model, keras_dp.DataParallelModel)
     before = first.model.get_weights()
     clone.fit(*data)
-    for weight, other in zip(before, first.model.get_weights(), strict=True):
-        np.testing.assert_array_equal(weight, other)
+    assert_same(before, first.model.get_weights(), 0)
 
 
 @pytest.mark.parametrize("estimator", [keras_estimator, scikeras_estimator])

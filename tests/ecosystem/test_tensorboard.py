@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import tensorflow as tf
-from classification import classifier
+from classification import both, classifier
 from keras import callbacks
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.util import tensor_util
@@ -26,16 +26,15 @@ def read(folder):
 
 
 def test_scalars_histograms_images_and_graphs(data, tmp_path):
-    results, files = [], []
-    for wrapped in (False, True):
+    def run(wrapped):
         folder = tmp_path / f"wrapped_{wrapped}"
         board = callbacks.TensorBoard(
             folder, histogram_freq=1, write_images=True, update_freq="batch", profile_batch=(2, 3), embeddings_freq=1
         )
         classifier(wrapped).fit(*data, epochs=2, batch_size=8, validation_split=0.2, callbacks=[board], verbose=0)
-        results.append(read(folder))
-        files.append(sorted(path.relative_to(folder) for path in folder.rglob("*.h5")))
-    plain, parallel = results
+        return read(folder), sorted(path.relative_to(folder) for path in folder.rglob("*.h5"))
+
+    (plain, files), (parallel, other_files) = both(run)
     assert plain.keys() == parallel.keys()
     assert plain.keys() >= {
         ("scalars", "train", "batch_loss", 8),
@@ -51,5 +50,5 @@ def test_scalars_histograms_images_and_graphs(data, tmp_path):
             assert json.loads(received.item()) == json.loads(expected.item())
         elif plugin != "graph_run_metadata_graph":  # The operations of a step, which are the towers' in one case.
             np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1 if plugin == "images" else 1e-6, err_msg=str(key))
-    assert len(files[0]) == 2
-    assert files[0] == files[1]
+    assert len(files) == 2
+    assert files == other_files

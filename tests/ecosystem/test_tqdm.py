@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from classification import classifier
+from classification import both, classifier
 from tqdm import tqdm
 from tqdm.keras import TqdmCallback
 
@@ -39,7 +39,7 @@ def noted(wrapped, data, verbose):
 
 @pytest.mark.parametrize("verbose", [1, 2], ids=["one_bar_for_batches", "a_bar_for_each_epoch"])
 def test_bars(verbose, data):
-    (plain, texts), (parallel, other_texts) = (noted(wrapped, data, verbose) for wrapped in (False, True))
+    (plain, texts), (parallel, other_texts) = both(lambda wrapped: noted(wrapped, data, verbose))
     counts = [(count, total) for count, total, _ in plain]
     assert counts == [(epoch, 2) for epoch in (1, 2)] + 2 * [(batch, 5) for batch in range(1, 6)]
     assert counts == [(count, total) for count, total, _ in parallel]

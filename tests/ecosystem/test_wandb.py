@@ -69,9 +69,8 @@ def artifacts(of_run):
     for record in of_run:
         if record.HasField("artifact"):
             (entry,) = record.artifact.manifest.contents
-            found.append(
-                (record.artifact.type, *record.artifact.aliases, entry.path, opened(Path(entry.local_path), entry.path))
-            )
+            content = opened(Path(entry.local_path), entry.path)
+            found.append((record.artifact.type, *record.artifact.aliases, entry.path, content))
     return found
 
 

@@ -2,38 +2,37 @@
 
 import argparse
 import csv
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras_dp
-from endurance.growth import growth, slowdown
 from endurance.work import WORK, Sample, on_towers, plain, samples
 
 AMOUNTS = {"steps": 50_000, "models": 500, "calls": 2_000, "shapes": 100}
 WRAPS = {"plain": plain, "towers": on_towers}
 MOST_GROWTH = 0.02  # of memory, beyond that of plain Keras
 SAMPLES = 60
+WARM_UP = 1 / 3  # of a run's samples
 
-Runs = Mapping[str, Sequence[Sample]]
 
-
-def parsed() -> argparse.Namespace:
+def parsed():
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m endurance", description=__doc__)
     parser.add_argument("--work", choices=WORK, nargs="+", default=list(WORK), help="what to do")
     parser.add_argument("--share", type=float, default=1.0, help="do this share of the full amounts")
-    parser.add_argument("--out", type=Path, default=Path("results/endurance"), help="where to write the samples and the plot")
+    parser.add_argument("--out", type=Path, default=Path("results/endurance"), help="where to write the samples")
     parser.add_argument("--one", nargs=3, metavar=("WORK", "WRAP", "AMOUNT"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def main() -> int:
+def main():
     """Runs each work in processes of its own, prints a table, and returns the number of quantities that grow."""
     options = parsed()
     if options.one:
@@ -43,7 +42,6 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     runs = {name: {wrap: run(name, wrap, options) for wrap in WRAPS} for name in options.work}
-    plot(runs, options.out / "endurance.png")
     print(f"{'work':<8}{'amount':>8}{'on':>8}{'MB':>8}{'growth':>9}{'functions':>11}{'threads':>9}{'files':>7}{'slower':>8}")
     found = []
     for name, of_wrap in runs.items():
@@ -58,7 +56,7 @@ def main() -> int:
     return len(found)
 
 
-def run(name: str, wrap: str, options: argparse.Namespace) -> list[Sample]:
+def run(name, wrap, options):
     """Does a work in a process of its own, and writes its samples."""
     amount = max(round(options.share * AMOUNTS[name]), SAMPLES)
     command = [sys.executable, "-m", "endurance", "--one", name, wrap, str(amount)]
@@ -69,7 +67,24 @@ def run(name: str, wrap: str, options: argparse.Namespace) -> list[Sample]:
     return taken
 
 
-def grown(runs: Runs) -> list[str]:
+def change(values):
+    """Returns the relative change of values after the warm-up: from the median of their first third to that of their last."""
+    kept = values[int(WARM_UP * len(values)) :]
+    third = max(len(kept) // 3, 1)
+    return statistics.median(kept[-third:]) / statistics.median(kept[:third]) - 1
+
+
+def growth(samples, field):
+    """Returns the relative growth of a quantity."""
+    return change([getattr(sample, field) for sample in samples])
+
+
+def slowdown(samples):
+    """Returns by how much a unit of work takes longer at the end."""
+    return change([(b.seconds - a.seconds) / (b.done - a.done) for a, b in itertools.pairwise(samples)])
+
+
+def grown(runs):
     """Names the quantities that grow on towers, and not in plain Keras."""
     found = []
     alone, towers = runs["plain"], runs["towers"]
@@ -80,22 +95,6 @@ def grown(runs: Runs) -> list[str]:
         if growth(towers, field) > max(growth(alone, field), 0) + MOST_GROWTH:
             found.append(f"the {field} grow by {growth(towers, field):.1%}, in plain Keras by {growth(alone, field):.1%}")
     return found
-
-
-def plot(runs: Mapping[str, Runs], path: Path) -> None:
-    """Draws the memory of all runs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(3.2 * len(runs), 3), squeeze=False, layout="constrained")
-    for axis, (name, of_wrap) in zip(axes[0], runs.items(), strict=True):
-        for wrap, taken in of_wrap.items():
-            axis.plot([one.done for one in taken], [one.megabytes for one in taken], label=wrap)
-        axis.set(title=f"{name}: memory, MB", xlabel=f"{name} so far", ylim=(0, None))
-        axis.legend()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

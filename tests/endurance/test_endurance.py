@@ -14,10 +14,8 @@ from endurance.work import WORK, Sample
 def flat(**changes):
     """Returns the samples of a run in which nothing grows, but for the quantities that are named, by 1 % with each sample."""
     start = {"megabytes": 500.0, "functions": 200, "threads": 10, "files": 4}
-    return [
-        Sample(i, float(i), **{name: value * (1 + i / 100 * changes.get(name, 0)) for name, value in start.items()})
-        for i in range(30)
-    ]
+    shares = [{name: 1 + i / 100 * changes.get(name, 0) for name in start} for i in range(30)]
+    return [Sample(i, float(i), *(start[name] * share[name] for name in start)) for i, share in enumerate(shares)]
 
 
 @pytest.mark.parametrize("field", ["megabytes", "functions", "threads", "files"])

@@ -4,8 +4,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -14,8 +13,6 @@ from keras import layers
 from tensorflow.python.eager import context
 
 import keras_dp
-
-Wrap = Callable[[keras.Model], Any]
 
 X, Y = (np.random.default_rng(0).normal(size=(64, width)).astype("float32") for width in (8, 1))
 
@@ -40,7 +37,7 @@ class Sample(NamedTuple):
     files: int
 
 
-def sample(done: int) -> Sample:
+def sample(done):
     """Returns what this process holds now. Works on Linux."""
     gc.collect()
     with open("/proc/self/statm") as statm:
@@ -55,80 +52,65 @@ def sample(done: int) -> Sample:
     )
 
 
-def plain(model: keras.Model) -> keras.Model:
-    """Returns the model as it is."""
+def plain(model):
     return model
 
 
-def on_towers(model: keras.Model) -> keras_dp.DataParallelModel:
-    """Returns the model on two towers."""
+def on_towers(model):
     return keras_dp.DataParallelModel(model, devices=2)
 
 
-def built() -> keras.Model:
+def compiled(wrap):
     """Returns a model with all that keeps state: batch normalization, dropout, an optimizer and metrics."""
-    return keras.Sequential(
-        [
-            keras.Input((8,)),
-            layers.Dense(16, activation="relu"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.1),
-            layers.Dense(1),
-        ]
-    )
+    stack = [layers.Dense(16, activation="relu"), layers.BatchNormalization(), layers.Dropout(0.1), layers.Dense(1)]
+    model = wrap(keras.Sequential([keras.Input((8,)), *stack]))
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
 
 
-def _trained(wrap: Wrap, x: np.ndarray = X, y: np.ndarray = Y) -> Any:
-    parallel = wrap(built())
-    parallel.compile("adam", "mse", metrics=["mae"])
-    parallel.fit(x, y, batch_size=16, verbose=0)
-    return parallel
-
-
-def steps(wrap: Wrap) -> Iterator[int]:
+def steps(wrap):
     """Trains one model in epochs of 100 steps, and yields the number of steps so far."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).repeat()
-    parallel = wrap(built())
-    parallel.compile("adam", "mse", metrics=["mae"])
+    model = compiled(wrap)
     for count in itertools.count(1):
-        parallel.fit(data, steps_per_epoch=100, verbose=0)
+        model.fit(data, steps_per_epoch=100, verbose=0)
         yield 100 * count
 
 
-def models(wrap: Wrap) -> Iterator[int]:
+def models(wrap):
     """Trains one new model after the other, and yields their number so far."""
     for count in itertools.count(1):
-        _trained(wrap)
+        compiled(wrap).fit(X, Y, batch_size=16, verbose=0)
         keras.utils.clear_session()
         yield count
 
 
-def calls(wrap: Wrap) -> Iterator[int]:
+def calls(wrap):
     """Fits, evaluates and predicts with one model in turn, and yields how often so far."""
-    parallel = _trained(wrap)
+    model = compiled(wrap)
     for count in itertools.count(1):
-        parallel.fit(X, Y, batch_size=16, verbose=0)
-        parallel.evaluate(X, Y, batch_size=16, verbose=0)
-        parallel.predict(X, batch_size=16, verbose=0)
+        model.fit(X, Y, batch_size=16, verbose=0)
+        model.evaluate(X, Y, batch_size=16, verbose=0)
+        model.predict(X, batch_size=16, verbose=0)
         yield count
 
 
-def shapes(wrap: Wrap) -> Iterator[int]:
+def shapes(wrap):
     """Fits one model on more rows each time, and yields the number of fits so far. Each one is traced anew."""
-    parallel = _trained(wrap)
+    model = compiled(wrap)
     for count in itertools.count(1):
         rows = 8 + count
         x, y = (np.resize(array, (2 * rows, array.shape[1])) for array in (X, Y))
-        parallel.fit(x, y, batch_size=rows, verbose=0)
+        model.fit(x, y, batch_size=rows, verbose=0)
         yield count
 
 
 WORK = {"steps": steps, "models": models, "calls": calls, "shapes": shapes}
 
 
-def samples(name: str, wrap: Wrap, amount: int, number: int) -> list[Sample]:
+def samples(name, wrap, amount, number):
     """Does an amount of work, and returns so many samples, evenly spread over it."""
-    taken: list[Sample] = []
+    taken = []
     for done in WORK[name](wrap):
         if done >= amount * (len(taken) + 1) / number:
             taken.append(sample(done))

@@ -2,16 +2,13 @@
 
 import argparse
 import collections
-import contextlib
 import dataclasses
-import functools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -22,15 +19,24 @@ import turn
 
 import keras_dp
 from fuzz.drawing import draw_program, kinds_of
-from fuzz.programs import Program
-from fuzz.running import ON_TOWERS, Failure, Setting, check, check_packing, draw_setting, of_kept
+from fuzz.running import ON_TOWERS, Failure, check, check_packing, draw_setting, of_kept
 from fuzz.shrinking import shrink
 
 _MOST_SECONDS = 150
 _PACKING = 15  # one in so many programs is also compared packed and not, bit for bit
+_SIMPLER = (
+    {"workers": 1},
+    {"workers": 2},
+    {"is_compiled": False},
+    {"is_packed": False},
+    {"is_sharded": False},
+    {"fails": False},
+    {"towers": 2},
+    {"reads_at_random": False},
+)
 
 
-def parsed() -> argparse.Namespace:
+def parsed():
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="the number of programs")
@@ -42,7 +48,7 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
+def main():
     """Runs the campaign, prints what failed, and returns the number of failures."""
     options = parsed()
     keras_dp.use_logical_cpus(5)
@@ -53,39 +59,40 @@ def main() -> int:
         failure = check(*of_kept(options.kept))
         print(failure)
         return int(failure is not None)
-    first = options.seed
-    drawn: collections.Counter[str] = collections.Counter()
-    outcomes: collections.Counter[str] = collections.Counter()
-    failures = 0
+    first, end = options.seed, options.seed + options.count
+    drawn, outcomes = collections.Counter(), collections.Counter()
+    failures = count = 0
     began = time.monotonic()
-    count = 0
 
-    def summary() -> None:
+    def summary():
         minutes = (time.monotonic() - began) / 60
         print(f"\n{count} programs from seed {first}, {drawn.total()} statements, {minutes:.1f} minutes: {failures} failed")
         rare = [f"{kind} {number}" for kind, number in sorted(drawn.items(), key=lambda item: item[1])[:12]]
         print("drawn least:", ", ".join(rare))
         print("outcomes:", ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()), flush=True)
 
-    def leave(seed: int, on_towers: int) -> None:
+    def leave(seed, on_towers):
         """Leaves a program that does not end, which nothing can stop, and runs the others in another process."""
         is_plain = outcomes[ON_TOWERS] == on_towers
         print(f"\nseed {seed} does not end within {_MOST_SECONDS} seconds{' in plain TensorFlow' if is_plain else ''}")
         summary()
-        rest = ["--seed", str(seed + 1), "--count", str(first + options.count - seed - 1)]
-        code = subprocess.call([sys.executable, "-m", "fuzz", *rest]) if seed + 1 < first + options.count else 0
+        rest = ["--seed", str(seed + 1), "--count", str(end - seed - 1)]
+        code = subprocess.call([sys.executable, "-m", "fuzz", *rest]) if seed + 1 < end else 0
         os._exit(1 if code or failures or not is_plain else 0)
 
-    for seed in range(first, first + options.count):
+    for seed in range(first, end):
         if time.monotonic() - began > 60 * options.minutes:
             break
         program, setting = draw_program(seed), draw_setting(seed)
         count += 1
-        drawn.update(kinds_of(program))
-        with giving_up(functools.partial(leave, seed, outcomes[ON_TOWERS])):
-            failure = check(program, setting, seed, outcomes)
-            if failure is None and seed % _PACKING == 0:
-                failure = check_packing(program, setting, seed)
+        drawn.update(kinds_of(program.statements))
+        giving_up = threading.Timer(_MOST_SECONDS, leave, [seed, outcomes[ON_TOWERS]])
+        giving_up.daemon = True
+        giving_up.start()
+        failure = check(program, setting, seed, outcomes)
+        if failure is None and seed % _PACKING == 0:
+            failure = check_packing(program, setting, seed)
+        giving_up.cancel()
         if failure is not None:
             failures += 1
             print(f"\nseed {seed} {failure.symptom}\n{failure.details}\n{setting}", flush=True)
@@ -94,50 +101,28 @@ def main() -> int:
             print(f"{setting}\n{failure.details}\n{program}", flush=True)
             if options.keep:
                 options.keep.mkdir(parents=True, exist_ok=True)
-                kept = {"symptom": failure.symptom, "seed": seed, "setting": dataclasses.asdict(setting)}
-                text = json.dumps({**kept, "program": json.loads(program.to_json())}, indent=1)
+                described = {"setting": dataclasses.asdict(setting), "program": dataclasses.asdict(program)}
+                text = json.dumps({"symptom": failure.symptom, "seed": seed, **described}, indent=1)
                 (options.keep / f"{seed}.json").write_text(text + "\n")
         keras.backend.clear_session()
     summary()
     return failures
 
 
-@contextlib.contextmanager
-def giving_up(leave: Callable[[], None]) -> Iterator[None]:
-    """Calls a function, which ends the process, if the `with` block does not end."""
-    timer = threading.Timer(_MOST_SECONDS, leave)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def smallest(program: Program, setting: Setting, seed: int, symptom: str) -> tuple:
+def smallest(program, setting, seed, symptom):
     """Returns a small program that fails in the same way, in a simple setting."""
     same = symptom.split(":")[0]
     compare = check_packing if same == "packs otherwise" else check
 
-    def fails(candidate: Program, way: Setting = setting) -> bool:
+    def fails(candidate, way):
         found = compare(candidate, way, seed)
         return found is not None and found.symptom.split(":")[0] == same
 
-    for change in (
-        {"workers": 1},
-        {"workers": 2},
-        {"is_compiled": False},
-        {"is_packed": False},
-        {"is_sharded": False},
-        {"fails": False},
-        {"towers": 2},
-        {"reads_at_random": False},
-    ):
+    fewer_rows = [] if setting.is_static or len(setting.rows) == 1 else [{"rows": (rows,)} for rows in setting.rows]
+    for change in (*_SIMPLER, *fewer_rows):
         simpler = dataclasses.replace(setting, **change)
         if simpler.workers <= setting.workers and simpler != setting and fails(program, simpler):
             setting = simpler
-    for rows in setting.rows if not setting.is_static else ():
-        if len(setting.rows) > 1 and fails(program, dataclasses.replace(setting, rows=(rows,))):
-            setting = dataclasses.replace(setting, rows=(rows,))
     smaller = shrink(program, lambda candidate: fails(candidate, setting))
     return smaller, setting, compare(smaller, setting, seed) or Failure(symptom, "It does not fail each time.")
 

@@ -2,15 +2,12 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from fuzz import keras_kinds  # noqa: F401
 from fuzz.kinds import DRAWS
-from fuzz.programs import OPTIMIZERS, RUNS, WIDTH, Body, Program, Scope, State, Statement
+from fuzz.programs import OPTIMIZERS, WIDTH, Body, Program, Scope, State, Statement
 
 SAMPLES = (7, 4)  # the numbers of rows of the batches on which statements are tried
 _MOST_ENTRIES = 3000
@@ -21,15 +18,15 @@ _SHARES = {"fails": 0.1, "of unknown rank": 0.1, "checked": 0.3, "layer": 4.0}
 _RARE_FUNCTIONS = {"not a number": 0.2, "half precision": 0.2, "single precision": 0.3}
 
 
-def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(rows, seed):
     """Draws a batch: numbers of shape (rows, 3), and integers of shape (rows,)."""
     draw = np.random.default_rng([seed, rows])
     return draw.normal(size=(rows, WIDTH)), draw.integers(0, 5, size=rows)
 
 
-def is_integer(value: Any) -> bool:
-    """Returns whether a value is int32 or int64."""
-    return value.dtype in (tf.int32, tf.int64)
+def _is_of(value, dtype):
+    """Returns whether a value is of a dtype; "integer" is int32 or int64."""
+    return value.dtype in (tf.int32, tf.int64) if dtype == "integer" else value.dtype.name == dtype
 
 
 class Pool:
@@ -43,84 +40,66 @@ class Pool:
         prefix: the first part of the names of new values.
     """
 
-    def __init__(self, rng: random.Random, scopes: list[Scope], names: list[str], weights: Mapping[str, float], prefix: str):
+    def __init__(self, rng, scopes, names, weights, prefix):
         self.rng, self.scopes, self.names, self.weights, self.prefix = rng, scopes, names, weights, prefix
-        self.statements: list[Statement] = []
+        self.statements = []
 
-    def pick(self, dtype: str, rank: int | None = None, least: int = 0) -> str:
+    def pick(self, dtype, rank=None, least=0):
         """Returns the name of a value of a dtype, more often a recent one."""
-        found = []
-        for name in self.names:
-            value = self.scopes[0].values[name]
-            is_right = is_integer(value) if dtype == "integer" else value.dtype.name == dtype
-            has_rank = value.shape.rank >= (least if dtype != "integer" else 0) and rank in (None, value.shape.rank)
-            if is_right and has_rank:
-                found.append(name)
+        ranks = {name: self.scopes[0].values[name].shape.rank for name in self._names_of(self.names, dtype)}
+        found = [name for name, own in ranks.items() if rank in (None, own) and (own >= least or dtype == "integer")]
         if not found:
             raise _NothingError
-        return (
-            found[-1 - min(int(self.rng.expovariate(0.35)), len(found) - 1)]
-            if self.rng.random() < 0.7
-            else self.rng.choice(found)
-        )
+        if self.rng.random() < 0.7:
+            return found[-1 - min(int(self.rng.expovariate(0.35)), len(found) - 1)]
+        return self.rng.choice(found)
 
-    def like(self, name: str, dtype: str) -> str:
+    def like(self, name, dtype):
         """Returns the name of a value with the shapes of another one."""
-        shapes = [scope.values[name].shape for scope in self.scopes]
-        found = [other for other in self.names if [scope.values[other].shape for scope in self.scopes] == shapes]
-        values = self.scopes[0].values
-        found = [o for o in found if (is_integer(values[o]) if dtype == "integer" else values[o].dtype.name == dtype)]
+        shapes = {other: [scope.values[other].shape for scope in self.scopes] for other in self.names}
+        found = self._names_of([other for other in self.names if shapes[other] == shapes[name]], dtype)
         if not found:
             raise _NothingError
         return self.rng.choice(found)
 
-    def body(self, name: str) -> Body:
+    def _names_of(self, names, dtype):
+        return [name for name in names if _is_of(self.scopes[0].values[name], dtype)]
+
+    def body(self, name):
         """Draws a body of a few statements, which returns a value like one of the pool."""
         if self.prefix.count("_") > 1:
             raise _NothingError
         argument = f"{self.prefix}a{len(self.names)}_"
         scopes = [Scope(scope.state, {**scope.values, argument: scope.values[name]}) for scope in self.scopes]
-        inner = Pool(self.rng, scopes, [*self.names, argument], self.weights, f"{argument}")
+        inner = Pool(self.rng, scopes, [*self.names, argument], self.weights, argument)
         inner.draw(self.rng.randint(1, 3))
         last = inner.names[-1]
         values = [scope.values for scope in scopes]
         is_like = all(v[last].shape == v[argument].shape and v[last].dtype == v[argument].dtype for v in values)
         if not is_like or last == argument:
-            inner.add(Statement("scaled by the mean", inner.new_name(), (argument, last)))
+            inner.add("scaled by the mean", (argument, last))
         return Body((argument,), tuple(inner.statements), inner.names[-1])
 
-    def draw(self, count: int) -> None:
+    def draw(self, count):
         """Draws statements that run on each size of batch."""
-        kinds = list(DRAWS)
-        weights = [self.weights.get(kind, 1.0) * _SHARES.get(kind, 1.0) for kind in kinds]
-        drawn = 0
+        weights = [self.weights.get(kind, 1.0) * _SHARES.get(kind, 1.0) for kind in DRAWS]
+        enough = len(self.statements) + count
         for _ in range(count * 30):
-            if drawn == count:
+            if len(self.statements) == enough:
                 return
-            (kind,) = self.rng.choices(kinds, weights)
+            (kind,) = self.rng.choices(list(DRAWS), weights)
             try:
-                names, parameters, *bodies = DRAWS[kind](self.rng, self)
-                function = parameters.get("function")
-                if self.rng.random() < _RARE_FUNCTIONS.get(function, 1.0):
-                    self.add(Statement(kind, self.new_name(), tuple(names), parameters, tuple(*bodies)))
-                    drawn += 1
+                names, parameters, bodies = DRAWS[kind](self.rng, self)
+                if self.rng.random() < _RARE_FUNCTIONS.get(parameters.get("function"), 1.0):
+                    self.add(kind, names, parameters, bodies)
             except (_NothingError, ValueError, TypeError, IndexError, tf.errors.OpError):
                 continue
 
-    def new_name(self) -> str:
-        """Returns a name that no value has."""
-        return f"{self.prefix}v{len(self.names)}"
-
-    def add(self, statement: Statement) -> None:
+    def add(self, kind, names, parameters=None, bodies=()):
         """Runs a statement on each size of batch, and keeps it if its values can be used."""
-        made = []
-        for scope in self.scopes:
-            arguments = [scope.values[name] for name in statement.arguments]
-            value = RUNS[statement.kind](statement, arguments, scope.state, scope)
-            if not _is_usable(value):
-                raise _NothingError
-            made.append(value)
-        if len({value.shape.rank for value in made}) > 1:
+        statement = Statement(kind, f"{self.prefix}v{len(self.names)}", tuple(names), parameters or {}, tuple(bodies))
+        made = [scope.run(statement) for scope in self.scopes]
+        if not all(map(_is_usable, made)) or len({value.shape.rank for value in made}) > 1:
             raise _NothingError
         for scope, value in zip(self.scopes, made, strict=True):
             scope.values[statement.result] = value
@@ -132,18 +111,16 @@ class _NothingError(Exception):
     """Reports that no value is there for a statement, or that its value cannot be used."""
 
 
-def _is_usable(value: Any) -> bool:
+def _is_usable(value):
     if not tf.is_tensor(value) or value.shape.rank > 4 or value.shape.num_elements() > _MOST_ENTRIES:
         return False
-    if is_integer(value):
-        return True
     if value.dtype != tf.float64:
-        return False
+        return _is_of(value, "integer")
     array = value.numpy()
     return array.size == 0 or bool(np.isnan(array).mean() < 0.3 and np.nanmax(np.abs(array), initial=0.0) < _LARGEST)
 
 
-def draw_program(seed: int) -> Program:
+def draw_program(seed):
     """Draws a program; the same seed gives the same one.
 
     Each program has a part of the kinds only (Groce et al. 2012, Swarm testing), so that some programs have much of what others
@@ -152,32 +129,25 @@ def draw_program(seed: int) -> Program:
     rng = random.Random(seed)
     weights = {kind: rng.choice([0.0, 0.0, 1.0, 1.0, 3.0]) for kind in DRAWS}
     statements = rng.randint(6, 30)
-    scopes = []
-    for rows in SAMPLES:
-        x, labels = batch(rows, seed)
-        scopes.append(Scope(State(), {"x": tf.constant(x), "labels": tf.constant(labels)}))
+    batches = [map(tf.constant, batch(rows, seed)) for rows in SAMPLES]
+    scopes = [Scope(State(), dict(zip(("x", "labels"), values, strict=True))) for values in batches]
     pool = Pool(rng, scopes, ["x", "labels"], weights, "")
     pool.draw(statements)
     named = pool.names[2:]
-    floats = [name for name in named if pool.scopes[0].values[name].dtype == tf.float64]
+    floats = [name for name in named if scopes[0].values[name].dtype == tf.float64]
     results = rng.sample(named, min(len(named), rng.randint(1, 6)))
-    smooth = [name for name in floats[len(floats) // 2 :] if np.isfinite(pool.scopes[0].values[name].numpy()).all()]
+    smooth = [name for name in floats[len(floats) // 2 :] if np.isfinite(scopes[0].values[name].numpy()).all()]
     loss = rng.choice(smooth) if smooth and rng.random() < 0.7 else None
     return Program(tuple(pool.statements), tuple(results), loss, rng.choice(list(OPTIMIZERS)))
 
 
-def kinds_of(program: Program) -> Counter[str]:
-    """Counts the kinds of statements of a program, and their functions."""
-    counts: Counter[str] = Counter()
-
-    def count(statement: Statement) -> None:
+def kinds_of(statements):
+    """Counts the kinds of statements, those in bodies included, and their functions."""
+    counts = Counter()
+    for statement in statements:
         counts[statement.kind] += 1
         if "function" in statement.parameters:
             counts[f"{statement.kind}: {statement.parameters['function']}"] += 1
         for body in statement.bodies:
-            for inner in body.statements:
-                count(inner)
-
-    for statement in program.statements:
-        count(statement)
+            counts += kinds_of(body.statements)
     return counts

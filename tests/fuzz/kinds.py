@@ -1,74 +1,46 @@
-"""Define the kinds of statements of random programs.
+"""Define the kinds of statements of random programs: how the parameters of each are drawn, and how it runs.
 
-Each kind says how its parameters are drawn, and how it runs. A drawn statement is run at once, on batches of several sizes;
-one that fails there is not kept. So the drawing may be careless.
+A drawn statement is run at once, on batches of several sizes; one that fails there is not kept. So the drawing may be careless.
 """
 
 import functools
-import random
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from fuzz.programs import RUNS, WIDTH
 
-Draw = Callable[[random.Random, Any], Any]
-# By kind: draws the arguments and parameters; see `drawing`.
-DRAWS: dict[str, Draw] = {}
-
-
-def kind(name: str, draw: Draw) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a kind of statement. Its function takes the arguments, and the parameters by name."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        DRAWS[name] = draw
-        RUNS[name] = lambda statement, arguments, state, scope: function(*arguments, **statement.parameters)
-        return function
-
-    return register
-
-
-def kind_with_state(name: str, draw: Draw) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a kind of statement whose function takes the statement, its arguments, the state and the scope."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        DRAWS[name] = draw
-        RUNS[name] = function
-        return function
-
-    return register
-
-
-# Ways to draw: each returns names of arguments, parameters and the numbers of statements in bodies.
-def of(*dtypes: str, rank: int | None = None, least: int = 0, **choices: Any) -> Draw:
-    """Draws an argument for each dtype, and parameters from choices."""
-
-    def draw(rng: random.Random, pool: Any) -> Any:
-        names = [pool.pick(dtype, rank, least) for dtype in dtypes]
-        return names, {name: choose(rng, values) for name, values in choices.items()}
-
-    return draw
-
-
-def choose(rng: random.Random, values: Any) -> Any:
-    """Returns one of the values, or what a function of the generator returns."""
-    return values(rng) if callable(values) else rng.choice(list(values))
-
-
-def alike(*dtypes: str, **choices: Any) -> Draw:
-    """Draws arguments of the same shape."""
-
-    def draw(rng: random.Random, pool: Any) -> Any:
-        first = pool.pick(dtypes[0])
-        return [first, *(pool.like(first, dtype) for dtype in dtypes[1:])], {k: choose(rng, v) for k, v in choices.items()}
-
-    return draw
-
-
-AXIS = (-2, -1, 0, 1, 2)
 FLOAT = "float64"
+AXIS = (-2, -1, 0, 1, 2)
+EITHER = (True, False)
+
+
+def of(*dtypes, rank=None, least=0, alike=False, bodies=0, **choices):
+    """Returns a function that draws the arguments, the parameters and the bodies of a statement.
+
+    Args:
+        *dtypes: of the arguments.
+        rank: the rank of all arguments; None for any.
+        least: the least rank of arguments that are no integers.
+        alike: whether all arguments have the same shape.
+        bodies: the number of bodies of a few statements, whose argument is like the first argument.
+        **choices: the values of each parameter.
+    """
+
+    def draw(rng, pool):
+        names = []
+        for dtype in dtypes:
+            names.append(pool.like(names[0], dtype) if alike and names else pool.pick(dtype, rank, least))
+        parameters = {name: rng.choice(list(values)) for name, values in choices.items()}
+        return names, parameters, [pool.body(names[0]) for _ in range(bodies)]
+
+    return draw
+
+
+def one_of(functions):
+    """Returns a function that calls one of several functions, which its parameter `function` names."""
+    return lambda *arguments, function, **parameters: functions[function](*arguments, **parameters)
 
 
 UNARY = {
@@ -113,34 +85,6 @@ BINARY = {
     "where": lambda a, b: tf.where(a > b, a, b * 0.5),
     "less": lambda a, b: tf.cast(a < b, a.dtype),
 }
-
-
-@kind("unary", of(FLOAT, function=UNARY))
-def unary(x, function):
-    return UNARY[function](x)
-
-
-@kind("binary", of(FLOAT, FLOAT, function=BINARY))
-def binary(a, b, function):
-    return BINARY[function](a, b)
-
-
-@kind("binary of alike", alike(FLOAT, FLOAT, function=BINARY))
-def binary_of_alike(a, b, function):
-    return BINARY[function](a, b)
-
-
-@kind("sum of three", alike(FLOAT, FLOAT, FLOAT))
-def sum_of_three(a, b, c):
-    return tf.add_n([a, b, c])
-
-
-@kind("selection", lambda rng, pool: ([pool.pick(FLOAT, None, 1)], {"vector": rng.choice([True, False])}))
-def selection(x, vector):
-    condition = tf.reduce_sum(x, list(range(1, len(x.shape)))) > 0 if vector else x > 0
-    return tf.raw_ops.Select(condition=condition, x=x, y=-0.5 * x)
-
-
 REDUCTIONS = {
     "sum": lambda x, axis, keepdims: tf.tanh(tf.reduce_sum(x, axis, keepdims)),
     "mean": tf.reduce_mean,
@@ -153,18 +97,6 @@ REDUCTIONS = {
     "variance": tf.math.reduce_variance,
     "norm": lambda x, axis, keepdims: tf.sqrt(tf.reduce_sum(x * x, axis, keepdims) + 0.1),
 }
-
-
-@kind("reduction", of(FLOAT, least=1, function=REDUCTIONS, axis=AXIS, keepdims=(True, False)))
-def reduction(x, function, axis, keepdims):
-    return REDUCTIONS[function](x, axis, keepdims)
-
-
-@kind("reduction to a scalar", of(FLOAT, function=REDUCTIONS))
-def reduction_to_a_scalar(x, function):
-    return REDUCTIONS[function](x, None, False)
-
-
 ALONG = {
     "softmax": lambda x, axis: tf.nn.softmax(x, axis),
     "log softmax": lambda x, axis: tf.nn.log_softmax(x, axis),
@@ -187,36 +119,13 @@ ALONG = {
 }
 
 
-@kind("along an axis", of(FLOAT, least=1, function=ALONG, axis=AXIS))
-def along(x, function, axis):
-    return ALONG[function](x, axis)
-
-
-@kind("slice", of(FLOAT, least=1, axis=(0, 1, 2), begin=(None, 0, 1, -1, -2), end=(None, 1, 2, -1), step=(1, 1, 1, 2, -1)))
-def sliced(x, axis, begin, end, step):
-    index = [slice(None)] * axis + [slice(begin, end, step)]
-    return x[tuple(index)]
-
-
-@kind("new axis", of(FLOAT, axis=(-1, 0, 1)))
-def new_axis(x, axis):
-    return tf.expand_dims(x, axis)
-
-
-@kind("transposed", lambda rng, pool: ([pool.pick(FLOAT, None, 2)], {"swap": rng.choice([(0, 1), (1, 2), (0, 2)])}))
-def transposed(x, swap):
-    order = list(range(len(x.shape)))
-    a, b = swap
-    order[a], order[b] = order[b], order[a]
-    return tf.transpose(x, order)
-
-
 def size_of(x, axis, static):
     """Returns the size of an axis: as the shape says, if that is asked for and known, or as the tensor says in the step."""
     known = x.shape[axis] if static else None
     return tf.shape(x)[axis] if known is None else known
 
 
+# New shapes, from a tensor and a function that returns the size of an axis.
 RESHAPES = {
     "flat": lambda x, size: [-1],
     "rows and the rest": lambda x, size: [size(0), -1],
@@ -231,94 +140,24 @@ RESHAPES = {
 }
 
 
-@kind("reshaped", of(FLOAT, least=1, shape=RESHAPES, static=(True, False)))
-def reshaped(x, shape, static):
-    return tf.reshape(x, RESHAPES[shape](x, lambda axis: size_of(x, axis, static)))
+def selection(x, vector):
+    condition = tf.reduce_sum(x, list(range(1, len(x.shape)))) > 0 if vector else x > 0
+    return tf.raw_ops.Select(condition=condition, x=x, y=-0.5 * x)
 
 
-@kind(
-    "padded",
-    lambda rng, pool: (
-        [pool.pick(FLOAT, None, 1)],
-        {"axis": rng.choice([0, 1]), "mode": rng.choice(["CONSTANT", "SYMMETRIC"])},
-    ),
-)
-def padded(x, axis, mode):
-    paddings = [[1, 1] if i == axis else [0, 0] for i in range(len(x.shape))]
-    return tf.pad(x, paddings, mode)
+def transposed(x, swap):
+    order = list(range(len(x.shape)))
+    a, b = swap
+    order[a], order[b] = order[b], order[a]
+    return tf.transpose(x, order)
 
 
-@kind("tiled", of(FLOAT, least=1, axis=(0, 1), times=(1, 2)))
-def tiled(x, axis, times):
-    return tf.tile(x, [times if i == axis else 1 for i in range(len(x.shape))])
-
-
-@kind("broadcast to another", of(FLOAT, FLOAT))
-def broadcast_to_another(x, other):
-    return tf.broadcast_to(x, tf.broadcast_dynamic_shape(tf.shape(x), tf.shape(other))) + 0 * other
-
-
-@kind("concatenated", of(FLOAT, FLOAT, least=1, axis=(0, 1, -1)))
-def concatenated(a, b, axis):
-    return tf.concat([a, b], axis)
-
-
-@kind("stacked", alike(FLOAT, FLOAT, axis=(0, 1, -1)))
-def stacked(a, b, axis):
-    return tf.stack([a, b], axis)
-
-
-@kind("half of a split", of(FLOAT, least=1, axis=(0, 1, -1), part=(0, 1), static=(True, False)))
 def half_of_a_split(x, axis, part, static):
     size = size_of(x, axis, static)
     return tf.split(x, [size // 2, size - size // 2], axis)[part]
 
 
-@kind("one of an unstack", of(FLOAT, least=1, axis=(1, -1)))
-def one_of_an_unstack(x, axis):
-    return tf.unstack(x, axis=axis)[0]
-
-
-# Products.
-@kind("product", of(FLOAT, FLOAT, least=2, rank=2, a=(True, False), b=(True, False)))
-def product(x, y, a, b):
-    return tf.tanh(tf.matmul(x, y, transpose_a=a, transpose_b=b))
-
-
-@kind("product of batches", of(FLOAT, FLOAT, least=2, b=(True, False)))
-def product_of_batches(x, y, b):
-    return tf.tanh(tf.matmul(x, y, transpose_b=b))
-
-
-@kind(
-    "einsum",
-    of(
-        FLOAT,
-        FLOAT,
-        least=1,
-        equation=("ab,cb->ac", "ab,ab->a", "ab,ac->bc", "ab,b->a", "abc,abd->acd", "...a,a->...", "a,b->ab", "abc,dc->abd"),
-    ),
-)
-def einsum(x, y, equation):
-    return tf.tanh(tf.einsum(equation, x, y))
-
-
-@kind_with_state("dense", of(FLOAT, least=1))
-def dense(statement, arguments, state, scope):
-    return tf.tanh(tf.tensordot(arguments[0], state.variables["kernel"], 1) + state.variables["bias"])
-
-
-# Integers and lookups.
-@kind("integers", of(FLOAT, modulus=(2, 3, 5), dtype=("int32", "int64")))
-def integers(x, modulus, dtype):
-    return tf.math.floormod(tf.cast(tf.math.floor(x * 3.0), dtype), tf.constant(modulus, dtype))
-
-
-@kind("numbers", of("integer"))
-def numbers(i):
-    return tf.cast(i, tf.float64) * 0.25
-
-
+EQUATIONS = ("ab,cb->ac", "ab,ab->a", "ab,ac->bc", "ab,b->a", "abc,abd->acd", "...a,a->...", "a,b->ab", "abc,dc->abd")
 INTEGERS = {
     "add": lambda a, b: a + b,
     "multiply": lambda a, b: tf.math.floormod(a * b, tf.constant(7, a.dtype)),
@@ -326,49 +165,18 @@ INTEGERS = {
     "maximum": tf.maximum,
     "quotient": lambda a, b: a // (1 + tf.abs(b)),
 }
-
-
-@kind("integers of alike", alike("integer", "integer", function=INTEGERS))
-def integers_of_alike(a, b, function):
-    b = tf.cast(b, a.dtype)
-    return tf.math.floormod(INTEGERS[function](a, b), tf.constant(5, a.dtype))
-
-
-@kind("one hot", of("integer", axis=(-1, 0, 1), depth=(3, 5)))
-def one_hot(i, axis, depth):
-    return tf.one_hot(i, depth, axis=axis, dtype=tf.float64)
-
-
-@kind_with_state("looked up", of("integer"))
-def looked_up(statement, arguments, state, scope):
-    return tf.gather(state.variables["table"], tf.math.floormod(arguments[0], 5))
-
-
-@kind("gathered", of(FLOAT, "integer", least=0, axis=(0, 1)))
-def gathered(x, i, axis):
-    return tf.gather(x, tf.math.floormod(i, tf.cast(tf.shape(x)[axis], i.dtype)), axis=axis)
-
-
-@kind("gathered in each row", of(FLOAT, "integer", least=1))
-def gathered_in_each_row(x, i):
-    return tf.gather(x, tf.math.floormod(i, tf.cast(tf.shape(x)[1], i.dtype)), batch_dims=1)
-
-
-@kind("gathered at pairs", of(FLOAT, "integer", least=1))
-def gathered_at_pairs(x, i):
-    places = tf.stack([tf.math.floormod(i, tf.cast(tf.shape(x)[0], i.dtype)), tf.zeros_like(i)], -1)
-    return tf.gather_nd(x, places)
-
-
 SEGMENTS = {name: getattr(tf.math, f"unsorted_segment_{name}") for name in ("sum", "max", "min", "mean", "prod")}
 
 
-@kind("segments", of(FLOAT, "integer", least=1, function=SEGMENTS))
-def segments(x, i, function):
-    return tf.clip_by_value(SEGMENTS[function](x, tf.math.floormod(i, 4), 4), -2.0, 2.0)
+def below(i, x, axis):
+    """Returns integers that are indices into an axis."""
+    return tf.math.floormod(i, tf.cast(tf.shape(x)[axis], i.dtype))
 
 
-@kind("scattered", of(FLOAT, "integer", least=1))
+def integers_of_alike(a, b, function):
+    return tf.math.floormod(INTEGERS[function](a, tf.cast(b, a.dtype)), tf.constant(5, a.dtype))
+
+
 def scattered(x, i):
     # TensorFlow aborts the process for other shapes.
     i.shape.assert_is_compatible_with(x.shape[: i.shape.rank])
@@ -377,70 +185,11 @@ def scattered(x, i):
     return tf.tanh(tf.scatter_nd(tf.math.floormod(i, 4)[..., None], x, tf.concat([[4], tf.shape(x)[1:]], 0)))
 
 
-@kind("scattered in columns", of(FLOAT, rank=2, static=(True, False)))
 def scattered_in_columns(x, static):
     places = tf.math.floormod(tf.range(x.shape[1]), 4)[:, None]
     return tf.transpose(tf.scatter_nd(places, tf.transpose(x), tf.stack([4, size_of(x, 0, static)])))
 
 
-@kind("product of unsigned integers", of(FLOAT, least=1))
-def product_of_unsigned_integers(x):
-    return tf.tanh(tf.cast(tf.reduce_prod(tf.cast(tf.abs(x) * 2.0, tf.uint32), 0), x.dtype) * 0.1)
-
-
-@kind("counts", of("integer", rank=1))
-def counts(i):
-    return tf.cast(tf.math.bincount(tf.cast(tf.abs(i), tf.int32), minlength=5, maxlength=5), tf.float64) * 0.1
-
-
-# Rows of unknown number.
-@kind("chosen rows", of(FLOAT, "integer", least=1))
-def chosen_rows(x, i):
-    return tf.boolean_mask(x, tf.reduce_sum(x, list(range(1, len(x.shape)))) > 0.1)
-
-
-@kind("chosen by integers", of(FLOAT, "integer", least=1))
-def chosen_by_integers(x, i):
-    return tf.boolean_mask(x, i > 0)
-
-
-@kind("unique", of("integer", rank=1))
-def unique(i):
-    return tf.cast(tf.unique(i).y, tf.float64) * 0.1
-
-
-@kind("mean or zero", of(FLOAT, least=1))
-def mean_or_zero(x):
-    return tf.reduce_sum(x, 0) / tf.cast(tf.maximum(tf.shape(x)[0], 1), x.dtype)
-
-
-# Numbers of rows.
-@kind("times its size", of(FLOAT, least=1, axis=(0, 1), static=(True, False)))
-def times_its_size(x, axis, static):
-    return x * tf.cast(size_of(x, axis, static), x.dtype) * 0.1
-
-
-@kind("share of the size", of(FLOAT, FLOAT, least=1))
-def share_of_the_size(x, y):
-    return x * tf.cast(tf.size(y) / (1 + tf.size(x) + tf.size(y)), x.dtype)
-
-
-@kind("identity matrix", of(FLOAT, least=2, static=(True, False)))
-def identity_matrix(x, static):
-    return tf.eye(size_of(x, 0, static), dtype=x.dtype) + 0.0 * tf.reduce_sum(x)
-
-
-@kind("counted up", of(FLOAT, least=1, static=(True, False), axis=(0, 1)))
-def counted_up(x, static, axis):
-    return tf.cast(tf.range(size_of(x, axis, static)), x.dtype) * 0.1
-
-
-@kind("zeros for each", of(FLOAT, least=1, static=(True, False), value=(0.0, 0.5)))
-def zeros_for_each(x, static, value):
-    return tf.fill([size_of(x, 0, static), WIDTH], tf.constant(value, x.dtype))
-
-
-@kind("ones of unknown width", of(FLOAT, rank=2, static=(True, False)))
 def ones_of_unknown_width(x, static):
     width = tf.size(tf.where(tf.ones([x.shape[1]]) > 0.5))
     hidden = tf.slice(x, [0, 0], [-1, width])
@@ -448,18 +197,10 @@ def ones_of_unknown_width(x, static):
     return tf.ensure_shape(tf.tanh(hidden + ones), x.shape)
 
 
-@kind("times a quotient of its size", of(FLOAT, least=1, divisor=(-2, -1, 2, 3), least_value=(-1, 0, 1)))
 def times_a_quotient_of_its_size(x, divisor, least_value):
     return x * tf.cast(tf.maximum(tf.shape(x)[0] // divisor, least_value), x.dtype) * 0.1
 
 
-# Nodes that are called as the partition calls its own ones.
-@kind("named", of(FLOAT, name=("constant", "own_rows", "argument_0", "given_0", "read", "result_0", "home", "tower_0")))
-def named(x, name):
-    return tf.tanh(x, name=name)
-
-
-# Matrices.
 def squares_of(x):
     """Returns a positive definite matrix for each matrix."""
     return tf.matmul(x, x, transpose_a=True) / 10 + tf.eye(tf.shape(x)[-1], dtype=x.dtype)
@@ -477,19 +218,6 @@ MATRICES = {
     "orthogonal": lambda x: tf.abs(tf.linalg.qr(x).r),
     "trace": tf.linalg.trace,
 }
-
-
-@kind("matrix", of(FLOAT, least=1, function=MATRICES))
-def matrix(x, function):
-    return tf.clip_by_value(MATRICES[function](x), -3.0, 3.0)
-
-
-# Images and sequences.
-def as_image(x):
-    flat = tf.reshape(x, [tf.shape(x)[0], -1])[:, :2]
-    return tf.reshape(tf.matmul(flat, tf.ones([2, 32], x.dtype) * tf.range(32, dtype=x.dtype) / 32), [-1, 4, 4, 2])
-
-
 FILTER = np.random.default_rng(1).normal(size=(2, 2, 2, 2)) * 0.4
 IMAGES = {
     "convolution": lambda x: tf.nn.conv2d(x, tf.constant(FILTER), 1, "SAME"),
@@ -510,23 +238,13 @@ IMAGES = {
 }
 
 
-@kind("image", of(FLOAT, least=2, function=IMAGES))
 def image(x, function):
-    made = IMAGES[function](as_image(tf.tanh(x)))
+    flat = tf.reshape(tf.tanh(x), [tf.shape(x)[0], -1])[:, :2]
+    images = tf.matmul(flat, tf.ones([2, 32], x.dtype) * tf.range(32, dtype=x.dtype) / 32)
+    made = IMAGES[function](tf.reshape(images, [-1, 4, 4, 2]))
     return tf.tanh(tf.reduce_sum(tf.cast(made, x.dtype), [1, 2]))
 
 
-@kind("spectrum", of(FLOAT, least=1))
-def spectrum(x):
-    return tf.tanh(tf.abs(tf.signal.rfft(x)))
-
-
-@kind("cross entropy", of(FLOAT, "integer", rank=None, least=1))
-def cross_entropy(x, i):
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.math.floormod(i, tf.cast(tf.shape(x)[-1], i.dtype)), x)
-
-
-# Random numbers.
 DRAWN = {
     "normal": tf.random.stateless_normal,
     "uniform": tf.random.stateless_uniform,
@@ -534,192 +252,257 @@ DRAWN = {
 }
 
 
-@kind("noise", of(FLOAT, least=1, function=DRAWN, seed=range(9), size=("like", "rows"), static=(True, False)))
 def noise(x, function, seed, size, static):
     shape = tf.shape(x) if size == "like" else [size_of(x, 0, static), WIDTH]
     return tf.cast(DRAWN[function](shape, [seed, 7]), x.dtype)
 
 
-@kind_with_state("drawn", of(FLOAT, least=1, distribution=("normal", "uniform")))
-def drawn(statement, arguments, state, scope):
-    draw = getattr(state.generator, statement.parameters["distribution"])
-    return draw(tf.shape(arguments[0]), dtype=tf.float64)
-
-
-@kind("dropped out", of(FLOAT, least=1, seed=range(9)))
-def dropped_out(x, seed):
-    return tf.nn.experimental.stateless_dropout(x, 0.3, [seed, 1])
-
-
-@kind("shuffled", of(FLOAT, least=1, seed=range(3)))
-def shuffled(x, seed):
-    order = tf.argsort(tf.random.stateless_uniform([tf.shape(x)[0]], [seed, 2]))
-    return tf.gather(x, order)
-
-
-# Effects.
-@kind_with_state("added to the total", of(FLOAT))
-def added_to_the_total(statement, arguments, state, scope):
-    return state.variables["total"].assign_add(tf.tanh(tf.reduce_sum(arguments[0])) * 0.1, read_value=True) + 0.0
-
-
-@kind_with_state("moving mean", of(FLOAT, least=1))
-def moving_mean(statement, arguments, state, scope):
-    mean = tf.reduce_mean(tf.reshape(arguments[0], [-1, WIDTH]), 0)
-    moving = state.variables["moving"]
-    moving.assign(0.9 * moving + 0.1 * mean)
-    return tf.identity(moving)
-
-
-@kind_with_state("counted", of(FLOAT, least=1))
-def counted(statement, arguments, state, scope):
-    state.counter.assign_add(tf.cast(tf.shape(arguments[0])[0], tf.int64))
-    return tf.cast(state.counter, tf.float64) * 0.01
-
-
-@kind_with_state("written to the table", of("integer", rank=1))
-def written_to_the_table(statement, arguments, state, scope):
-    places = tf.math.floormod(arguments[0], 5)
-    updates = 0.1 * tf.ones([tf.shape(places)[0], WIDTH], tf.float64)
-    state.variables["table"].scatter_add(tf.IndexedSlices(updates, places))
-    return tf.reduce_mean(state.variables["table"], 0)
-
-
-@kind_with_state("the total", of())
-def the_total(statement, arguments, state, scope):
-    return state.variables["total"].read_value()
-
-
-@kind("checked", of(FLOAT))
 def checked(x):
     tf.debugging.assert_less(tf.reduce_min(x), tf.constant(1e6, x.dtype))
     return tf.debugging.check_numerics(tf.where(tf.math.is_nan(x), tf.zeros_like(x), x), "numbers")
 
 
-@kind("in Python", of(FLOAT))
 def in_python(x):
     made = tf.numpy_function(lambda array: np.tanh(array) * 0.5, [x], tf.float64)
     made.set_shape(x.shape)
     return made
 
 
-@kind("of unknown rank", of(FLOAT))
-def of_unknown_rank(x):
-    return x + tf.numpy_function(lambda array: array * 0.5, [x], tf.float64)
+def columns_first(x):
+    return tf.transpose(x, [1, 0, *range(2, len(x.shape))])
 
 
-# Loops, branches and functions. A body returns a value like its argument.
-def with_bodies(count: int, *dtypes: str, **choices: Any) -> Draw:
-    """Draws arguments, parameters and bodies of a few statements, whose argument is like the first argument."""
-
-    def draw(rng: random.Random, pool: Any) -> Any:
-        names = [pool.pick(dtype) for dtype in dtypes]
-        parameters = {name: choose(rng, values) for name, values in choices.items()}
-        return names, parameters, [pool.body(names[0]) for _ in range(count)]
-
-    return draw
+def list_of_integers(x, first, second, rows):
+    parts = tf.TensorArray(tf.int32, 3, element_shape=[]).write(0, tf.shape(x)[0] if rows else first).write(1, second)
+    return x * tf.cast(parts.read(1) - parts.read(0) + parts.read(2), x.dtype) * 0.1
 
 
-@kind_with_state("branch", with_bodies(2, FLOAT, FLOAT, constant=(True, False, False)))
-def branch(statement, arguments, state, scope):
-    x, other = arguments
-    condition = tf.reduce_mean(other) > 0 if not statement.parameters["constant"] else tf.size(other) > 3
-    yes, no = statement.bodies
+def scaled_by_the_mean(x, y):
+    mean = tf.reduce_sum(tf.cast(y, x.dtype)) / tf.cast(tf.maximum(tf.size(y), 1), x.dtype)
+    return x * (0.5 + tf.tanh(mean))
+
+
+# Kinds by name: the drawing, and a function of the arguments and, by name, the parameters.
+KINDS = {
+    "unary": (of(FLOAT, function=UNARY), one_of(UNARY)),
+    "binary": (of(FLOAT, FLOAT, function=BINARY), one_of(BINARY)),
+    "binary of alike": (of(FLOAT, FLOAT, alike=True, function=BINARY), one_of(BINARY)),
+    "sum of three": (of(FLOAT, FLOAT, FLOAT, alike=True), lambda a, b, c: tf.add_n([a, b, c])),
+    "selection": (of(FLOAT, least=1, vector=EITHER), selection),
+    "reduction": (of(FLOAT, least=1, function=REDUCTIONS, axis=AXIS, keepdims=EITHER), one_of(REDUCTIONS)),
+    "reduction to a scalar": (of(FLOAT, function=REDUCTIONS), lambda x, function: REDUCTIONS[function](x, None, False)),
+    "along an axis": (of(FLOAT, least=1, function=ALONG, axis=AXIS), one_of(ALONG)),
+    "slice": (
+        of(FLOAT, least=1, axis=(0, 1, 2), begin=(None, 0, 1, -1, -2), end=(None, 1, 2, -1), step=(1, 1, 1, 2, -1)),
+        lambda x, axis, begin, end, step: x[tuple([slice(None)] * axis + [slice(begin, end, step)])],
+    ),
+    "new axis": (of(FLOAT, axis=(-1, 0, 1)), tf.expand_dims),
+    "transposed": (of(FLOAT, least=2, swap=((0, 1), (1, 2), (0, 2))), transposed),
+    "reshaped": (
+        of(FLOAT, least=1, shape=RESHAPES, static=EITHER),
+        lambda x, shape, static: tf.reshape(x, RESHAPES[shape](x, lambda axis: size_of(x, axis, static))),
+    ),
+    "padded": (
+        of(FLOAT, least=1, axis=(0, 1), mode=("CONSTANT", "SYMMETRIC")),
+        lambda x, axis, mode: tf.pad(x, [[1, 1] if i == axis else [0, 0] for i in range(len(x.shape))], mode),
+    ),
+    "tiled": (
+        of(FLOAT, least=1, axis=(0, 1), times=(1, 2)),
+        lambda x, axis, times: tf.tile(x, [times if i == axis else 1 for i in range(len(x.shape))]),
+    ),
+    "broadcast to another": (
+        of(FLOAT, FLOAT),
+        lambda x, other: tf.broadcast_to(x, tf.broadcast_dynamic_shape(tf.shape(x), tf.shape(other))) + 0 * other,
+    ),
+    "concatenated": (of(FLOAT, FLOAT, least=1, axis=(0, 1, -1)), lambda a, b, axis: tf.concat([a, b], axis)),
+    "stacked": (of(FLOAT, FLOAT, alike=True, axis=(0, 1, -1)), lambda a, b, axis: tf.stack([a, b], axis)),
+    "half of a split": (of(FLOAT, least=1, axis=(0, 1, -1), part=(0, 1), static=EITHER), half_of_a_split),
+    "one of an unstack": (of(FLOAT, least=1, axis=(1, -1)), lambda x, axis: tf.unstack(x, axis=axis)[0]),
+    "product": (
+        of(FLOAT, FLOAT, rank=2, a=EITHER, b=EITHER),
+        lambda x, y, a, b: tf.tanh(tf.matmul(x, y, transpose_a=a, transpose_b=b)),
+    ),
+    "product of batches": (of(FLOAT, FLOAT, least=2, b=EITHER), lambda x, y, b: tf.tanh(tf.matmul(x, y, transpose_b=b))),
+    "einsum": (of(FLOAT, FLOAT, least=1, equation=EQUATIONS), lambda x, y, equation: tf.tanh(tf.einsum(equation, x, y))),
+    # Integers and lookups.
+    "integers": (
+        of(FLOAT, modulus=(2, 3, 5), dtype=("int32", "int64")),
+        lambda x, modulus, dtype: tf.math.floormod(tf.cast(tf.math.floor(x * 3.0), dtype), tf.constant(modulus, dtype)),
+    ),
+    "numbers": (of("integer"), lambda i: tf.cast(i, tf.float64) * 0.25),
+    "integers of alike": (of("integer", "integer", alike=True, function=INTEGERS), integers_of_alike),
+    "one hot": (
+        of("integer", axis=(-1, 0, 1), depth=(3, 5)),
+        lambda i, axis, depth: tf.one_hot(i, depth, axis=axis, dtype=tf.float64),
+    ),
+    "gathered": (of(FLOAT, "integer", axis=(0, 1)), lambda x, i, axis: tf.gather(x, below(i, x, axis), axis=axis)),
+    "gathered in each row": (of(FLOAT, "integer", least=1), lambda x, i: tf.gather(x, below(i, x, 1), batch_dims=1)),
+    "gathered at pairs": (
+        of(FLOAT, "integer", least=1),
+        lambda x, i: tf.gather_nd(x, tf.stack([below(i, x, 0), tf.zeros_like(i)], -1)),
+    ),
+    "segments": (
+        of(FLOAT, "integer", least=1, function=SEGMENTS),
+        lambda x, i, function: tf.clip_by_value(SEGMENTS[function](x, tf.math.floormod(i, 4), 4), -2.0, 2.0),
+    ),
+    "scattered": (of(FLOAT, "integer", least=1), scattered),
+    "scattered in columns": (of(FLOAT, rank=2, static=EITHER), scattered_in_columns),
+    "product of unsigned integers": (
+        of(FLOAT, least=1),
+        lambda x: tf.tanh(tf.cast(tf.reduce_prod(tf.cast(tf.abs(x) * 2.0, tf.uint32), 0), x.dtype) * 0.1),
+    ),
+    "counts": (
+        of("integer", rank=1),
+        lambda i: tf.cast(tf.math.bincount(tf.cast(tf.abs(i), tf.int32), minlength=5, maxlength=5), tf.float64) * 0.1,
+    ),
+    # Rows of unknown number.
+    "chosen rows": (
+        of(FLOAT, "integer", least=1),
+        lambda x, i: tf.boolean_mask(x, tf.reduce_sum(x, list(range(1, len(x.shape)))) > 0.1),
+    ),
+    "chosen by integers": (of(FLOAT, "integer", least=1), lambda x, i: tf.boolean_mask(x, i > 0)),
+    "unique": (of("integer", rank=1), lambda i: tf.cast(tf.unique(i).y, tf.float64) * 0.1),
+    "mean or zero": (
+        of(FLOAT, least=1),
+        lambda x: tf.reduce_sum(x, 0) / tf.cast(tf.maximum(tf.shape(x)[0], 1), x.dtype),
+    ),
+    # Numbers of rows.
+    "times its size": (
+        of(FLOAT, least=1, axis=(0, 1), static=EITHER),
+        lambda x, axis, static: x * tf.cast(size_of(x, axis, static), x.dtype) * 0.1,
+    ),
+    "share of the size": (
+        of(FLOAT, FLOAT, least=1),
+        lambda x, y: x * tf.cast(tf.size(y) / (1 + tf.size(x) + tf.size(y)), x.dtype),
+    ),
+    "identity matrix": (
+        of(FLOAT, least=2, static=EITHER),
+        lambda x, static: tf.eye(size_of(x, 0, static), dtype=x.dtype) + 0.0 * tf.reduce_sum(x),
+    ),
+    "counted up": (
+        of(FLOAT, least=1, static=EITHER, axis=(0, 1)),
+        lambda x, static, axis: tf.cast(tf.range(size_of(x, axis, static)), x.dtype) * 0.1,
+    ),
+    "zeros for each": (
+        of(FLOAT, least=1, static=EITHER, value=(0.0, 0.5)),
+        lambda x, static, value: tf.fill([size_of(x, 0, static), WIDTH], tf.constant(value, x.dtype)),
+    ),
+    "ones of unknown width": (of(FLOAT, rank=2, static=EITHER), ones_of_unknown_width),
+    "times a quotient of its size": (
+        of(FLOAT, least=1, divisor=(-2, -1, 2, 3), least_value=(-1, 0, 1)),
+        times_a_quotient_of_its_size,
+    ),
+    # Nodes that are called as the partition calls its own ones.
+    "named": (
+        of(FLOAT, name=("constant", "own_rows", "argument_0", "given_0", "read", "result_0", "home", "tower_0")),
+        tf.tanh,
+    ),
+    "matrix": (
+        of(FLOAT, least=1, function=MATRICES),
+        lambda x, function: tf.clip_by_value(MATRICES[function](x), -3.0, 3.0),
+    ),
+    "image": (of(FLOAT, least=2, function=IMAGES), image),
+    "spectrum": (of(FLOAT, least=1), lambda x: tf.tanh(tf.abs(tf.signal.rfft(x)))),
+    "cross entropy": (
+        of(FLOAT, "integer", least=1),
+        lambda x, i: tf.nn.sparse_softmax_cross_entropy_with_logits(below(i, x, -1), x),
+    ),
+    # Random numbers.
+    "noise": (of(FLOAT, least=1, function=DRAWN, seed=range(9), size=("like", "rows"), static=EITHER), noise),
+    "dropped out": (
+        of(FLOAT, least=1, seed=range(9)),
+        lambda x, seed: tf.nn.experimental.stateless_dropout(x, 0.3, [seed, 1]),
+    ),
+    "shuffled": (
+        of(FLOAT, least=1, seed=range(3)),
+        lambda x, seed: tf.gather(x, tf.argsort(tf.random.stateless_uniform([tf.shape(x)[0]], [seed, 2]))),
+    ),
+    "checked": (of(FLOAT), checked),
+    "in Python": (of(FLOAT), in_python),
+    "of unknown rank": (of(FLOAT), lambda x: x + tf.numpy_function(lambda array: array * 0.5, [x], tf.float64)),
+    "scanned": (of(FLOAT, least=2), lambda x: tf.scan(lambda total, row: tf.tanh(total + row), columns_first(x))),
+    "list of integers": (of(FLOAT, least=1, first=(2, 3), second=(5, 7), rows=EITHER), list_of_integers),
+    "scaled by the mean": (of(FLOAT, FLOAT), scaled_by_the_mean),
+}
+
+
+def added_to_the_total(scope, x):
+    return scope.variables["total"].assign_add(tf.tanh(tf.reduce_sum(x)) * 0.1, read_value=True) + 0.0
+
+
+def moving_mean(scope, x):
+    moving = scope.variables["moving"]
+    moving.assign(0.9 * moving + 0.1 * tf.reduce_mean(tf.reshape(x, [-1, WIDTH]), 0))
+    return tf.identity(moving)
+
+
+def counted(scope, x):
+    scope.state.counter.assign_add(tf.cast(tf.shape(x)[0], tf.int64))
+    return tf.cast(scope.state.counter, tf.float64) * 0.01
+
+
+def written_to_the_table(scope, i):
+    places = tf.math.floormod(i, 5)
+    updates = 0.1 * tf.ones([tf.shape(places)[0], WIDTH], tf.float64)
+    scope.variables["table"].scatter_add(tf.IndexedSlices(updates, places))
+    return tf.reduce_mean(scope.variables["table"], 0)
+
+
+def branch(scope, x, other, yes, no, constant):
+    condition = tf.reduce_mean(other) > 0 if not constant else tf.size(other) > 3
     return tf.cond(condition, lambda: scope.call(yes, x), lambda: scope.call(no, x))
 
 
-@kind_with_state("choice", with_bodies(3, FLOAT, "integer"))
-def choice(statement, arguments, state, scope):
-    x, i = arguments
+def choice(scope, x, i, *bodies):
     index = tf.cast(tf.math.floormod(tf.reduce_sum(i), 3), tf.int32)
-    return tf.switch_case(index, [functools.partial(scope.call, body, x) for body in statement.bodies])
+    return tf.switch_case(index, [functools.partial(scope.call, body, x) for body in bodies])
 
 
-@kind_with_state("loop", with_bodies(1, FLOAT, rounds=(0, 1, 2, 3)))
-def loop(statement, arguments, state, scope):
-    (body,) = statement.bodies
-    (x,) = arguments
-    rounds = statement.parameters["rounds"]
+def loop(scope, x, body, rounds):
     return tf.while_loop(lambda i, y: i < rounds, lambda i, y: (i + 1, scope.call(body, y)), [0, x])[1]
 
 
-@kind_with_state("loop until", with_bodies(1, FLOAT))
-def loop_until(statement, arguments, state, scope):
-    (body,) = statement.bodies
-    (x,) = arguments
-
+def loop_until(scope, x, body):
     def goes_on(i, y):
         return (i < 3) & (tf.reduce_mean(y) > -0.5)
 
     return tf.while_loop(goes_on, lambda i, y: (i + 1, scope.call(body, y)), [0, x])[1]
 
 
-@kind_with_state("loop with a list", with_bodies(1, FLOAT, rounds=(1, 2, 3), taken=("stack", "first", "last", "length")))
-def loop_with_a_list(statement, arguments, state, scope):
-    (body,) = statement.bodies
-    (x,) = arguments
-    rounds = statement.parameters["rounds"]
-
+def loop_with_a_list(scope, x, body, rounds, taken):
     def one(i, y, states):
         y = scope.call(body, y)
         return i + 1, y, states.write(i, y)
 
     states = tf.TensorArray(x.dtype, rounds, element_shape=x.shape, clear_after_read=False)
     _, y, states = tf.while_loop(lambda i, *_: i < rounds, one, [0, x, states])
-    taken = statement.parameters["taken"]
     if taken == "stack":
         return tf.reduce_mean(states.stack(), 0) + y
     return y * 0.5 if taken == "length" else states.read(0 if taken == "first" else rounds - 1)
 
 
-@kind_with_state("loop that grows", with_bodies(1, FLOAT, rounds=(1, 2)))
-def loop_that_grows(statement, arguments, state, scope):
-    (body,) = statement.bodies
-    (x,) = arguments
-    x = tf.reshape(x, [tf.shape(x)[0], -1])[:, :1]
-    rounds = statement.parameters["rounds"]
-    shapes = [tf.TensorShape([]), tf.TensorShape([None, None])]
-
+def loop_that_grows(scope, x, body, rounds):
     def one(i, y):
-        return i + 1, tf.concat([y, tf.tanh(y[:, :1]) + tf.reduce_mean(scope.call(body, arguments[0]))], 1)
+        return i + 1, tf.concat([y, tf.tanh(y[:, :1]) + tf.reduce_mean(scope.call(body, x))], 1)
 
-    return tf.while_loop(lambda i, y: i < rounds, one, [0, x], shape_invariants=shapes)[1]
+    column = tf.reshape(x, [tf.shape(x)[0], -1])[:, :1]
+    shapes = [tf.TensorShape([]), tf.TensorShape([None, None])]
+    return tf.while_loop(lambda i, y: i < rounds, one, [0, column], shape_invariants=shapes)[1]
 
 
-@kind_with_state("list", with_bodies(1, FLOAT, FLOAT, taken=(0, 1)))
-def of_a_list(statement, arguments, state, scope):
-    x, other = arguments
+def of_a_list(scope, x, other, body, taken):
     parts = tf.TensorArray(x.dtype, 2, infer_shape=False, clear_after_read=False)
-    parts = parts.write(0, scope.call(statement.bodies[0], x)).write(1, other)
-    taken = parts.read(statement.parameters["taken"])
-    return tf.reshape(taken, tf.shape(other if statement.parameters["taken"] else x))
+    parts = parts.write(0, scope.call(body, x)).write(1, other)
+    return tf.reshape(parts.read(taken), tf.shape(other if taken else x))
 
 
-@kind("list of integers", of(FLOAT, least=1, first=(2, 3), second=(5, 7), rows=(True, False)))
-def list_of_integers(x, first, second, rows):
-    parts = tf.TensorArray(tf.int32, 3, element_shape=[]).write(0, tf.shape(x)[0] if rows else first).write(1, second)
-    return x * tf.cast(parts.read(1) - parts.read(0) + parts.read(2), x.dtype) * 0.1
-
-
-@kind_with_state("mapped", with_bodies(1, FLOAT, axis=(0, 1)))
-def mapped(statement, arguments, state, scope):
-    (body,) = statement.bodies
-    (x,) = arguments
-    by_axis = tf.transpose(x, [1, 0, *range(2, len(x.shape))]) if statement.parameters["axis"] else x
+def mapped(scope, x, body, axis):
+    by_axis = columns_first(x) if axis else x
     return tf.map_fn(lambda row: tf.tanh(row) + 0.1 * tf.reduce_mean(scope.call(body, x)), by_axis)
 
 
-@kind_with_state("scanned", with_bodies(1, FLOAT))
-def scanned(statement, arguments, state, scope):
-    (x,) = arguments
-    by_axis = tf.transpose(x, [1, 0, *range(2, len(x.shape))])
-    return tf.scan(lambda total, row: tf.tanh(total + row), by_axis)
-
-
-@kind_with_state("recurrent", of(FLOAT, rank=2))
-def recurrent(statement, arguments, state, scope):
-    (x,) = arguments
-    weights = tf.concat([state.variables["kernel"], state.variables["table"]], 0)[: 2 * WIDTH]
+def recurrent(scope, x):
+    weights = tf.concat([scope.variables["kernel"], scope.variables["table"]], 0)[: 2 * WIDTH]
 
     def one(i, h):
         return i + 1, tf.tanh(tf.concat([x, h], 1) @ weights)
@@ -727,49 +510,123 @@ def recurrent(statement, arguments, state, scope):
     return tf.while_loop(lambda i, h: i < 3, one, [0, tf.zeros([tf.shape(x)[0], WIDTH], x.dtype)])[1]
 
 
-@kind_with_state("function", with_bodies(1, FLOAT, compiled=(False, False, False, True)))
-def function(statement, arguments, state, scope):
-    (body,) = statement.bodies
-    jit = statement.parameters["compiled"] or None
-    called = tf.function(functools.partial(scope.call, body), autograph=False, jit_compile=jit)
-    return called(arguments[0]) + 0.5 * called(arguments[0] * 0.5)
+def function(scope, x, body, compiled):
+    called = tf.function(functools.partial(scope.call, body), autograph=False, jit_compile=compiled or None)
+    return called(x) + 0.5 * called(x * 0.5)
 
 
-@kind_with_state("custom gradient", with_bodies(1, FLOAT))
-def custom_gradient(statement, arguments, state, scope):
+def custom_gradient(scope, x, body):
     @tf.custom_gradient
     def halved(x):
         return tf.tanh(x), lambda upstream: upstream * 0.5 * tf.cos(x)
 
-    return scope.call(statement.bodies[0], halved(arguments[0]))
+    return scope.call(body, halved(x))
 
 
-@kind_with_state("gradient", with_bodies(1, FLOAT, of=("mean", "squares")))
-def gradient(statement, arguments, state, scope):
-    (x,) = arguments
+def gradient(scope, x, body, of):
     with tf.GradientTape() as tape:
         tape.watch(x)
-        y = scope.call(statement.bodies[0], x)
-        total = tf.reduce_mean(y) if statement.parameters["of"] == "mean" else tf.tanh(tf.reduce_sum(tf.tanh(y) ** 2))
-    found = tape.gradient(total, x, unconnected_gradients="zero")
-    return tf.tanh(tf.convert_to_tensor(found))
+        y = scope.call(body, x)
+        total = tf.reduce_mean(y) if of == "mean" else tf.tanh(tf.reduce_sum(tf.tanh(y) ** 2))
+    return tf.tanh(tf.convert_to_tensor(tape.gradient(total, x, unconnected_gradients="zero")))
 
 
-@kind_with_state("recomputed", with_bodies(1, FLOAT))
-def recomputed(statement, arguments, state, scope):
-    return tf.recompute_grad(functools.partial(scope.call, statement.bodies[0]))(arguments[0])
-
-
-@kind_with_state("fails", of(FLOAT))
-def fails(statement, arguments, state, scope):
+def fails(scope, x):
     """Fails in the step if the state asks for it: a check of the user."""
-    if not getattr(state, "fails", False):
-        return arguments[0]
-    tf.debugging.assert_less(tf.abs(tf.reduce_max(arguments[0])), tf.constant(-1.0, tf.float64))
-    return arguments[0]
+    if getattr(scope.state, "fails", False):
+        tf.debugging.assert_less(tf.abs(tf.reduce_max(x)), tf.constant(-1.0, tf.float64))
+    return x
 
 
-@kind("scaled by the mean", of(FLOAT, FLOAT))
-def scaled_by_the_mean(x, y):
-    mean = tf.reduce_sum(tf.cast(y, x.dtype)) / tf.cast(tf.maximum(tf.size(y), 1), x.dtype)
-    return x * (0.5 + tf.tanh(mean))
+class SelfAttention(layers.MultiHeadAttention):
+    """Attends to its own input."""
+
+    def build(self, shape):
+        super().build(shape, shape)
+
+    def call(self, x):
+        return super().call(x, x, use_causal_mask=True)
+
+
+# Layers of Keras by name: how each is made, and whether it takes (rows, steps, channels) instead of (rows, ..., channels).
+LAYERS = {
+    "dense": (lambda: layers.Dense(WIDTH, "tanh"), False),
+    "layer normalization": (layers.LayerNormalization, False),
+    "batch normalization": (lambda: layers.BatchNormalization(momentum=0.7), False),
+    "parametric relu": (lambda: layers.PReLU(shared_axes=[1]), True),
+    "group normalization": (lambda: layers.GroupNormalization(1), True),
+    "convolution": (lambda: layers.Conv1D(WIDTH, 2, padding="causal"), True),
+    "transposed convolution": (lambda: layers.Conv1DTranspose(WIDTH, 2, 2), True),
+    "separable convolution": (lambda: layers.SeparableConv1D(WIDTH, 2, padding="same"), True),
+    "pooling": (layers.GlobalMaxPooling1D, True),
+    "lstm": (lambda: layers.LSTM(WIDTH), True),
+    "gru": (lambda: layers.GRU(WIDTH, return_sequences=True, go_backwards=True), True),
+    "unrolled": (lambda: layers.SimpleRNN(WIDTH, return_sequences=True, unroll=True), True),
+    "bidirectional": (lambda: layers.Bidirectional(layers.SimpleRNN(2)), True),
+    "each step": (lambda: layers.TimeDistributed(layers.Dense(2)), True),
+    "attention": (lambda: SelfAttention(2, 2), True),
+    "spectral normalization": (lambda: layers.SpectralNormalization(layers.Dense(2)), False),
+    "dropout": (lambda: layers.SpatialDropout1D(0.3, seed=3), True),
+}
+
+
+def layer(scope, x, function):
+    """Calls a layer while it trains. Statements with inputs of the same sizes share it."""
+    make, has_steps = LAYERS[function]
+    if has_steps and x.shape.rank != 3:
+        x = x[:, :, tf.newaxis] if x.shape.rank == 2 else tf.reshape(x, [tf.shape(x)[0], x.shape[1], -1])
+        if x.shape[1] is None or x.shape[2] is None:
+            raise ValueError("Layers need the number of steps and channels.")
+    called = scope.state.layer(f"{function} of {x.shape[1:]}", make, [None, *x.shape[1:]])
+    return tf.convert_to_tensor(called(x, training=True))
+
+
+# Kinds whose function also takes the scope, before the arguments, and the bodies, after them.
+KINDS_IN_A_SCOPE = {
+    "dense": (
+        of(FLOAT, least=1),
+        lambda scope, x: tf.tanh(tf.tensordot(x, scope.variables["kernel"], 1) + scope.variables["bias"]),
+    ),
+    "looked up": (of("integer"), lambda scope, i: tf.gather(scope.variables["table"], tf.math.floormod(i, 5))),
+    "drawn": (
+        of(FLOAT, least=1, distribution=("normal", "uniform")),
+        lambda scope, x, distribution: getattr(scope.state.generator, distribution)(tf.shape(x), dtype=tf.float64),
+    ),
+    "added to the total": (of(FLOAT), added_to_the_total),
+    "moving mean": (of(FLOAT, least=1), moving_mean),
+    "counted": (of(FLOAT, least=1), counted),
+    "written to the table": (of("integer", rank=1), written_to_the_table),
+    "the total": (of(), lambda scope: scope.variables["total"].read_value()),
+    "branch": (of(FLOAT, FLOAT, bodies=2, constant=(True, False, False)), branch),
+    "choice": (of(FLOAT, "integer", bodies=3), choice),
+    "loop": (of(FLOAT, bodies=1, rounds=(0, 1, 2, 3)), loop),
+    "loop until": (of(FLOAT, bodies=1), loop_until),
+    "loop with a list": (
+        of(FLOAT, bodies=1, rounds=(1, 2, 3), taken=("stack", "first", "last", "length")),
+        loop_with_a_list,
+    ),
+    "loop that grows": (of(FLOAT, bodies=1, rounds=(1, 2)), loop_that_grows),
+    "list": (of(FLOAT, FLOAT, bodies=1, taken=(0, 1)), of_a_list),
+    "mapped": (of(FLOAT, bodies=1, axis=(0, 1)), mapped),
+    "recurrent": (of(FLOAT, rank=2), recurrent),
+    "function": (of(FLOAT, bodies=1, compiled=(False, False, False, True)), function),
+    "custom gradient": (of(FLOAT, bodies=1), custom_gradient),
+    "gradient": (of(FLOAT, bodies=1, of=("mean", "squares")), gradient),
+    "recomputed": (
+        of(FLOAT, bodies=1),
+        lambda scope, x, body: tf.recompute_grad(functools.partial(scope.call, body))(x),
+    ),
+    "fails": (of(FLOAT), fails),
+    "layer": (of(FLOAT, least=2, function=LAYERS), layer),
+}
+DRAWS = {name: draw for name, (draw, _) in (KINDS | KINDS_IN_A_SCOPE).items()}
+
+
+def running(run, is_in_a_scope):
+    """Returns a function that runs a kind of statement: see `Scope.run`."""
+    return lambda statement, arguments, scope: run(
+        *([scope] if is_in_a_scope else []), *arguments, *statement.bodies, **statement.parameters
+    )
+
+
+RUNS.update({name: running(run, name in KINDS_IN_A_SCOPE) for name, (_, run) in (KINDS | KINDS_IN_A_SCOPE).items()})

@@ -1,9 +1,8 @@
 """Describe programs as data, so that they can be drawn, run, shrunk and kept."""
 
 import dataclasses
-import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -12,13 +11,15 @@ import tensorflow as tf
 
 WIDTH = 3
 # Keras's optimizers for the weights of layers.
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
+OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipvalue=0.05),
     "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=2),
     "accumulating": lambda: keras.optimizers.RMSprop(0.01, clipnorm=0.1, gradient_accumulation_steps=2),
     "decaying": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5), weight_decay=0.1),
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lion(0.01), dynamic_growth_steps=2),
 }
+# By kind of statement, a function that runs one: see `Scope.run`. `kinds` fills it.
+RUNS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Statement:
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bodies: tuple["Body", ...] = ()
 
-    def __str__(self) -> str:
+    def __str__(self):
         parameters = [f"{name}={value!r}" for name, value in self.parameters.items()]
         lines = [f"{self.result} = {self.kind}({', '.join([*self.arguments, *parameters])})"]
         for body in self.bodies:
@@ -47,6 +48,12 @@ class Statement:
             lines += [f"    {line}" for statement in body.statements for line in str(statement).splitlines()]
             lines += [f"    return {body.result}"]
         return "\n".join(lines)
+
+    @classmethod
+    def of(cls, read):
+        """Returns the statement that `dataclasses.asdict` has described, which JSON may have kept."""
+        bodies = [Body(tuple(one["arguments"]), tuple(map(cls.of, one["statements"])), one["result"]) for one in read["bodies"]]
+        return cls(read["kind"], read["result"], tuple(read["arguments"]), read["parameters"], tuple(bodies))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,26 +87,15 @@ class Program:
     loss: str | None = None
     optimizer: str = "momentum"
 
-    def __str__(self) -> str:
+    def __str__(self):
         lines = [*map(str, self.statements), f"return {', '.join(self.results)}"]
         return "\n".join([*lines, f"differentiate {self.loss}, {self.optimizer}"] if self.loss else lines)
 
-    def to_json(self) -> str:
-        """Writes the program as JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "Program":
-        """Reads a program from JSON."""
-        read = json.loads(text)
-        return cls(
-            tuple(map(_statement, read["statements"])), tuple(read["results"]), read["loss"], read.get("optimizer", "momentum")
-        )
-
-
-def _statement(read: Mapping[str, Any]) -> Statement:
-    bodies = [Body(tuple(b["arguments"]), tuple(map(_statement, b["statements"])), b["result"]) for b in read["bodies"]]
-    return Statement(read["kind"], read["result"], tuple(read["arguments"]), read["parameters"], tuple(bodies))
+    def of(cls, read):
+        """Returns the program that `dataclasses.asdict` has described."""
+        rest = {name: read[name] for name in ("loss", "optimizer") if name in read}
+        return cls(tuple(map(Statement.of, read["statements"])), tuple(read["results"]), **rest)
 
 
 class State:
@@ -109,7 +105,7 @@ class State:
         devices: the devices of the variables, in turn.
     """
 
-    def __init__(self, devices: Sequence[str] = ("CPU:0",)):
+    def __init__(self, devices=("CPU:0",)):
         draw = np.random.default_rng(5)
         shapes = {"kernel": (WIDTH, WIDTH), "bias": (WIDTH,), "table": (5, WIDTH), "total": (), "moving": (WIDTH,)}
         self.variables = {}
@@ -120,57 +116,49 @@ class State:
             self.counter = tf.Variable(0, dtype=tf.int64, name="counter")
             self.generator = tf.random.Generator.from_seed(3)
         self._home = devices[0]
-        self._layers: dict[str, Any] = {}
-        self._optimizers: dict[str, Any] = {}
-        self._all = [*self.variables.values(), self.counter, self.generator.state]
-        self._first = [variable.numpy() for variable in self._all]
+        self._layers, self._optimizers, self._all, self._first = {}, {}, [], []
+        self._add([*self.variables.values(), self.counter, self.generator.state])
 
-    def layer(self, name: str, make: Callable[[], Any], shape: Sequence[Any]) -> Any:
+    def layer(self, name, make, shape):
         """Returns the layer of a name. It is made before the step, even if the step is being traced."""
         if name not in self._layers:
             with tf.init_scope(), tf.device(self._home):
-                made = make()
+                made = self._layers[name] = make()
                 made.build(shape)
                 draw = np.random.default_rng(zlib.crc32(name.encode()))
                 for variable in made.variables:
                     is_seed = variable.dtype == "uint32"
                     # Variances are positive.
                     variable.assign([5, 0] if is_seed else np.abs(draw.normal(size=variable.shape)) * 0.3 + 0.1)
-            self._layers[name] = made
             self._add(made.variables)
         return self._layers[name]
 
     @property
-    def weights(self) -> list[Any]:
+    def weights(self):
         """The trainable weights of the layers."""
         return [weight for layer in self._layers.values() for weight in layer.trainable_weights]
 
-    def optimizer(self, name: str) -> Any:
+    def optimizer(self, name):
         """Returns the optimizer of a name, with variables for all weights so far."""
         if name not in self._optimizers:
             with tf.init_scope(), tf.device(self._home):
-                made = OPTIMIZERS[name]()
+                made = self._optimizers[name] = OPTIMIZERS[name]()
                 made.build(self.weights)
-            self._optimizers[name] = made
             self._add(made.variables)
         return self._optimizers[name]
 
-    def _add(self, variables: Sequence[Any]) -> None:
+    def _add(self, variables):
         with tf.init_scope():
             self._all += variables
             self._first += [variable.numpy() for variable in variables]
 
-    def values(self) -> list[np.ndarray]:
+    def values(self):
         """Returns the values of all variables."""
         return [variable.numpy() for variable in self._all]
 
-    def is_first(self) -> bool:
+    def is_first(self):
         """Returns whether all variables have their first values."""
         return all(np.array_equal(one, other) for one, other in zip(self._first, self.values(), strict=True))
-
-
-Run = Callable[[Statement, Sequence[Any], State, "Scope"], Any]
-RUNS: dict[str, Run] = {}
 
 
 class Scope:
@@ -181,38 +169,39 @@ class Scope:
         values: the values so far, by name.
     """
 
-    def __init__(self, state: State, values: Mapping[str, Any]):
-        self.state, self.values = state, dict(values)
+    def __init__(self, state, values):
+        self.state, self.variables, self.values = state, state.variables, dict(values)
 
-    def run(self, statements: Sequence[Statement]) -> None:
-        """Runs statements in order."""
-        for statement in statements:
-            arguments = [self.values[name] for name in statement.arguments]
-            self.values[statement.result] = RUNS[statement.kind](statement, arguments, self.state, self)
+    def run(self, statement):
+        """Returns the value of a statement."""
+        return RUNS[statement.kind](statement, [self.values[name] for name in statement.arguments], self)
 
-    def call(self, body: Body, *arguments: Any) -> Any:
+    def call(self, body, *arguments):
         """Runs a body, which may take all values of the scope, and returns its result."""
-        inner = Scope(self.state, {**self.values, **dict(zip(body.arguments, arguments, strict=True))})
-        inner.run(body.statements)
-        return inner.values[body.result]
+        return self.after(body.statements, dict(zip(body.arguments, arguments, strict=True)))[body.result]
+
+    def after(self, statements, values):
+        """Runs statements in order, with these values as well, and returns all values."""
+        inner = Scope(self.state, {**self.values, **values})
+        for statement in statements:
+            inner.values[statement.result] = inner.run(statement)
+        return inner.values
 
 
-def step_of(program: Program, state: State) -> Callable[..., list[Any]]:
+def step_of(program, state):
     """Returns the step of a program, a function of two tensors with rows: numbers (B, 3), and integers (B,)."""
 
-    def step(x: Any, labels: Any) -> list[Any]:
-        def computed() -> Scope:
-            scope = Scope(state, {"x": x, "labels": labels})
-            scope.run(program.statements)
-            return scope
+    def computed(x, labels):
+        return Scope(state, {}).after(program.statements, {"x": x, "labels": labels})
 
+    def step(x, labels):
         if program.loss is None:
-            scope = computed()
-            return [scope.values[name] for name in program.results]
+            values = computed(x, labels)
+            return [values[name] for name in program.results]
         with tf.GradientTape() as tape:
             tape.watch(x)
-            scope = computed()
-            loss = tf.reduce_mean(scope.values[program.loss])
+            values = computed(x, labels)
+            loss = tf.reduce_mean(values[program.loss])
         sources = [x, *(state.variables[name] for name in ("kernel", "bias", "table"))]
         sources += [weight.value for weight in state.weights]
         gradients = tape.gradient(loss, sources, unconnected_gradients="zero")
@@ -220,6 +209,6 @@ def step_of(program: Program, state: State) -> Callable[..., list[Any]]:
         state.variables["kernel"].assign_sub(0.1 * tf.clip_by_norm(gradients[1], 1.0))
         if state.weights:
             state.optimizer(program.optimizer).apply(gradients[len(sources) - len(state.weights) :], state.weights)
-        return [*(scope.values[name] for name in program.results), loss, *gradients]
+        return [*(values[name] for name in program.results), loss, *gradients]
 
     return step

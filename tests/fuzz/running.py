@@ -7,16 +7,13 @@ import json
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from partitioned_steps import partitioned_step, reading_at_random
 
 from fuzz.drawing import batch, kinds_of
-from fuzz.programs import Program, State, Statement, step_of
+from fuzz.programs import WIDTH, Program, State, step_of
 from fuzz.workers import InMemory, Meeting
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.partition.inspecting.both_ways import difference
@@ -61,7 +58,7 @@ class Setting:
     workers: int = 1
 
 
-def draw_setting(seed: int) -> Setting:
+def draw_setting(seed):
     """Draws a setting."""
     rng = random.Random(seed + 1)
     towers, is_static = rng.randint(1, 4), rng.random() < 0.5
@@ -70,14 +67,14 @@ def draw_setting(seed: int) -> Setting:
     packed, sharded, compiled, fails, reads = (rng.random() < share for share in (0.5, 0.4, 0.06, 0.3, 0.5))
     workers = rng.choice([1, 1, 1, 1, 1, 1, 2, 3])
     towers = towers if workers == 1 else min(towers, 2)
-    return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers)
+    return Setting(towers, rows, is_static, packed, sharded, compiled, fails, is_static and reads, workers=workers)
 
 
-def of_kept(path: Path) -> tuple[Program, Setting, int]:
+def of_kept(path):
     """Reads a program that failed once, its setting and its seed."""
     kept = json.loads(path.read_text())
     setting = {**kept["setting"], "rows": tuple(kept["setting"]["rows"])}
-    return Program.from_json(json.dumps(kept["program"])), Setting(**setting), kept["seed"]
+    return Program.of(kept["program"]), Setting(**setting), kept["seed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +90,20 @@ class Failure:
     details: str
 
 
-def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] | None = None) -> Failure | None:
-    """Compares a program on towers with the plain one; None if they are the same, or if they cannot be compared.
+def check(program, setting, seed, outcomes=None):
+    """Compares a program on towers with the plain one.
 
     Args:
         program: the program.
         setting: the way in which it is partitioned.
         seed: the seed of the batches.
         outcomes: counts why a program is not compared, and how many are.
+
+    Returns:
+        The failure; None if the two are the same, or cannot be compared.
     """
     outcomes = Counter() if outcomes is None else outcomes
-    if setting.is_sharded and any(map(_is_compiled, program.statements)):
+    if setting.is_sharded and _has_compiled(program.statements):
         # XLA compiles a function for one device, that of its variables.
         setting = dataclasses.replace(setting, is_sharded=False)
     batches = [batch(rows, seed + i) for i, rows in enumerate(setting.rows)]
@@ -115,7 +115,7 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
         outcomes["large"] += 1
         return None
     outcomes[ON_TOWERS] += 1
-    towers = _run(program, setting, batches, [f"CPU:{1 + i}" for i in range(setting.towers)])
+    towers = _run(program, setting, batches, _devices_of(setting))
     outcomes["both fail" if plain.error else "compared"] += 1
     if plain.error is not None:
         if towers.error is None:
@@ -126,7 +126,8 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
     if towers.error is not None:
         return Failure(f"fails: {towers.error.splitlines()[0][:100]}", towers.error)
     apart = _apart(plain, towers)
-    if apart <= tolerance_of(program):
+    kinds = kinds_of(program.statements)
+    if apart <= max([_TOLERANCE, *(tolerance for kind, tolerance in _TOLERANCES.items() if kind in kinds)]):
         return None
     draw = np.random.default_rng(seed)
     nudged = [(x * (1 + _NUDGE * draw.choice([-1, 1], size=x.shape)), labels) for x, labels in batches]
@@ -137,19 +138,18 @@ def check(program: Program, setting: Setting, seed: int, outcomes: Counter[str] 
     return Failure("differs", f"by {apart:.1e}, and plainly by {_apart(plain, own):.1e} with rounded inputs")
 
 
-def check_packing(program: Program, setting: Setting, seed: int) -> Failure | None:
+def check_packing(program, setting, seed):
     """Compares a program whose devices send packed messages with the same one without, bit for bit.
 
     Where a program rounds much, this sees more than a comparison with the plain program.
     """
     batches = [batch(rows, seed + i) for i, rows in enumerate(setting.rows)]
-    devices = [f"CPU:{1 + i}" for i in range(setting.towers)]
     # TensorFlow's graph optimizer rounds otherwise where it knows more, and XLA where it compiles other parts.
     ways = [dataclasses.replace(setting, is_compiled=False, is_optimized=False, is_packed=packs) for packs in (False, True)]
-    seen: list[set[bytes]] = [set(), set()]
+    seen = [set(), set()]
     # Some kernels round otherwise from run to run: a difference is one that stays.
     for _ in range(_PACKING_RUNS):
-        apart, packed = (_run(program, way, batches, devices) for way in ways)
+        apart, packed = (_run(program, way, batches, _devices_of(setting)) for way in ways)
         if bool(apart.error) != bool(packed.error):
             return Failure("packs otherwise", f"{apart.error} and packed {packed.error}")
         for results, outcome in zip(seen, (apart, packed), strict=True):
@@ -159,119 +159,103 @@ def check_packing(program: Program, setting: Setting, seed: int) -> Failure | No
     return Failure("packs otherwise", f"by {_apart(apart, packed):.1e}")
 
 
-def _is_compiled(statement: Statement) -> bool:
-    """Returns whether a statement, or one in its bodies, is a function that XLA compiles."""
-    inner = [one for body in statement.bodies for one in body.statements]
-    return bool(statement.parameters.get("compiled")) or any(map(_is_compiled, inner))
+def _devices_of(setting):
+    return [f"CPU:{1 + i}" for i in range(setting.towers)]
 
 
-def tolerance_of(program: Program) -> float:
-    """Returns the largest difference that rounding may make."""
-    kinds = kinds_of(program)
-    return max([_TOLERANCE, *(tolerance for kind, tolerance in _TOLERANCES.items() if kind in kinds)])
+def _has_compiled(statements):
+    """Returns whether one of the statements, or one in their bodies, is a function that XLA compiles."""
+    return any(
+        statement.parameters.get("compiled") or any(_has_compiled(body.statements) for body in statement.bodies)
+        for statement in statements
+    )
 
 
 @dataclasses.dataclass
 class _Outcome:
-    results: list[list[np.ndarray]]
-    variables: list[np.ndarray]
+    """The results of all steps, the variables after them, and what an error tells.
+
+    Attributes:
+        arrays: the results and the variables.
+        error: the error, if there was one.
+        is_unchanged: whether the variables have their first values.
+        fails_as_asked: whether a check of the program failed in the first step.
+        nodes: the number of nodes of the program.
+    """
+
+    arrays: list[np.ndarray]
     error: str | None = None
     is_unchanged: bool = True
     fails_as_asked: bool = False
     nodes: int = 0
 
-    def is_same(self, other: "_Outcome") -> bool:
+    def is_same(self, other):
         """Returns whether two workers have the same results and variables, or both failed and left the same behind."""
         if self.error or other.error:
             return bool(self.error) == bool(other.error) and self.is_unchanged == other.is_unchanged
         pairs = zip(self.arrays, other.arrays, strict=True)
         return all(np.array_equal(one, another, equal_nan=True) for one, another in pairs)
 
-    @property
-    def arrays(self) -> list[np.ndarray]:
-        """The results of all steps, and the variables after them."""
-        return [*(array for arrays in self.results for array in arrays), *self.variables]
 
-
-def _run(program: Program, setting: Setting, batches: Any, devices: list[str] | None) -> _Outcome:
+def _run(program, setting, batches, devices):
+    """Runs a program on the towers of all workers; plainly if there are no devices."""
     if devices is None or setting.workers == 1:
-        return _Run(program, setting, devices).prepared(batches).on(batches)
+        return _prepared(program, setting, batches, devices)()
     meeting = Meeting(setting.workers)
     # Traced one after the other, so that none waits at a meeting for the traces of others.
     workers = [InMemory(meeting, index) for index in range(setting.workers)]
-    runs = [_Run(program, setting, devices, worker).prepared(batches) for worker in workers]
-    outcomes = meeting.run([functools.partial(run.on, batches) for run in runs])
+    outcomes = meeting.run([_prepared(program, setting, batches, devices, worker) for worker in workers])
     first = min(outcomes, key=lambda outcome: "BrokenBarrier" in (outcome.error or ""))
     if all(outcome.is_same(first) for outcome in outcomes):
         return first
     return dataclasses.replace(first, error="WorkersDiffer: " + "; ".join(str(outcome.error) for outcome in outcomes))
 
 
-class _Run:
-    """A program's step and variables, ready to run.
-
-    Args:
-        program: the program.
-        setting: the way in which it is partitioned.
-        devices: the devices of the towers; None for the plain program.
-        collectives: the collectives of one of several workers.
-    """
-
-    def __init__(self, program: Program, setting: Setting, devices: list[str] | None, collectives: InMemory | None = None):
-        # TensorFlow itself may wait forever in a plain loop that reads variables of several devices.
-        is_sharded = setting.is_sharded and devices is not None
-        self.state = State([f"CPU:{i}" for i in range(setting.towers + 1)] if is_sharded else [HOME])
-        self.state.fails = setting.fails
-        self._step, self._setting, self._devices = step_of(program, self.state), setting, devices
-        self._collectives = collectives
-        self._function: Callable[..., Any] | Exception
-
-    def function(self, shape: Sequence[int]) -> Callable[..., Any]:
-        """Traces the step for batches of a shape, and partitions it."""
-        setting = self._setting
-        sizes = shape if setting.is_static else (None, *shape[1:])
-        specs = [tf.TensorSpec(sizes, tf.float64), tf.TensorSpec(sizes[:1], tf.int64)]
-        if self._devices is None:
-            return tf.function(self._step, autograph=False).get_concrete_function(*specs)
-        known_rows = setting.rows[0] if setting.is_static else None
-        options = {"jit_compile": setting.is_compiled, "pack_copies": setting.is_packed, "collectives": self._collectives}
-        with reading_at_random(setting.rows[0]) if setting.reads_at_random else contextlib.nullcontext():
-            return partitioned_step(self._step, specs, [True, True], known_rows, self._devices, HOME, **options)[0]
-
-    def prepared(self, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> "_Run":
-        """Traces and partitions the step for some batches. An error is raised when it runs."""
-        try:
-            self._function = self.function(batches[0][0].shape)
-        except Exception as error:
-            self._function = error
-        return self
-
-    def on(self, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Outcome:
-        """Runs the step on batches, one after the other, up to the first error."""
-        results: list[list[np.ndarray]] = []
-        try:
-            function = self._function
-            if isinstance(function, Exception):
-                raise function
-            # The optimizer's options are those of one thread, and each worker has its own.
-            with contextlib.nullcontext() if self._setting.is_optimized else graph_optimizer(disable_meta_optimizer=True):
-                for x, labels in batches:
-                    tensors = tf.nest.flatten(function(tf.constant(x), tf.constant(labels)))
-                    results.append([np.array(tensor) for tensor in tensors])
-        except Exception as error:
-            is_asked = isinstance(error, tf.errors.InvalidArgumentError) and "x < y" in str(error) and not results
-            text = f"{type(error).__name__}: {error}"
-            if not isinstance(error, tf.errors.OpError):
-                text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])
-            return _Outcome(results, [], text, self.state.is_first(), is_asked)
-        return _Outcome(results, self.state.values(), nodes=_nodes(function))
+def _prepared(program, setting, batches, devices, collectives=None):
+    """Traces and partitions a program, and returns a function that runs it on the batches. That raises no error."""
+    # TensorFlow itself may wait forever in a plain loop that reads variables of several devices.
+    is_sharded = setting.is_sharded and devices is not None
+    state = State([f"CPU:{i}" for i in range(setting.towers + 1)] if is_sharded else [HOME])
+    state.fails = setting.fails
+    try:
+        function = _traced(step_of(program, state), setting, devices, collectives)
+    except Exception as error:
+        return functools.partial(_failed, error, state)
+    return functools.partial(_outcome, function, state, setting, batches)
 
 
-def _nodes(function: Any) -> int:
-    """Returns the number of nodes of a function and those that it calls."""
+def _traced(step, setting, devices, collectives):
+    rows = setting.rows[0] if setting.is_static else None
+    specs = [tf.TensorSpec((rows, WIDTH), tf.float64), tf.TensorSpec((rows,), tf.int64)]
+    if devices is None:
+        return tf.function(step, autograph=False).get_concrete_function(*specs)
+    options = {"jit_compile": setting.is_compiled, "pack_copies": setting.is_packed, "collectives": collectives}
+    with reading_at_random(setting.rows[0]) if setting.reads_at_random else contextlib.nullcontext():
+        return partitioned_step(step, specs, [True, True], rows, devices, HOME, **options)[0]
+
+
+def _outcome(function, state, setting, batches):
+    """Runs a step on batches, one after the other, up to the first error."""
+    results = []
+    try:
+        # The optimizer's options are those of one thread, and each worker has its own.
+        with contextlib.nullcontext() if setting.is_optimized else graph_optimizer(disable_meta_optimizer=True):
+            for x, labels in batches:
+                results += map(np.array, tf.nest.flatten(function(tf.constant(x), tf.constant(labels))))
+    except Exception as error:
+        return _failed(error, state, is_first=not results)
     graph = function.graph.as_graph_def()
-    return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
+    nodes = len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
+    return _Outcome([*results, *state.values()], nodes=nodes)
 
 
-def _apart(one: _Outcome, other: _Outcome) -> float:
+def _failed(error, state, is_first=True):
+    is_asked = isinstance(error, tf.errors.InvalidArgumentError) and "x < y" in str(error) and is_first
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, tf.errors.OpError):
+        text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])
+    return _Outcome([], text, state.is_first(), is_asked)
+
+
+def _apart(one, other):
     return max(difference(a, b) for a, b in zip(one.arrays, other.arrays, strict=True))

@@ -14,7 +14,7 @@ import turn
 
 from fuzz.drawing import draw_program
 from fuzz.programs import Program, Statement
-from fuzz.running import Setting, check, of_kept
+from fuzz.running import Setting, check, draw_setting, of_kept
 from fuzz.shrinking import shrink
 from keras_dp.partition.facts.placements import Facts, Partial
 from keras_dp.partition.placing.rules import RULES
@@ -26,25 +26,31 @@ KEPT = sorted((TESTS / "fuzz" / "kept").glob("*.json"))
 SEEDS = [(0, 30), *((turn.SEED + 25 * part, 25) for part in range(2))]
 
 
+def fuzz(*arguments):
+    """Runs the command in a process of its own, since TensorFlow aborts the process for some programs."""
+    command = [sys.executable, "-m", "fuzz", *map(str, arguments)]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_random_programs_are_one_devices(seed, count):
-    """Runs in a process of its own, since TensorFlow aborts the process for some programs."""
-    command = [sys.executable, "-m", "fuzz", "--count", str(count), "--seed", str(seed)]
-    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True)
+    found = fuzz("--count", count, "--seed", seed)
     failed = re.findall(r"^seed (\d+) (?!.*in plain TensorFlow)", found.stdout, re.MULTILINE)
     assert not failed, found.stdout[-5000:] + found.stderr[-5000:]
     assert found.returncode == 0, found.stderr[-5000:]
     assert sum(map(int, re.findall(r"^(\d+) programs from", found.stdout, re.MULTILINE))) == count
 
 
-def test_the_same_seed_gives_the_same_program():
-    assert draw_program(3) == draw_program(3) != draw_program(4)
+def test_the_same_seed_gives_the_same_program_which_can_be_kept():
+    program = draw_program(3)
+    assert program == draw_program(3) != draw_program(4)
+    assert str(Program.of(json.loads(json.dumps(dataclasses.asdict(program))))) == str(program)
 
 
-def test_a_program_can_be_kept():
-    program = draw_program(5)
-    assert Program.from_json(program.to_json()).to_json() == program.to_json()
+def test_all_settings_are_drawn():
+    drawn = [dataclasses.asdict(draw_setting(seed)) for seed in range(100)]
+    assert {name for name in drawn[0] if len({setting[name] for setting in drawn}) < 2} == {"is_optimized"}
 
 
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
@@ -52,8 +58,7 @@ def test_what_failed_once_is_right(path):
     kept = json.loads(path.read_text())
     if kept["setting"].get("workers", 1) > 1:
         # Workers wait for each other in more threads than TensorFlow has by itself.
-        command = [sys.executable, "-m", "fuzz", "--kept", str(path)]
-        found = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True)
+        found = fuzz("--kept", path)
         assert found.stdout.strip() == "None", kept["story"] + found.stdout + found.stderr[-2000:]
         return
     outcomes = Counter()

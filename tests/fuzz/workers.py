@@ -2,9 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,14 +19,14 @@ class Meeting:
         count: W.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count):
         self.count = count
-        self._barriers: dict[int, threading.Barrier] = defaultdict(lambda: threading.Barrier(count, timeout=_SECONDS))
-        self._brought: dict[int, list[Any]] = defaultdict(lambda: [None] * count)
+        self._barriers = defaultdict(lambda: threading.Barrier(count, timeout=_SECONDS))
+        self._brought = defaultdict(lambda: [None] * count)
         self._lock = threading.Lock()
         self._is_over = False
 
-    def exchange(self, number: int, index: int, own: np.ndarray) -> list[np.ndarray]:
+    def exchange(self, number, index, own):
         """Returns the arrays of all workers, once all have come."""
         with self._lock:
             barrier, brought = self._barriers[number], self._brought[number]
@@ -41,27 +39,20 @@ class Meeting:
         barrier.wait()
         return everywhere
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Runs the workers' functions at the same time, and returns for each its result or its error."""
-        self._is_over = False
-        self._barriers.clear()
+    def run(self, functions):
+        """Runs the workers' functions at the same time, and returns their outcomes. None waits for one that has failed."""
 
-        def result(function: Callable[[], Any]) -> Any:
-            try:
-                return function()
-            except Exception as error:
-                self._end()
-                return error
+        def outcome(function):
+            found = function()
+            if found.error:
+                with self._lock:
+                    self._is_over = True
+                    for barrier in self._barriers.values():
+                        barrier.abort()
+            return found
 
         with ThreadPoolExecutor(self.count) as threads:
-            return list(threads.map(result, functions))
-
-    def _end(self) -> None:
-        """Ends the waiting for a worker that has failed."""
-        with self._lock:
-            self._is_over = True
-            for barrier in self._barriers.values():
-                barrier.abort()
+            return list(threads.map(outcome, functions))
 
 
 class InMemory(OneWorker):
@@ -72,31 +63,31 @@ class InMemory(OneWorker):
         index: the number of this worker.
     """
 
-    def __init__(self, meeting: Meeting, index: int):
+    def __init__(self, meeting, index):
         self.index, self.count = index, meeting.count
         self._meeting = meeting
         # TensorFlow does not keep the functions of operations that are copied to another graph.
-        self._exchanges: list[Callable[..., Any]] = []
+        self._exchanges = []
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x):
         return self._exchanged(x, sum, x.shape)
 
-    def sum_all(self, tensors: Sequence[Any]) -> list[Any]:
+    def sum_all(self, tensors):
         return [None if tensor is None else self.sum(tensor) for tensor in tensors]
 
-    def counts(self, own: Any) -> Any:
+    def counts(self, own):
         return self.sum(tf.one_hot(self.index, self.count, dtype=tf.int32) * tf.cast(own, tf.int32))
 
-    def stack(self, x: Any) -> Any:
+    def stack(self, x):
         return self._exchanged(x, np.stack, [self.count, *x.shape])
 
-    def gather(self, x: Any, counts: Any = None) -> Any:
+    def gather(self, x, counts=None):
         return self._exchanged(x, np.concatenate, [None, *x.shape[1:]])
 
-    def _exchanged(self, x: Any, joined: Callable[[list[np.ndarray]], Any], shape: Any) -> Any:
+    def _exchanged(self, x, joined, shape):
         number = len(self._exchanges)
 
-        def exchange(own: np.ndarray) -> np.ndarray:
+        def exchange(own):
             return np.asarray(joined(self._meeting.exchange(number, self.index, own)), own.dtype)
 
         self._exchanges.append(exchange)

@@ -12,20 +12,18 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from gpu import report
-from gpu.parts import PARTS, Part
+from gpu.parts import PARTS
 from gpu.runner import INTERRUPTED, is_good, run_parts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """Runs the parts that the command line asks for, and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="make gpu-test", description=__doc__, formatter_class=_Formatter)
-    listed = "\n".join(f"  {part.name:<14} {part.teaches}" for part in PARTS)
-    parser.epilog = f"parts:\n{listed}"
+    parser = argparse.ArgumentParser(prog="make gpu-test", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["parts:", *(f"  {part.name:<14} {part.teaches}" for part in PARTS)])
     parser.add_argument("--minutes", type=_positive, default=35.0, help="time for all parts together (default: %(default)g)")
     parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help="parts to run (default: all)")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="directory of the report (default: %(default)s)")
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "quick": options.quick,
     }
 
-    def tell(results: list[dict[str, Any]]) -> None:
+    def tell(results):
         report.write(results, about, options.out)
         print(report.headline(results[-1]), flush=True)
 
@@ -48,18 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 130 if results[-1]["result"] == INTERRUPTED else int(not is_good(results))
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description and of the list of parts."""
-
-
-def _positive(value: str) -> float:
+def _positive(value):
     minutes = float(value)
     if minutes <= 0:
         raise argparse.ArgumentTypeError(f"must be a positive number. Received: {value!r}")
     return minutes
 
 
-def _parts(value: str) -> list[Part]:
+def _parts(value):
     """Returns the named parts, in the order of `PARTS`."""
     names = value.split(",")
     known = [part.name for part in PARTS]

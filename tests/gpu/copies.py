@@ -5,14 +5,11 @@ taken away. The time of a copy is then fitted by a latency and a bandwidth: time
 """
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from gpu.devices import prepare
-from gpu.record import Record
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 
 HOPS = 16
@@ -20,7 +17,7 @@ HOST = "CPU:0"
 SMALLEST, LARGEST = 4, 64 << 20
 
 
-def run(record: Record) -> None:
+def run(record):
     """Measures copies between GPUs, and between the host and a GPU, in turns with the same work on one device."""
     devices = prepare(record, 2)
     pairs = [(devices[0], devices[1])] + ([(HOST, devices[0])] if record.results["gpus"] else [])
@@ -44,7 +41,7 @@ def run(record: Record) -> None:
     record.remark("Logical CPUs share their memory, and so do the pieces of one card: only two cards show what a link costs.")
 
 
-def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+def fit(sizes, seconds):
     """Fits a latency in seconds and a bandwidth in bytes a second.
 
     Errors are relative, so that small messages count as much as large ones. Times that noise has made negative count as one
@@ -61,12 +58,12 @@ def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
     return float(latency), 1 / float(per_byte)
 
 
-def _seconds_of_a_copy(one: str, other: str, size: int, calls: int) -> float:
-    def hops(devices: tuple[str, str]) -> Callable[[], Any]:
+def _seconds_of_a_copy(one, other, size, calls):
+    def hops(devices):
         with tf.device(devices[0]):
             start = tf.Variable(tf.zeros([size // 4]))
 
-        def function() -> Any:
+        def function():
             x = start.read_value()
             for hop in range(1, HOPS + 1):
                 with tf.device(devices[hop % 2]):
@@ -79,17 +76,17 @@ def _seconds_of_a_copy(one: str, other: str, size: int, calls: int) -> float:
     return _seconds_of_a_hop(hops, one, other, calls)
 
 
-def _seconds_of_a_control_edge(one: str, other: str, calls: int) -> float:
+def _seconds_of_a_control_edge(one, other, calls):
     """Lets operations on two devices wait for each other, without taking each other's results."""
 
-    def hops(devices: tuple[str, str]) -> Callable[[], Any]:
+    def hops(devices):
         variables = {}
         for device in devices:
             with tf.device(device):
                 variables[device] = tf.Variable(0.0)
 
-        def function() -> Any:
-            waited: list[Any] = []
+        def function():
+            waited = []
             for hop in range(1, HOPS + 1):
                 device = devices[hop % 2]
                 with tf.device(device), tf.control_dependencies(waited):
@@ -102,7 +99,7 @@ def _seconds_of_a_control_edge(one: str, other: str, calls: int) -> float:
     return _seconds_of_a_hop(hops, one, other, calls)
 
 
-def _seconds_of_a_hop(hops: Callable[[tuple[str, str]], Callable[[], Any]], one: str, other: str, calls: int) -> float:
+def _seconds_of_a_hop(hops, one, other, calls):
     """Returns how much longer a hop takes between two devices than on each of them: the median over calls that take turns."""
     between, on_one, on_other = hops((one, other)), hops((one, one)), hops((other, other))
     # TensorFlow's graph optimizer would merge the operations.
@@ -113,7 +110,7 @@ def _seconds_of_a_hop(hops: Callable[[tuple[str, str]], Callable[[], Any]], one:
     return float(np.median(extra)) / HOPS
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def _seconds(function):
     begin = time.perf_counter()
     function().numpy()
     return time.perf_counter() - begin

@@ -7,7 +7,6 @@ import subprocess
 import tensorflow as tf
 
 import keras_dp
-from gpu.record import Record
 
 # Without a known size of the cards, a piece of a card is small enough for four pieces of any.
 SAFE_MEGABYTES = 1536
@@ -15,7 +14,7 @@ SAFE_MEGABYTES = 1536
 USED_SHARE = 0.75
 
 
-def prepare(record: Record, count: int) -> list[str]:
+def prepare(record, count):
     """Makes `count` devices for towers, before TensorFlow has started, and returns their names.
 
     Cards are used as they are if there are enough, and are split into logical GPUs otherwise. Memory grows with use on whole
@@ -44,12 +43,12 @@ def prepare(record: Record, count: int) -> list[str]:
     return [f"GPU:{index}" for index in sorted(range(count), key=numbered.__getitem__)]
 
 
-def use_exact_arithmetic() -> None:
+def use_exact_arithmetic():
     """Turns TensorFloat-32 off, which rounds the factors of float32 products to 10 bits."""
     tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
-def ask_driver(*questions: str) -> list[list[str]]:
+def ask_driver(*questions):
     """Asks the driver about the cards that CUDA_VISIBLE_DEVICES shows, in its order, what `nvidia-smi --help-query-gpu` lists.
 
     Returns the answers for each card; nothing if there is no driver, or it knows a question no more.
@@ -63,7 +62,7 @@ def ask_driver(*questions: str) -> list[list[str]]:
     return [line.split(", ") for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
 
 
-def _free_megabytes() -> float | None:
+def _free_megabytes():
     """Returns the free memory of the fullest card, or None if it is not known."""
     free = [answer for (answer,) in ask_driver("memory.free")]
     return min(map(float, free)) if free and all(answer.isdecimal() for answer in free) else None

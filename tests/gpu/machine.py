@@ -1,18 +1,16 @@
 """List the devices and the versions."""
 
 import subprocess
-from typing import Any
 
 import tensorflow as tf
 
 from gpu.devices import ask_driver
-from gpu.record import Record
 from keras_dp.cli import environment
 
 QUESTIONS = ("name", "memory.total", "memory.free", "compute_cap", "driver_version", "pci.bus_id")
 
 
-def run(record: Record) -> None:
+def run(record):
     """Lists versions, the build of TensorFlow, the GPUs that TensorFlow sees, and the cards that the driver knows."""
     facts = environment.environment()
     cards = tf.config.list_physical_devices("GPU")
@@ -47,7 +45,7 @@ def run(record: Record) -> None:
                 record.remark(f"how cards are connected: `{' '.join(line.split())}`")
 
 
-def _compiled_for(major: int, minor: int, capabilities: list[str]) -> str:
+def _compiled_for(major, minor, capabilities):
     """Says whether TensorFlow has code for a GPU, or its driver has to compile it when TensorFlow starts."""
     # Code runs on all GPUs of its major version that are not older. TensorFlow's "compute_90" is code for 9.0, too, beside a
     # program that the driver can compile for later GPUs.
@@ -57,5 +55,5 @@ def _compiled_for(major: int, minor: int, capabilities: list[str]) -> str:
     return "no: the driver compiles at the first start, which may take minutes"
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value):
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

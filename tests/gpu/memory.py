@@ -10,13 +10,12 @@ from keras import layers
 
 from gpu import models
 from gpu.devices import prepare
-from gpu.record import Record
 
 TABLE = "Peak memory in a step, MB"
 RUNS = (0, None), (4, "sharded"), (4, None), (2, None), (1, None)  # towers, none for plain Keras, and the variables' place
 
 
-def run(record: Record) -> None:
+def run(record):
     """Trains a model with large weights, and one with large activations, on one device and on towers."""
     devices = prepare(record, 4)
     for name in MODELS:
@@ -29,7 +28,7 @@ def run(record: Record) -> None:
         record.finding("TensorFlow does not count the memory of CPUs")
 
 
-def _measure(record: Record, name: str, towers: list[str], parameter_device: str | None) -> None:
+def _measure(record, name, towers, parameter_device):
     """Trains three steps, and records the peak of each device; plain Keras if there are no towers."""
     is_counted = record.results["gpus"]
     devices = towers or ["GPU:0" if is_counted else "CPU:0"]
@@ -56,12 +55,11 @@ def _measure(record: Record, name: str, towers: list[str], parameter_device: str
         record.row(TABLE, **run, peak=peak, at_least=least)
 
 
-def _memory(device: str) -> dict[str, int]:
-    found: dict[str, int] = tf.config.experimental.get_memory_info(device)
-    return found
+def _memory(device):
+    return tf.config.experimental.get_memory_info(device)
 
 
-def least_bytes(model: keras.Model, rows: int, optimizer_share: float) -> float:
+def least_bytes(model, rows, optimizer_share):
     """Returns the bytes of weights, gradients, this share of Adam's two moments, and all layers' outputs for the rows.
 
     The backward pass needs the outputs, so all of them are there at the end of the forward pass. TensorFlow needs more: the
@@ -73,12 +71,12 @@ def least_bytes(model: keras.Model, rows: int, optimizer_share: float) -> float:
     return weights * (2 + 2 * optimizer_share) + outputs * rows
 
 
-def _large_weights(quick: bool) -> keras.Model:
+def _large_weights(quick):
     width = 256 if quick else 2048
     return keras.Sequential([keras.Input((width,)), *(layers.Dense(width, "relu") for _ in range(4)), layers.Dense(8)])
 
 
-def _large_activations(quick: bool) -> keras.Model:
+def _large_activations(quick):
     side = 16 if quick else 64
     convolutions = [layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(2 if quick else 6)]
     return keras.Sequential([keras.Input((side, side, 3)), *convolutions, layers.GlobalAveragePooling2D(), layers.Dense(8)])

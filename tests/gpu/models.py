@@ -1,7 +1,7 @@
 """Build the models of the test on GPUs, and their data."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -38,40 +38,45 @@ class Case(NamedTuple):
 class FusedBatchNormalization(layers.Layer):
     """Normalizes images with the fused kernel of cuDNN, which Keras 3 itself does not call."""
 
-    def build(self, input_shape: tuple[int | None, ...]) -> None:
+    def build(self, input_shape):
         self.scale = self.add_weight(shape=input_shape[-1:], initializer="ones", dtype="float32", autocast=False)
         self.offset = self.add_weight(shape=input_shape[-1:], initializer="zeros", dtype="float32", autocast=False)
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         return tf.compat.v1.nn.fused_batch_norm(x, self.scale.value, self.offset.value, is_training=True)[0]
 
 
-def images(rows: int) -> Data:
+def images(rows):
     """Makes rows of (12, 12, 3) and their classes."""
     random = np.random.default_rng(1)
     return random.normal(size=(rows, 12, 12, 3)), random.integers(0, CLASSES, rows)
 
 
-def whole_sequences(rows: int) -> Data:
+def whole_sequences(rows):
     """Makes rows of LENGTH tokens, and their classes."""
     random = np.random.default_rng(2)
     return random.integers(1, TOKENS, (rows, LENGTH)), random.integers(0, CLASSES, rows)
 
 
-def sequences(rows: int) -> Data:
+def sequences(rows):
     """Makes the same, padded with 0 at their ends."""
     tokens, classes = whole_sequences(rows)
     lengths = np.random.default_rng(3).integers(1, LENGTH + 1, (rows, 1))
     return np.where(np.arange(LENGTH) < lengths, tokens, 0), classes
 
 
-def dense() -> keras.Model:
-    return keras.Sequential([keras.Input((12, 12, 3)), layers.Flatten(), layers.Dense(32, "tanh"), layers.Dense(CLASSES)])
+def of_images(*stack):
+    """Builds a classifier of images."""
+    return keras.Sequential([keras.Input((12, 12, 3)), *stack, layers.Dense(CLASSES)])
 
 
-def convolutions() -> keras.Model:
+def dense():
+    return of_images(layers.Flatten(), layers.Dense(32, "tanh"))
+
+
+def convolutions():
     """Builds a network with the kinds of convolution, batch normalization and pooling."""
-    stack = [
+    return of_images(
         layers.Conv2D(8, 3, use_bias=False),
         layers.BatchNormalization(),
         layers.ReLU(),
@@ -81,17 +86,14 @@ def convolutions() -> keras.Model:
         layers.BatchNormalization(),
         layers.Conv2D(8, 3, strides=2, activation="gelu"),
         layers.GlobalAveragePooling2D(),
-    ]
-    return keras.Sequential([keras.Input((12, 12, 3)), *stack, layers.Dense(CLASSES)])
+    )
 
 
-def fused_batch_norm() -> keras.Model:
-    """Builds a convolution and a fused batch normalization."""
-    stack = [layers.Conv2D(8, 3), FusedBatchNormalization(), layers.ReLU(), layers.GlobalAveragePooling2D()]
-    return keras.Sequential([keras.Input((12, 12, 3)), *stack, layers.Dense(CLASSES)])
+def fused_batch_norm():
+    return of_images(layers.Conv2D(8, 3), FusedBatchNormalization(), layers.ReLU(), layers.GlobalAveragePooling2D())
 
 
-def recurrent(*stack: layers.Layer) -> keras.Model:
+def recurrent(*stack):
     """Builds a classifier of tokens from recurrent layers, which use cuDNN's kernels on GPUs."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(TOKENS, 8, mask_zero=True)(tokens)
@@ -100,15 +102,15 @@ def recurrent(*stack: layers.Layer) -> keras.Model:
     return keras.Model(tokens, layers.Dense(CLASSES)(x))
 
 
-def lstm() -> keras.Model:
+def lstm():
     return recurrent(layers.LSTM(8, return_sequences=True), layers.LSTM(8))
 
 
-def gru() -> keras.Model:
+def gru():
     return recurrent(layers.Bidirectional(layers.GRU(8)))
 
 
-def attention() -> keras.Model:
+def attention():
     """Builds a small transformer with masks."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(TOKENS, 8, mask_zero=True)(tokens)
@@ -128,12 +130,12 @@ CASES = {
 }
 
 
-def loss() -> keras.losses.Loss:
+def loss():
     """Returns the loss of all these models."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def fresh(floatx: str = "float64", policy: str | None = None) -> None:
+def fresh(floatx="float64", policy=None):
     """Forgets all models, and sets the precision and the seeds, so that all that is built next begins with the same weights."""
     keras.utils.clear_session()
     keras.config.set_floatx(floatx)
@@ -141,18 +143,27 @@ def fresh(floatx: str = "float64", policy: str | None = None) -> None:
     keras.utils.set_random_seed(3)
 
 
-def on(devices: list[str] | None, model: keras.Model, **arguments: Any) -> Any:
+def on(devices, model, **arguments):
     """Returns the model on towers; the model itself, if there are no devices."""
     return model if devices is None else keras_dp.DataParallelModel(model, devices=devices, **arguments)
 
 
-def compiled(model: Any, optimizer: keras.optimizers.Optimizer, jit_compile: Any = False) -> Any:
+def compiled(model, optimizer, jit_compile=False):
     """Compiles a model, and returns it. By default, plain Keras would use XLA on GPUs, and keras_dp would not."""
     model.compile(optimizer, loss(), jit_compile=jit_compile)
     return model
 
 
-def large_transformer() -> keras.Model:
+def trained(name, devices, optimizer, rows=ROWS, batch_size=BATCH_SIZE, floatx="float64", jit_compile=False, **arguments):
+    """Trains a model of `CASES` from the beginning, on towers if there are devices, and returns it."""
+    fresh(floatx)
+    model = compiled(on(devices, CASES[name].build(), **arguments), optimizer(), jit_compile)
+    x, y = CASES[name].data(rows)
+    model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+def large_transformer():
     """Builds and compiles a language model with 96 million weights, for `keras-dp bench`."""
     tokens = keras.Input((POSITIONS,), dtype="int32")
     x = PositionEmbedding()(layers.Embedding(VOCABULARY, WIDTH)(tokens))
@@ -161,6 +172,4 @@ def large_transformer() -> keras.Model:
         x = x + layers.MultiHeadAttention(12, WIDTH // 12)(normalized, normalized, use_causal_mask=True)
         x = x + layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, "gelu")(layers.LayerNormalization()(x)))
     model = keras.Model(tokens, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
-    # By default, plain Keras uses XLA on GPUs, and keras_dp does not.
-    model.compile(keras.optimizers.Adam(1e-4), loss(), jit_compile=False)
-    return model
+    return compiled(model, keras.optimizers.Adam(1e-4))

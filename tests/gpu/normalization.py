@@ -1,14 +1,11 @@
 """Compare batch normalization and random numbers on towers with plain Keras on one device."""
 
-from typing import Any
-
 import keras
 import numpy as np
 from keras import layers
 
 from gpu import comparing, models
 from gpu.devices import prepare, use_exact_arithmetic
-from gpu.record import Record
 
 TABLE = "Batch normalization"
 # The random layers, with the rate or the deviation.
@@ -25,11 +22,11 @@ RANDOM_LAYERS = {
 class PredictsAsInTraining(keras.Sequential):
     """Predicts with the random numbers and the moments that training would use."""
 
-    def predict_step(self, data: Any) -> Any:
+    def predict_step(self, data):
         return self(keras.utils.unpack_x_y_sample_weight(data)[0], training=True)
 
 
-def run(record: Record) -> None:
+def run(record):
     """Compares normalized rows, moments, moving statistics and random numbers."""
     devices = prepare(record, 4)
     use_exact_arithmetic()
@@ -41,7 +38,7 @@ def run(record: Record) -> None:
     record.finding(f"{record.within_limits()} as they should be")
 
 
-def _compare_moments(record: Record, devices: list[str]) -> None:
+def _compare_moments(record, devices):
     """Compares the normalized rows, and the moments of the last batch, which momentum 0 leaves in the moving statistics."""
     x, y = models.images(models.ROWS)
     rows, moments = [], []
@@ -57,32 +54,29 @@ def _compare_moments(record: Record, devices: list[str]) -> None:
         model.fit(x, y, batch_size=models.BATCH_SIZE, shuffle=False, verbose=0)
         moments.append([np.array(norm.moving_mean), np.array(norm.moving_variance)])
     for what, pair in (("normalized rows", rows), ("moments of the last batch, one row", moments)):
-        record.compare(TABLE, comparing.difference(*pair), comparing.LIMIT, what=what, towers=len(devices))
+        record.compare(TABLE, comparing.difference(*pair), what=what, towers=len(devices))
 
 
-def _compare_modes(record: Record, devices: list[str]) -> None:
+def _compare_modes(record, devices):
     """Compares weights and moving statistics; the moments of each tower's own slice must give other weights."""
     plain, state = _trained(None)
     columns = {"what": "weights and optimizer", "towers": len(devices)}
     wrapped, received = _trained(devices, batch_norm="sync")
     for name in ("moving_mean", "moving_variance"):
         difference = comparing.difference(np.array(getattr(plain, name)), np.array(getattr(wrapped, name)))
-        record.compare(TABLE, difference, comparing.LIMIT, what=name, towers=len(devices))
-    record.compare(TABLE, comparing.difference(state, received), comparing.LIMIT, **columns)
+        record.compare(TABLE, difference, what=name, towers=len(devices))
+    record.compare(TABLE, comparing.difference(state, received), **columns)
     difference = comparing.difference(state, _trained(devices, batch_norm="local")[1])
     record.check('Control: batch_norm="local" must differ', difference > 1e-5, **columns, difference=difference)
 
 
-def _trained(devices: list[str] | None, **arguments: Any) -> tuple[layers.BatchNormalization, list[np.ndarray]]:
-    models.fresh()
-    inner = models.convolutions()
-    model = models.compiled(models.on(devices, inner, **arguments), keras.optimizers.SGD(0.1, momentum=0.9))
-    x, y = models.images(models.ROWS)
-    model.fit(x, y, batch_size=models.BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
-    return next(layer for layer in inner.layers if isinstance(layer, layers.BatchNormalization)), comparing.state(model)
+def _trained(devices, **arguments):
+    """Returns the layer of batch normalization of a trained model, and the state."""
+    model = models.trained("convolutions", devices, lambda: keras.optimizers.SGD(0.1, momentum=0.9), **arguments)
+    return next(layer for layer in model.layers if isinstance(layer, layers.BatchNormalization)), comparing.state(model)
 
 
-def _compare_random_numbers(record: Record, layer: Any, devices: list[str]) -> None:
+def _compare_random_numbers(record, layer, devices):
     """Compares the outputs of a random layer for two batches, so that the state of the numbers is compared too."""
     x, _ = models.images(2 * models.BATCH_SIZE)
     drawn = []
@@ -91,7 +85,6 @@ def _compare_random_numbers(record: Record, layer: Any, devices: list[str]) -> N
         model = models.on(towers, PredictsAsInTraining([keras.Input(x.shape[1:]), layer(*RANDOM_LAYERS[layer])]))
         model.compile(jit_compile=False)
         drawn.append(model.predict(x, batch_size=models.BATCH_SIZE, verbose=0))
-    name = layer.__name__
     if np.array_equal(drawn[0], x):
-        raise RuntimeError(f"{name} has changed nothing: its random numbers are not compared")
-    record.compare("Random numbers", comparing.difference(*drawn), comparing.LIMIT, layer=name, towers=len(devices))
+        raise RuntimeError(f"{layer.__name__} has changed nothing: its random numbers are not compared")
+    record.compare("Random numbers", comparing.difference(*drawn), layer=layer.__name__, towers=len(devices))

@@ -1,7 +1,5 @@
 """Time steps of a tiny model, which consist of the host's work."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -9,13 +7,13 @@ from keras import layers
 
 from gpu import models
 from gpu.devices import prepare
-from gpu.record import Record
 from gpu.timing import step_milliseconds
 
 ROWS, FEATURES = 32, 16
+FOUND = ("plain Keras", "keras_dp, 1 tower", "keras_dp, 2 towers", "keras_dp, 4 towers")
 
 
-def run(record: Record) -> None:
+def run(record):
     """Times plain Keras and 1, 2 and 4 towers, in turns, so that other load affects all of them."""
     devices = prepare(record, 4)
     trained = {"plain Keras": _model(None), "plain Keras by default, with XLA on GPUs": _model(None, jit_compile="auto")}
@@ -26,7 +24,7 @@ def run(record: Record) -> None:
     random = np.random.default_rng(0)
     batch = random.normal(size=(ROWS, FEATURES)).astype("float32"), random.normal(size=(ROWS, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensors(batch).repeat()
-    times: dict[str, list[float]] = {name: [] for name in trained}
+    times = {name: [] for name in trained}
     for _ in range(3):
         for name, model in trained.items():
             times[name] += list(step_milliseconds(model, dataset, steps=50 if record.quick else 200, warm_up=20))
@@ -39,10 +37,7 @@ def run(record: Record) -> None:
     record.remark("Low and high are the times that 10 % and 90 % of the steps stay below.")
 
 
-FOUND = ("plain Keras", "keras_dp, 1 tower", "keras_dp, 2 towers", "keras_dp, 4 towers")
-
-
-def _model(devices: list[str] | None, jit_compile: Any = False, **arguments: Any) -> Any:
+def _model(devices, jit_compile=False, **arguments):
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((FEATURES,)), *(layers.Dense(FEATURES, "relu") for _ in range(3)), layers.Dense(1)])
     trained = models.on(devices, model, **arguments)

@@ -7,9 +7,8 @@ device; an operation is named after its tower, or after its home.
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -17,7 +16,6 @@ import tensorflow as tf
 import keras_dp
 from gpu import models
 from gpu.devices import prepare
-from gpu.record import Record
 from keras_dp.devices.available import short_name
 
 BATCH_SIZE = 16
@@ -49,7 +47,7 @@ class Ran(NamedTuple):
     device: str
 
 
-def run(record: Record) -> None:
+def run(record):
     """Lists operations of towers on other devices, and operations at home on the host, for a step of some models."""
     devices = prepare(record, 2 if record.quick else 4)
     total = unexplained = 0
@@ -59,11 +57,12 @@ def run(record: Record) -> None:
         for row in elsewhere(ran, devices, home):
             unexplained += row["number"] * (row["why"] == UNEXPLAINED)
             record.row("Operations that ran elsewhere", model=name, **row)
-        record.row("Operations that ran on each device", model=name, **_counts(ran, devices))
+        numbers = {device: sum(one.device == device for one in ran) for device in dict.fromkeys([*devices, HOST])}
+        record.row("Operations that ran on each device", model=name, **numbers)
         record.finding(f"{unexplained} of {total} operations ran elsewhere for no known reason")
 
 
-def elsewhere(ran: Sequence[Ran], devices: Sequence[str], home: str) -> list[dict[str, Any]]:
+def elsewhere(ran, devices, home):
     """Lists the operations of towers that ran on another device, and the operations at home that ran on the host instead.
 
     Operations at home may run on towers' devices on purpose: they prepare there what a tower sends.
@@ -83,11 +82,7 @@ def elsewhere(ran: Sequence[Ran], devices: Sequence[str], home: str) -> list[dic
     ]
 
 
-def _counts(ran: list[Ran], devices: list[str]) -> dict[str, int]:
-    return {device: sum(one.device == device for one in ran) for device in dict.fromkeys([*devices, HOST])}
-
-
-def _explanation(who: str, place: str, device: str, kind: str, dtype: str) -> str:
+def _explanation(who, place, device, kind, dtype):
     if who == "slices":
         return SLICES
     if kind == "Const":
@@ -99,11 +94,11 @@ def _explanation(who: str, place: str, device: str, kind: str, dtype: str) -> st
     return {"int32": INTEGERS, "int64": INTEGERS, "string": STRINGS}.get(dtype, UNEXPLAINED)
 
 
-def _run_step(name: str, devices: list[str]) -> tuple[str, list[Ran]]:
+def _run_step(name, devices):
     """Trains one batch, and returns the home of the step and the operations that ran."""
     keras.utils.clear_session()
     inner = models.CASES[name].build()
-    parallel: Any = keras_dp.DataParallelModel(inner, devices=devices)
+    parallel = keras_dp.DataParallelModel(inner, devices=devices)
     parallel.compile("adam", models.loss(), metrics=["accuracy"], jit_compile=False)
     x, y = models.CASES[name].data(BATCH_SIZE)
     home = short_name(inner.weights[0].value.device)
@@ -119,7 +114,7 @@ def _run_step(name: str, devices: list[str]) -> tuple[str, list[Ran]]:
     return home, ran
 
 
-def _graphs(path: Path) -> Iterator[Any]:
+def _graphs(path):
     """Yields the nodes of the graphs that TensorFlow ran for functions with towers, after all its optimizations."""
     events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(path))]
     for value in (value for event in events for value in event.summary.value):
@@ -129,6 +124,6 @@ def _graphs(path: Path) -> Iterator[Any]:
                 yield from nodes
 
 
-def _as_ran(node: Any) -> Ran:
+def _as_ran(node):
     dtype = next((node.attr[name].type for name in ("T", "dtype", "DstT", "output_type", "Tparams") if name in node.attr), 0)
     return Ran(node.op, tf.as_dtype(dtype).name if dtype else "-", node.name, short_name(node.device))

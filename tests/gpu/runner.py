@@ -7,11 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from gpu.parts import Part
 
 TESTS = Path(__file__).parents[1]
 LAST_LINES = 12
@@ -23,9 +19,7 @@ DIFFERENT, FAILED, TIMED_OUT = "NOT EXACT", "FAILED", "TIMED OUT"
 NO_TIME, INTERRUPTED = "no time left", "interrupted"
 
 
-def run_parts(
-    parts: Sequence[Part], directory: Path, seconds: float, quick: bool, tell: Callable[[list[dict[str, Any]]], None]
-) -> list[dict[str, Any]]:
+def run_parts(parts, directory, seconds, quick, tell):
     """Runs parts one after the other, in `seconds` together, and calls `tell` with the results so far after each.
 
     Records and logs of the parts are in `directory`. A result has the part's name and what it teaches, the "result", "seconds",
@@ -34,7 +28,7 @@ def run_parts(
     """
     (directory / "parts").mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
-    results: list[dict[str, Any]] = []
+    results = []
     for part in parts:
         left = end - time.monotonic()
         if left < LEAST_SECONDS:
@@ -47,18 +41,18 @@ def run_parts(
     return results
 
 
-def is_good(results: Sequence[dict[str, Any]]) -> bool:
+def is_good(results):
     """Returns whether no part has failed, has run out of its own time, or has found a result that is not exact."""
     return not any(result["result"] in (DIFFERENT, FAILED, TIMED_OUT) for result in results)
 
 
-def _run(part: Part, directory: Path, seconds: float, quick: bool) -> dict[str, Any]:
+def _run(part, directory, seconds, quick):
     record, log = directory / f"{part.name}.json", directory / f"{part.name}.log"
     record.unlink(missing_ok=True)
     command = [sys.executable, "-m", "gpu.part", part.module, str(record), *(["--quick"] if quick else [])]
     begin = time.monotonic()
     with log.open("wb") as output:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=_environment(), start_new_session=True, **streams)
     ended = None
     try:
@@ -79,7 +73,7 @@ def _run(part: Part, directory: Path, seconds: float, quick: bool) -> dict[str, 
     return _result(part, ended, time.monotonic() - begin, recorded, error)
 
 
-def _verdict(code: int, recorded: dict[str, Any]) -> str:
+def _verdict(code, recorded):
     if code:
         return FAILED
     if recorded["different"]:
@@ -87,12 +81,12 @@ def _verdict(code: int, recorded: dict[str, Any]) -> str:
     return EXACT if recorded["compared"] else MEASURED
 
 
-def _result(part: Part, result: str, seconds: float, recorded: dict[str, Any], error: list[str]) -> dict[str, Any]:
+def _result(part, result, seconds, recorded, error):
     about = {"name": part.name, "teaches": part.teaches, "without_gpus": part.without_gpus}
     return {**about, "result": result, "seconds": round(seconds, 1), "error": error, **recorded}
 
 
-def _environment() -> dict[str, str]:
+def _environment():
     """Returns the environment of a part, which finds the tests and the package, and sets its own limits of GPU memory."""
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "KERAS_BACKEND": "tensorflow", "PYTHONUNBUFFERED": "1"}
@@ -102,7 +96,7 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process):
     """Kills a part that has not ended, and the processes that it has left behind."""
     # Both errors say that all have ended; the second is macOS's.
     with contextlib.suppress(ProcessLookupError, PermissionError):

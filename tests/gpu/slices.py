@@ -2,9 +2,8 @@
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -16,11 +15,8 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import keras_dp
 from gpu.devices import prepare
-from gpu.record import Record
 
 STEPS = 10
-COPY = "memcpy"
-TO_DEVICE = "h2d"
 
 
 class Event(NamedTuple):
@@ -32,7 +28,7 @@ class Event(NamedTuple):
     bytes: int | None
 
 
-def run(record: Record) -> None:
+def run(record):
     """Profiles steps with large batches of images."""
     devices = prepare(record, 2)
     side, rows = (64, 16) if record.quick else (224, 128)
@@ -64,13 +60,13 @@ def run(record: Record) -> None:
     record.remark("Pieces of one card share its plane: computation of one tower hides the copy to another one.")
 
 
-def _profile(devices: Sequence[str], side: int, rows: int) -> dict[str, list[Event]]:
+def _profile(devices, side, rows):
     inputs = keras.Input((side, side, 3))
     x = inputs
     for filters in (32, 64, 64):
         x = layers.Conv2D(filters, 3, strides=2, activation="relu")(x)
     model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
-    parallel: Any = keras_dp.DataParallelModel(model, devices=devices)
+    parallel = keras_dp.DataParallelModel(model, devices=devices)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     parallel.compile("sgd", loss, jit_compile=False)
     random = np.random.default_rng(0)
@@ -87,7 +83,7 @@ def _profile(devices: Sequence[str], side: int, rows: int) -> dict[str, list[Eve
         }
 
 
-def _events(plane: Any) -> Iterator[Event]:
+def _events(plane):
     """Yields the events of a plane; of a GPU those of its streams, not those that summarize them."""
     streams = [line for line in plane.lines if "stream" in line.name.lower()] or plane.lines
     for line in streams:
@@ -97,7 +93,7 @@ def _events(plane: Any) -> Iterator[Event]:
             yield Event(name, begin, begin + event.duration_ps / 1e3, _copied_bytes(plane, event))
 
 
-def _copied_bytes(plane: Any, event: Any) -> int | None:
+def _copied_bytes(plane, event):
     """Returns the bytes of a copy, which the profiler writes in a text such as "kind_src:pinned size:1024 dest:0"."""
     for stat in event.stats:
         if plane.stat_metadata[stat.metadata_id].name == "memcpy_details":
@@ -107,14 +103,14 @@ def _copied_bytes(plane: Any, event: Any) -> int | None:
     return None
 
 
-def _is_slice(event: Event, slice_bytes: int) -> bool:
+def _is_slice(event, slice_bytes):
     name = event.name.lower()
-    return name.startswith(COPY) and TO_DEVICE in name and (event.bytes is None or event.bytes >= slice_bytes / 2)
+    return name.startswith("memcpy") and "h2d" in name and (event.bytes is None or event.bytes >= slice_bytes / 2)
 
 
-def merged(events: Sequence[Event]) -> list[tuple[float, float]]:
+def merged(events):
     """Returns the times during which at least one of some events went on, in order."""
-    spans: list[tuple[float, float]] = []
+    spans = []
     for event in sorted(events, key=lambda event: event.begin):
         if spans and event.begin <= spans[-1][1]:
             spans[-1] = (spans[-1][0], max(spans[-1][1], event.end))
@@ -123,6 +119,6 @@ def merged(events: Sequence[Event]) -> list[tuple[float, float]]:
     return spans
 
 
-def overlap(event: Event, spans: Sequence[tuple[float, float]]) -> float:
+def overlap(event, spans):
     """Returns for how long an event went on during some spans."""
     return sum(max(0.0, min(event.end, end) - max(event.begin, begin)) for begin, end in spans)

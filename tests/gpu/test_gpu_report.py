@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 import tensorflow as tf
 
 import gpu.__main__ as command
-import keras_dp
 from gpu import comparing, copies, devices, machine, memory, models, parity, placement, report, runner, slices, workers
 from gpu.parts import PARTS, SAME_GRAPH, Part
 from gpu.placement import Ran
@@ -23,16 +23,14 @@ from gpu.record import Record
 from gpu.slices import Event
 
 # Parts in place of the real ones, and their results.
+MEASURES = "record.row('times', milliseconds=3.5)"
 PLANTED = {
-    "right": ("record.compare('numbers', 1e-12, 1e-9, model='dense')", "exact"),
-    "measures": ("record.row('times', milliseconds=3.5)\n    record.finding('3.5 ms')", "measured"),
-    "differs": ("record.compare('numbers', 1e-3, 1e-9, model='planted')", "NOT EXACT"),
-    "no_number": ("record.compare('numbers', float('nan'), 1e-9, model='planted')", "NOT EXACT"),
-    "fails": ("record.row('times', milliseconds=3.5)\n    raise ValueError('a planted failure')", "FAILED"),
-    "sleeps": (
-        "record.row('times', milliseconds=3.5)\n    import time\n    print('a planted wait')\n    time.sleep(60)",
-        "TIMED OUT",
-    ),
+    "right": ("record.compare('numbers', 1e-12, model='dense')", "exact"),
+    "measures": (f"{MEASURES}; record.finding('3.5 ms')", "measured"),
+    "differs": ("record.compare('numbers', 1e-3, model='planted')", "NOT EXACT"),
+    "no_number": ("record.compare('numbers', float('nan'), model='planted')", "NOT EXACT"),
+    "fails": (f"{MEASURES}; raise ValueError('a planted failure')", "FAILED"),
+    "sleeps": (f"{MEASURES}; import time; print('a planted wait'); time.sleep(60)", "TIMED OUT"),
 }
 
 
@@ -41,8 +39,7 @@ def planted(tmp_path, monkeypatch):
     for name, (code, _) in PLANTED.items():
         (tmp_path / f"planted_{name}.py").write_text(f"def run(record):\n    {code}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
-    limits = dict.fromkeys(PLANTED, 60.0) | {"sleeps": 2.0}
-    parts = [Part(name, f"what {name}", limits[name], SAME_GRAPH, f"planted_{name}") for name in PLANTED]
+    parts = [Part(name, "planted", 2.0 if name == "sleeps" else 60.0, SAME_GRAPH, f"planted_{name}") for name in PLANTED]
     monkeypatch.setattr(command, "PARTS", parts)
     return parts
 
@@ -73,17 +70,14 @@ def test_planted_failures_are_reported_and_the_other_parts_run(planted, tmp_path
 
 
 def test_without_failures_the_exit_code_is_zero(planted, tmp_path):
-    assert run(tmp_path / "out", "--only", "measures,right")[0] == 0
-    # Parts for which no time is left are named.
+    """The report is written after each part, and names parts for which no time is left."""
+    seen = []
+    with mock.patch.object(report, "write", lambda results, *_: seen.append([one["name"] for one in results])):
+        assert command.main(["--out", str(tmp_path / "out"), "--only", "measures,right"]) == 0
+    assert seen == [["right"], ["right", "measures"]]
     code, parts, _ = run(tmp_path / "out", "--minutes", "0.1", "--only", "right,fails")
     assert code == 0
     assert [part["result"] for part in parts.values()] == ["no time left"] * 2
-
-
-def test_the_report_is_written_after_each_part(planted, tmp_path):
-    seen = []
-    runner.run_parts(planted[:2], tmp_path, 60, True, lambda results: seen.append([one["name"] for one in results]))
-    assert seen == [["right"], ["right", "measures"]]
 
 
 def test_an_interrupted_run_reports_what_it_has(tmp_path):
@@ -133,11 +127,8 @@ def test_reliability_on_cpus(tmp_path):
 def test_parity_notices_a_wrapper_that_is_not_exact(record):
     plain = parity.train(parity.compiled(parity.built("convolutions", "float64")), "convolutions")
     for mode in ("sync", "local"):
-        inner = parity.built("convolutions", "float64")
-        parallel = parity.compiled(keras_dp.DataParallelModel(inner, devices=3, batch_norm=mode))
-        parity.compare_float64(record, {}, "convolutions", plain, parallel)
-    rows = record.results["tables"]["float64"]
-    assert [row["right"] for row in rows] == ["yes", "NO"]
+        parity.compare_float64(record, "convolutions", plain, 3, batch_norm=mode)
+    assert [row["right"] for row in record.results["tables"]["float64"]] == ["yes", "NO"]
     assert len(record.results["different"]) == 1
 
 
@@ -149,9 +140,6 @@ def test_all_parts_run_on_logical_cpus(tmp_path):
     assert list(parts) == [part.name for part in PARTS]
     exact = {name for name, part in parts.items() if part["result"] == "exact"}
     assert exact == {"parity", "normalization", "reliability", "xla", "workers"}
-    rows = [row for table in parts["parity"]["tables"].values() for row in table]
-    assert len(rows) > 8
-    assert all(row["difference"] <= row["limit"] for row in rows)
     assert all(part["finding"] for part in parts.values())
 
 
@@ -167,26 +155,6 @@ def test_a_permutation_keeps_each_row_in_its_batch():
     assert [sorted(order[begin : begin + 11]) for begin in (0, 11, 22)] == [list(range(b, b + 11)) for b in (0, 11, 22)]
 
 
-@pytest.fixture
-def cards(monkeypatch):
-    """Makes TensorFlow see some cards, and notes how they are prepared."""
-    pieces, grows = [], []
-
-    def see(count):
-        found = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in range(count)]
-        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: found)
-        monkeypatch.setattr(
-            tf.config,
-            "set_logical_device_configuration",
-            lambda card, made: pieces.append([piece.memory_limit for piece in made]),
-        )
-        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda card, grow: grows.append(grow))
-        monkeypatch.setattr(devices, "ask_driver", lambda question: [["8000"]] * count)
-        return pieces, grows
-
-    return see
-
-
 @pytest.mark.parametrize(
     ("count", "names", "pieces"),
     [
@@ -197,10 +165,19 @@ def cards(monkeypatch):
         (8, ["GPU:0", "GPU:1", "GPU:2", "GPU:3"], []),
     ],
 )
-def test_cards_are_split_if_there_are_too_few(cards, record, count, names, pieces):
-    prepared = cards(count)
+def test_cards_are_split_if_there_are_too_few(count, names, pieces, record, monkeypatch):
+    split, grows = [], []
+    found = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in range(count)]
+    noted = {
+        "list_physical_devices": lambda kind: found,
+        "set_logical_device_configuration": lambda card, made: split.append([piece.memory_limit for piece in made]),
+        "experimental.set_memory_growth": lambda card, grow: grows.append(grow),
+    }
+    for name, function in noted.items():
+        monkeypatch.setattr(f"tensorflow.config.{name}", function)
+    monkeypatch.setattr(devices, "ask_driver", lambda question: [["8000"]] * count)
     assert devices.prepare(record, 4) == names
-    assert prepared == (pieces, [] if pieces else [True] * count)
+    assert (split, grows) == (pieces, [] if pieces else [True] * count)
     assert record.results["gpus"]
 
 
@@ -227,12 +204,6 @@ def test_operations_elsewhere_are_explained_or_found():
         ("home", "AddN", "CPU:0"): placement.UNEXPLAINED,
         ("slices", "StridedSlice", "CPU:0"): placement.SLICES,
     }
-
-
-def test_copies_beside_computation():
-    computing = slices.merged([Event("kernel", *span, None) for span in ((5, 6), (0, 2), (1, 3))])
-    assert computing == [(0, 3), (5, 6)]
-    assert slices.overlap(Event("MemcpyH2D", 2, 7, 100), computing) == 2
 
 
 def test_the_slices_in_a_profile_of_a_gpu():
@@ -264,13 +235,16 @@ def test_whether_tensorflow_has_code_for_a_gpu(kind, has_code):
 
 
 def test_a_profile_of_gpus_tells_what_runs_beside_computation(record, monkeypatch):
-    events = [Event("sgemm", 0, 80, None), Event("MemcpyH2D", 60, 100, 10**9), Event("MemcpyD2H", 0, 40, 10**9)]
+    kernels = [Event("sgemm", *span, None) for span in ((0, 50), (30, 80), (90, 95), (20, 40))]
+    events = [*kernels, Event("MemcpyH2D", 60, 120, 10**9), Event("MemcpyD2H", 0, 40, 10**9)]
     planes = {"/device:GPU:0": events, "/host:CPU": []}
     monkeypatch.setattr(slices, "prepare", lambda record, count: record.devices("2 GPUs", gpus=True))
     monkeypatch.setattr(slices, "_profile", lambda *arguments: planes)
     slices.run(record)
     (row,) = record.results["tables"]["Copies of slices to GPUs"]
-    assert (row["copies"], row["share_of_the_shorter"]) == (1, "50 %")
+    assert row["copies"] == 1
+    # Of the 60 ns of the copy, 25 are beside 85 ns of computation.
+    assert row["share_of_the_shorter"] == "42 %"
     del planes["/device:GPU:0"]
     with pytest.raises(RuntimeError, match="the profile has no GPU"):
         slices.run(record)
@@ -357,4 +331,3 @@ def test_the_large_transformer():
 
 def test_every_part_has_a_module():
     assert all(importlib.util.find_spec(part.module) for part in PARTS)
-    assert len({part.name for part in PARTS}) == len(PARTS)

@@ -3,20 +3,18 @@
 import json
 import os
 import tempfile
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from worker_processes import Workers
 
 from gpu import comparing
-from gpu.record import Record
 
 SECONDS = 75
 TABLE = "Two workers with a tower each, beside plain Keras in one process"
 
 
-def run(record: Record) -> None:
+def run(record):
     """Trains over gRPC ("ring"), and with NCCL where there are GPUs."""
     cards = _visible_cards()
     words = f"{min(2, len(cards))} GPU{'s' if len(cards) > 1 else ''}" if cards else "the CPU, for each of two processes"
@@ -42,21 +40,21 @@ def run(record: Record) -> None:
         record.remark("NCCL was not tried: it needs a GPU for each process.")
 
 
-def _compare(record: Record, communication: str, worker: int, plain: dict[str, Any], result: Any) -> float:
+def _compare(record, communication, worker, plain, result):
     difference = comparing.difference(plain["weights"], result["weights"])
     times = {"ms_a_step": result["milliseconds"], "ms_plain": plain["milliseconds"]}
-    record.compare(TABLE, difference, comparing.LIMIT, communication=communication, worker=worker, **times)
+    record.compare(TABLE, difference, communication=communication, worker=worker, **times)
     return difference
 
 
-def _visible_cards() -> list[str]:
+def _visible_cards():
     """Lists the cards as CUDA_VISIBLE_DEVICES names them, without starting TensorFlow on them."""
     count = len(tf.config.list_physical_devices("GPU"))
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [name.strip() for name in named.split(",")][:count] if named else [str(index) for index in range(count)]
 
 
-def _run(communication: str, cards: list[str], count: int) -> list[str]:
+def _run(communication, cards, count):
     """Runs the processes until they have ended, or their time is over, and returns their outputs."""
     with tempfile.TemporaryDirectory() as directory, Workers("gpu_training.py", count, directory, communication) as workers:
         for index in range(count):
@@ -69,7 +67,7 @@ def _run(communication: str, cards: list[str], count: int) -> list[str]:
         return [workers.output(index) for index in range(count)]
 
 
-def _trained(output: str) -> dict[str, Any] | None:
+def _trained(output):
     """Returns what a process has printed, or None if it has not come so far."""
     lines = [line for line in output.splitlines() if line.startswith("trained ")]
     if not lines:
@@ -78,7 +76,7 @@ def _trained(output: str) -> dict[str, Any] | None:
     return {"weights": [np.array(weight) for weight in result["weights"]], "milliseconds": result["milliseconds"]}
 
 
-def _reason(outputs: list[str]) -> str:
+def _reason(outputs):
     """Returns the warning of NCCL, or else the last line, of processes that did not train."""
     lines = [line.strip() for output in outputs for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "NCCL WARN" in line), lines[-1] if lines else "no output")

@@ -4,17 +4,8 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from programs.catalogue import (
-    CLASSES,
-    FEATURES,
-    adam,
-    dense,
-    descend,
-    integers,
-    mlp,
-    program,
-    uniform,
-)
+from programs.catalogue import CLASSES, FEATURES, integers, mlp, program, uniform
+from programs.steps import adam, dense, descend, fits
 
 IMAGES = uniform(13, 4, 4, 1, seed=31)
 
@@ -140,10 +131,6 @@ def adversarial_regularization():
             answers = self(x + 0.5 * tf.sign(tape.gradient(loss, x)), training=False)
             return {**self.compute_metrics(x, y, answers), "robust": self.compute_loss(x, y, answers)}
 
-    def script(model):
-        model.compile(adam(), "sparse_categorical_crossentropy", metrics=["accuracy"])
-        weights = 0.5 + integers(3, 13, seed=36)
-        history = model.fit(FEATURES, CLASSES, sample_weight=weights, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return history, model.evaluate(FEATURES, CLASSES, batch_size=4, verbose=0, return_dict=True)
-
+    given = {"y": CLASSES, "sample_weight": 0.5 + integers(3, 13, seed=36), "optimizer": adam, "evaluates": True}
+    script = fits(**given, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     return dense(Adversarial, outputs=3, activation="softmax"), script

@@ -4,20 +4,8 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from programs.catalogue import (
-    CLASSES,
-    FEATURES,
-    TARGETS,
-    adam,
-    descend,
-    fits,
-    integers,
-    mlp,
-    normal,
-    program,
-    rows_of,
-    uniform,
-)
+from programs.catalogue import CLASSES, FEATURES, TARGETS, integers, mlp, normal, program, uniform
+from programs.steps import Learner, adam, descend, fits, rows_of
 
 IMAGES = uniform(13, 6, 6, 1, seed=41)
 
@@ -143,7 +131,7 @@ def momentum_contrast():
 def nearest_neighbors_in_a_queue():
     """Replaces each row by its nearest neighbor in a queue, and then compares rows with rows (NNCLR)."""
 
-    class NNCLR(keras.Model):
+    class NNCLR(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.encoder = noisy(5, 4)
@@ -154,21 +142,14 @@ def nearest_neighbors_in_a_queue():
             neighbors = ops.take(self.queue, places, axis=0)
             return projections + ops.stop_gradient(neighbors - projections)
 
-        def train_step(self, x):
-            with tf.GradientTape() as tape:
-                one, other = unit(self.encoder(x, training=True)), unit(self.encoder(x, training=True))
-                logits = ops.concatenate(
-                    [
-                        ops.matmul(self.nearest(one), ops.transpose(other)) / 0.1,
-                        ops.matmul(self.nearest(other), ops.transpose(one)) / 0.1,
-                    ],
-                    axis=0,
-                )
-                places = ops.tile(ops.arange(ops.shape(x)[0]), (2,))
-                loss = ops.mean(keras.losses.sparse_categorical_crossentropy(places, logits, from_logits=True))
-                self.queue.assign(ops.concatenate([one, self.queue[: -ops.shape(x)[0]]], axis=0))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "sure": ops.mean(ops.max(ops.softmax(logits), axis=1))}
+        def loss_of(self, x):
+            one, other = unit(self.encoder(x, training=True)), unit(self.encoder(x, training=True))
+            pairs = (one, other), (other, one)
+            logits = ops.concatenate([ops.matmul(self.nearest(a), ops.transpose(b)) / 0.1 for a, b in pairs], axis=0)
+            places = ops.tile(ops.arange(ops.shape(x)[0]), (2,))
+            loss = ops.mean(keras.losses.sparse_categorical_crossentropy(places, logits, from_logits=True))
+            self.queue.assign(ops.concatenate([one, self.queue[: -ops.shape(x)[0]]], axis=0))
+            return loss, {"sure": ops.mean(ops.max(ops.softmax(logits), axis=1))}
 
     return NNCLR, fits(y=None, optimizer=adam)
 
@@ -177,47 +158,35 @@ def nearest_neighbors_in_a_queue():
 def barlow_twins():
     """Pulls the correlation matrix of two views over the batch towards the identity (Barlow twins)."""
 
-    class Barlow(keras.Model):
+    def normalized(x):
+        return (x - tf.reduce_mean(x, axis=0)) / tf.math.reduce_std(x, axis=0)
+
+    class Barlow(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.encoder = mlp(5, 4, 3, normalized=True)
             self.noise = layers.GaussianNoise(0.3, seed=43)
 
-        def loss_of(self, one, other):
-            def normalized(x):
-                return (x - tf.reduce_mean(x, axis=0)) / tf.math.reduce_std(x, axis=0)
-
-            correlation = tf.matmul(normalized(one), normalized(other), transpose_a=True) / rows_of(one)
+        def loss_of(self, *views):
+            one, other = (normalized(self.encoder(self.noise(view, training=True), training=True)) for view in views)
+            correlation = tf.matmul(one, other, transpose_a=True) / rows_of(one)
             rest = tf.reshape(correlation, [-1])[:-1]
             off = tf.reshape(tf.reshape(rest, (2, 4))[:, 1:], [-1])
-            return tf.reduce_sum((1 - tf.linalg.diag_part(correlation)) ** 2) + 5e-2 * tf.reduce_sum(off**2)
-
-        def train_step(self, data):
-            one, other = data
-            with tf.GradientTape() as tape:
-                views = [self.encoder(self.noise(view, training=True), training=True) for view in (one, other)]
-                loss = self.loss_of(*views)
-            descend(self.optimizer, tape, loss, self.encoder.trainable_variables)
-            return {"loss": loss, "rows": rows_of(one)}
+            loss = tf.reduce_sum((1 - tf.linalg.diag_part(correlation)) ** 2) + 5e-2 * tf.reduce_sum(off**2)
+            return loss, {"rows": rows_of(one)}
 
     return Barlow, fits(y=FEATURES + 0.1 * normal(13, 5, seed=44), optimizer=adam)
 
 
-class Siamese(keras.Model):
-    """Holds an encoder and a tracker of its loss."""
+class Siamese(Learner, keras.Model):
+    """Holds an encoder."""
 
     def __init__(self):
         super().__init__()
         self.encoder = mlp(5, 4, 3)
-        self.tracker = keras.metrics.Mean(name="distance_loss")
 
     def call(self, x, training=False):
         return self.encoder(x, training=training)
-
-    def learn(self, tape, loss):
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        self.tracker.update_state(loss)
-        return {"distance_loss": self.tracker.result()}
 
 
 @program
@@ -225,18 +194,15 @@ def triplets_of_the_batch():
     """Finds for each row the farthest row of its class and the nearest of another, and separates them (batch-hard)."""
 
     class Triplets(Siamese):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                z = unit(self(x, training=True))
-                distances = tf.reduce_sum(tf.square(z[:, None] - z[None]), axis=2)
-                same = tf.cast(y[:, None] == y[None], "float64")
-                farthest = tf.reduce_max(distances * same, axis=1)
-                nearest = tf.reduce_min(distances + 9.0 * same, axis=1)
-                terms = tf.nn.relu(farthest - nearest + 0.5)
-                active = tf.reduce_sum(tf.cast(terms > 0, "float64"))
-                loss = tf.reduce_sum(terms) / tf.maximum(active, 1.0)
-            return {**self.learn(tape, loss), "active": active}
+        def loss_of(self, x, y):
+            z = unit(self(x, training=True))
+            distances = tf.reduce_sum(tf.square(z[:, None] - z[None]), axis=2)
+            same = tf.cast(y[:, None] == y[None], "float64")
+            farthest = tf.reduce_max(distances * same, axis=1)
+            nearest = tf.reduce_min(distances + 9.0 * same, axis=1)
+            terms = tf.nn.relu(farthest - nearest + 0.5)
+            active = tf.reduce_sum(tf.cast(terms > 0, "float64"))
+            return tf.reduce_sum(terms) / tf.maximum(active, 1.0), {"active": active}
 
     return Triplets, fits(y=CLASSES, optimizer=adam, predicts=True)
 
@@ -245,7 +211,7 @@ def triplets_of_the_batch():
 def retrieval():
     """Scores users against all items of the batch; other items are negatives, except for duplicates."""
 
-    class Retrieval(keras.Model):
+    class Retrieval(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.users, self.items = layers.Embedding(7, 3), layers.Embedding(9, 3)
@@ -256,25 +222,17 @@ def retrieval():
         def metrics(self):
             return [self.top]
 
-        def scores(self, data):
-            user_ids, item_ids = data
+        def loss_of(self, user_ids, item_ids):
             scores = ops.matmul(self.users(user_ids), ops.transpose(self.items(item_ids)))
             duplicates = ops.cast(ops.equal(item_ids[:, None], item_ids[None]), "float64")
             places = ops.arange(ops.shape(item_ids)[0])
             scores -= 1e9 * (duplicates - ops.eye(ops.shape(item_ids)[0], dtype="float64"))
             self.top.update_state(places, ops.cast(scores, "float32"))
-            return places, scores
-
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                places, scores = self.scores(data)
-                loss = ops.sum(keras.losses.sparse_categorical_crossentropy(places, scores, from_logits=True))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"total": loss, "top_2": self.top.result()}
+            loss = ops.sum(keras.losses.sparse_categorical_crossentropy(places, scores, from_logits=True))
+            return loss, {"top_2": self.top.result()}
 
         def test_step(self, data):
-            self.scores(data)
-            return {"top_2": self.top.result()}
+            return self.loss_of(*data)[1]
 
     ids = integers(7, 13, seed=46), integers(9, 13, seed=47)
     return Retrieval, fits(*ids, optimizer=lambda: keras.optimizers.Adagrad(0.1), evaluates=True)
@@ -294,10 +252,7 @@ def metric_learning():
                 loss = self.compute_loss(y=labels, y_pred=similarities)
             descend(self.optimizer, tape, loss, self.trainable_variables)
             for metric in self.metrics:
-                if metric.name == "loss":
-                    metric.update_state(loss)
-                else:
-                    metric.update_state(labels, similarities)
+                metric.update_state(*((loss,) if metric.name == "loss" else (labels, similarities)))
             return {metric.name: metric.result() for metric in self.metrics}
 
     def build():
@@ -313,7 +268,7 @@ def metric_learning():
 def images_and_texts():
     """Matches images with texts both ways, with a learned temperature that it keeps in bounds after each step (CLIP)."""
 
-    class CLIP(keras.Model):
+    class CLIP(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.vision = keras.Sequential([keras.Input((6, 6, 1)), layers.Flatten(), layers.Dense(3)])
@@ -321,38 +276,29 @@ def images_and_texts():
             hidden = layers.GlobalAveragePooling1D()(layers.Embedding(8, 4, mask_zero=True)(words))
             self.text = keras.Model(words, layers.Dense(3)(hidden))
             self.temperature = self.add_weight(name="temperature", initializer=keras.initializers.Constant(2.6))
-            self.tracker = keras.metrics.Mean(name="loss")
-
-        @property
-        def metrics(self):
-            return [self.tracker]
 
         def call(self, data, training=False):
             images, texts = data
             one, other = unit(self.vision(images, training=training)), unit(self.text(texts, training=training))
             return ops.matmul(one, ops.transpose(other)) * ops.exp(self.temperature)
 
-        def loss_of(self, logits):
+        def loss_of(self, data, training=True):
+            logits = self(data, training=training)
             labels = ops.arange(ops.shape(logits)[0])
-            ways = (logits, ops.transpose(logits))
-            return (
-                sum(ops.mean(keras.losses.sparse_categorical_crossentropy(labels, way, from_logits=True)) for way in ways) / 2
-            )
+            ways = logits, ops.transpose(logits)
+            errors = [keras.losses.sparse_categorical_crossentropy(labels, way, from_logits=True) for way in ways]
+            return sum(map(ops.mean, errors)) / 2, {}
 
         def train_step(self, data):
-            with tf.GradientTape() as tape:
-                loss = self.loss_of(self(data[0], training=True))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
+            logs = super().train_step(data)
             self.temperature.assign(ops.clip(self.temperature, 0.0, 2.61))
-            self.tracker.update_state(loss)
-            return {"loss": self.tracker.result(), "temperature": self.temperature}
+            return {**logs, "temperature": self.temperature}
 
         def test_step(self, data):
-            self.tracker.update_state(self.loss_of(self(data[0], training=False)))
-            return {"loss": self.tracker.result()}
+            self.tracker.update_state(self.loss_of(data[0], training=False)[0])
+            return {"total": self.tracker.result()}
 
     data = (IMAGES, integers(8, 13, 4, seed=48))
-
     return CLIP, fits(data, None, optimizer=lambda: keras.optimizers.AdamW(0.01), evaluates=True)
 
 
@@ -360,7 +306,7 @@ def images_and_texts():
 def prototypes():
     """Assigns two views to prototypes by Sinkhorn iterations over the whole batch and predicts one from the other (SwAV)."""
 
-    class SwAV(keras.Model):
+    class SwAV(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.encoder = mlp(5, 4, 3)
@@ -374,15 +320,15 @@ def prototypes():
                 shares /= rows_of(scores) * tf.reduce_sum(shares, axis=0, keepdims=True)
             return tf.stop_gradient(tf.transpose(shares * rows_of(scores)))
 
+        def loss_of(self, *views):
+            one, other = (tf.matmul(unit(self.encoder(view, training=True)), self.prototypes) for view in views)
+            pairs = (one, self.assign_rows(other)), (other, self.assign_rows(one))
+            losses = [tf.reduce_sum(wanted * tf.nn.log_softmax(scores / 0.1), axis=1) for scores, wanted in pairs]
+            return -tf.reduce_mean(losses), {"rows": rows_of(one)}
+
         def train_step(self, data):
             self.prototypes.assign(tf.math.l2_normalize(self.prototypes.value, axis=0))
-            with tf.GradientTape() as tape:
-                one, other = (tf.matmul(unit(self.encoder(view, training=True)), self.prototypes) for view in data)
-                loss = 0.0
-                for scores, wanted in ((one, self.assign_rows(other)), (other, self.assign_rows(one))):
-                    loss -= tf.reduce_mean(tf.reduce_sum(wanted * tf.nn.log_softmax(scores / 0.1), axis=1)) / 2
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "rows": rows_of(one)}
+            return super().train_step(data)
 
     return SwAV, fits(y=FEATURES + 0.2 * normal(13, 5, seed=49), optimizer=adam)
 
@@ -392,14 +338,11 @@ def ranking_within_the_batch():
     """Learns to order all pairs of rows like their targets, by a loss over the pairs that a mask selects."""
 
     class Ranking(Siamese):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                scores = ops.sum(self(x, training=True), axis=1)
-                order = ops.sign(y - ops.transpose(y))
-                differences = scores[:, None] - scores[None]
-                above = ops.cast(order > 0, "float64")
-                loss = ops.sum(above * ops.softplus(-differences)) / ops.sum(above)
-            return {**self.learn(tape, loss), "pairs": ops.sum(above)}
+        def loss_of(self, x, y):
+            scores = ops.sum(self(x, training=True), axis=1)
+            order = ops.sign(y - ops.transpose(y))
+            differences = scores[:, None] - scores[None]
+            above = ops.cast(order > 0, "float64")
+            return ops.sum(above * ops.softplus(-differences)) / ops.sum(above), {"pairs": ops.sum(above)}
 
     return Ranking, fits(y=TARGETS, optimizer=adam)

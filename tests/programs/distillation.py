@@ -4,37 +4,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from programs.catalogue import (
-    CLASSES,
-    FEATURES,
-    TARGETS,
-    adam,
-    dense,
-    descend,
-    fits,
-    integers,
-    mlp,
-    normal,
-    program,
-)
-
-
-class Regressor(keras.Model):
-    """Holds a tracker of the loss, which each program defines itself."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.tracker = keras.metrics.Mean(name="loss")
-        self.mse = keras.losses.MeanSquaredError()
-
-    @property
-    def metrics(self):
-        return [self.tracker]
-
-    def learn(self, tape, loss):
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        self.tracker.update_state(loss)
-        return {"loss": self.tracker.result()}
+from programs.catalogue import CLASSES, FEATURES, TARGETS, integers, mlp, normal, program
+from programs.steps import Learner, adam, dense, descend, fits, mean_square
 
 
 @program
@@ -70,19 +41,14 @@ def knowledge_distillation():
             answers = self.student(x, training=False)
             return {**self.compute_metrics(x, y, answers), "by_labels": self.student_loss(y, answers)}
 
-    def script(model):
-        model.compile(
-            adam(),
-            ["sparse_categorical_accuracy"],
-            student_loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            distillation_loss=keras.losses.KLDivergence(),
-            alpha=0.1,
-            temperature=3.0,
-        )
-        history = model.fit(FEATURES, CLASSES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        evaluation = model.evaluate(FEATURES, CLASSES, batch_size=4, verbose=0, return_dict=True)
-        return history, evaluation, model.predict(FEATURES, batch_size=6, verbose=0)
-
+    arguments = {
+        "student_loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "distillation_loss": keras.losses.KLDivergence(),
+        "alpha": 0.1,
+        "temperature": 3.0,
+        "metrics": ["sparse_categorical_accuracy"],
+    }
+    script = fits(y=CLASSES, optimizer=adam, evaluates=True, predicts=True, **arguments)
     return lambda: Distiller(mlp(5, 4, 3, normalized=True), mlp(5, 8, 3)), script
 
 
@@ -122,20 +88,13 @@ def mean_teacher():
 def mixup():
     """Mixes every row with one of a shuffled copy of the batch, by weights drawn from a beta distribution."""
 
-    class MixUp(Regressor):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.random = keras.random.SeedGenerator(12)
-
-        def train_step(self, data):
-            x, y = data
-            order = keras.random.shuffle(ops.arange(ops.shape(x)[0]), seed=self.random)
-            share = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=self.random)
+    class MixUp(Learner, keras.Model):
+        def loss_of(self, x, y):
+            order = keras.random.shuffle(ops.arange(ops.shape(x)[0]), seed=self.seed)
+            share = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=self.seed)
             x = share * x + (1 - share) * ops.take(x, order, axis=0)
             y = share * y + (1 - share) * ops.take(y, order, axis=0)
-            with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
-            return self.learn(tape, loss)
+            return mean_square(y, self(x, training=True)), {}
 
     return dense(MixUp), fits()
 
@@ -170,7 +129,7 @@ def sharpness_aware():
 def accumulation_by_hand():
     """Adds up gradients in variables of its own and applies them in every second step, in a tf.cond."""
 
-    class Accumulating(Regressor):
+    class Accumulating(Learner, keras.Model):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.turn = self.add_weight(name="turn", dtype="int32", initializer="zeros", trainable=False)
@@ -189,12 +148,12 @@ def accumulation_by_hand():
             x, y = data
             self.turn.assign_add(1)
             with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
+                loss = mean_square(y, self(x, training=True))
             for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
                 total.assign_add(gradient)
             applied = tf.cond(tf.equal(self.turn % 2, 0), self.apply_sums, lambda: False)
             self.tracker.update_state(loss)
-            return {"loss": self.tracker.result(), "applied": tf.cast(applied, "float64")}
+            return {"total": self.tracker.result(), "applied": tf.cast(applied, "float64")}
 
     def script(model):
         optimizer = adam()
@@ -209,7 +168,7 @@ def accumulation_by_hand():
 def gradient_surgery():
     """Projects the gradients of two losses so that they do not oppose each other (PCGrad)."""
 
-    class Surgery(Regressor):
+    class Surgery(Learner, keras.Model):
         def train_step(self, data):
             x, y = data
             variables = self.trainable_variables
@@ -231,21 +190,17 @@ def gradient_surgery():
 def meta_learning():
     """Takes an inner step on support rows, and learns from query rows by a gradient of its gradient (MAML)."""
 
-    class Meta(Regressor):
-        def train_step(self, data):
-            support, wanted, query, answers = data[0]
+    class Meta(Learner, keras.Model):
+        def loss_of(self, data):
+            support, wanted, query, answers = data
             head = self.layers[-1]
-            with tf.GradientTape() as outer:
-                with tf.GradientTape() as inner:
-                    loss = self.mse(wanted, self(support, training=True))
-                by_kernel, by_bias = inner.gradient(loss, [head.kernel.value, head.bias.value])
-                hidden = self.layers[1](query)
-                adapted = ops.matmul(hidden, head.kernel - 0.1 * by_kernel) + head.bias - 0.1 * by_bias
-                loss = self.mse(answers, adapted)
-            return self.learn(outer, loss)
+            with tf.GradientTape() as tape:
+                loss = mean_square(wanted, self(support, training=True))
+            by_kernel, by_bias = tape.gradient(loss, [head.kernel.value, head.bias.value])
+            adapted = ops.matmul(self.layers[1](query), head.kernel - 0.1 * by_kernel) + head.bias - 0.1 * by_bias
+            return mean_square(answers, adapted), {}
 
     data = (normal(13, 5, seed=13), normal(13, 1, seed=14), FEATURES, TARGETS)
-
     return dense(Meta, normalized=False), fits(data, None, optimizer=adam)
 
 
@@ -253,7 +208,7 @@ def meta_learning():
 def meta_learning_by_task():
     """Adapts to each row, which is a task with its own examples, separately in a tf.vectorized_map."""
 
-    class MetaByTask(keras.Model):
+    class MetaByTask(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.kernel = self.add_weight(name="kernel", shape=(3, 1), initializer="glorot_uniform")
@@ -265,12 +220,9 @@ def meta_learning_by_task():
             adapted = kernel - 0.1 * tf.matmul(examples[:2], error, transpose_a=True)
             return tf.reduce_mean(tf.square(tf.matmul(examples[2:], adapted) - wanted[2:]))
 
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                losses = tf.vectorized_map(self.loss_of_task, data)
-                loss = tf.reduce_mean(losses)
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "worst": tf.reduce_max(losses)}
+        def loss_of(self, *data):
+            losses = tf.vectorized_map(self.loss_of_task, data)
+            return tf.reduce_mean(losses), {"worst": tf.reduce_max(losses)}
 
     return MetaByTask, fits(normal(13, 4, 3, seed=15), normal(13, 4, 1, seed=16), optimizer=adam)
 
@@ -279,7 +231,7 @@ def meta_learning_by_task():
 def loss_scaling_by_hand():
     """Scales the loss up and the gradients down; skips steps with non-finite gradients, and reduces the scale."""
 
-    class Scaling(Regressor):
+    class Scaling(Learner, keras.Model):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.exponent = self.add_weight(name="exponent", initializer=keras.initializers.Constant(310.0), trainable=False)
@@ -288,7 +240,7 @@ def loss_scaling_by_hand():
             x, y = data
             scale = tf.pow(tf.constant(10.0, "float64"), self.exponent.value)
             with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
+                loss = mean_square(y, self(x, training=True))
                 scaled = loss * scale
             gradients = tape.gradient(scaled, self.trainable_variables)
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
@@ -323,12 +275,9 @@ def test_step_of_its_own():
 def predict_step_of_its_own():
     """Trains by a custom step, and predicts a dict of answers, their ranks within the batch, and a nested pair."""
 
-    class Predicting(Regressor):
-        def train_step(self, data):
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
-            return self.learn(tape, loss)
+    class Predicting(Learner, keras.Model):
+        def loss_of(self, x, y, sample_weight=None):
+            return mean_square(y, self(x, training=True)), {}
 
         def predict_step(self, data):
             x = data[0] if isinstance(data, tuple) else data
@@ -347,16 +296,16 @@ def predict_step_of_its_own():
 def sparse_gradients():
     """Trains an embedding, and logs the global norm of all gradients, one of which is sparse."""
 
-    class Sparse(Regressor):
+    class Sparse(Learner, keras.Model):
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
-                loss = self.mse(y, self(x, training=True))
+                loss = mean_square(y, self(x, training=True))
             gradients = tape.gradient(loss, self.trainable_variables)
             norm = tf.linalg.global_norm([tf.convert_to_tensor(gradient) for gradient in gradients])
             self.optimizer.apply(gradients, self.trainable_variables)
             self.tracker.update_state(loss)
-            return {"loss": self.tracker.result(), "norm": norm}
+            return {"total": self.tracker.result(), "norm": norm}
 
     def build():
         inputs = keras.Input((4,), dtype="int32")

@@ -5,7 +5,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from programs.catalogue import adam, descend, fits, mlp, program, uniform
+from programs.catalogue import mlp, program, uniform
+from programs.steps import Learner, adam, descend, fits
 
 IMAGES = uniform(13, 4, 4, 1, seed=51)
 
@@ -89,18 +90,15 @@ def vector_quantization():
 
         def call(self, x):
             flat = tf.reshape(x, (-1, 2))
-            distances = (
-                tf.reduce_sum(flat**2, axis=1, keepdims=True)
-                + tf.reduce_sum(self.codes**2, axis=0)
-                - 2 * tf.matmul(flat, self.codes)
-            )
+            squares = tf.reduce_sum(flat**2, axis=1, keepdims=True) + tf.reduce_sum(self.codes**2, axis=0)
+            distances = squares - 2 * tf.matmul(flat, self.codes)
             chosen = tf.one_hot(tf.argmin(distances, axis=1), 4, dtype=x.dtype)
             quantized = tf.reshape(tf.matmul(chosen, self.codes, transpose_b=True), tf.shape(x))
             self.add_loss(0.25 * tf.reduce_mean((tf.stop_gradient(quantized) - x) ** 2))
             self.add_loss(tf.reduce_mean((quantized - tf.stop_gradient(x)) ** 2))
             return x + tf.stop_gradient(quantized - x)
 
-    class Trainer(keras.Model):
+    class Trainer(Learner, keras.Model):
         def __init__(self, variance):
             super().__init__()
             self.variance = variance
@@ -108,12 +106,10 @@ def vector_quantization():
             decoder = layers.Conv2DTranspose(1, 3, strides=2, padding="same")
             self.vqvae = keras.Sequential([*encoder, layers.Conv2D(2, 1), Quantizer(), decoder])
 
-        def train_step(self, x):
-            with tf.GradientTape() as tape:
-                reconstruction = tf.reduce_mean((x - self.vqvae(x)) ** 2) / self.variance
-                total = reconstruction + sum(self.vqvae.losses)
-            descend(self.optimizer, tape, total, self.vqvae.trainable_variables)
-            return {"total": total, "reconstruction": reconstruction, "codebook": sum(self.vqvae.losses)}
+        def loss_of(self, x):
+            reconstruction = tf.reduce_mean((x - self.vqvae(x)) ** 2) / self.variance
+            codebook = sum(self.vqvae.losses)
+            return reconstruction + codebook, {"reconstruction": reconstruction, "codebook": codebook}
 
     return lambda: Trainer(np.var(IMAGES)), fits(IMAGES, None, optimizer=adam)
 
@@ -142,8 +138,7 @@ def denoising_diffusion():
                 )
                 predicted = self.network([signal_rates * images + noise_rates * noise, times], training=True)
                 loss = self.loss(noise, predicted)
-            gradients = tape.gradient(loss, self.network.trainable_weights)
-            self.optimizer.apply_gradients(zip(gradients, self.network.trainable_weights, strict=True))
+            descend(self.optimizer, tape, loss, self.network.trainable_weights)
             for weight, mean in zip(self.network.weights, self.average.weights, strict=True):
                 mean.assign(0.9 * mean + 0.1 * weight)
             return {"noise_loss": loss, "latest": tf.reduce_max(times)}

@@ -5,7 +5,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from programs.catalogue import CLASSES, SAMPLE_WEIGHTS, adam, descend, fits, integers, normal, program, sgd
+from programs.catalogue import CLASSES, SAMPLE_WEIGHTS, integers, normal, program
+from programs.steps import Learner, adam, descend, fits, mean_square, sgd
 
 # Ids start at 1; 0 is padding at the end, in none to four of the six places.
 LENGTHS = 2 + integers(5, 13, seed=61)
@@ -45,31 +46,18 @@ def transformer_block(x, dropout):
 @program
 def masked_language_model():
     """Hides random tokens, or replaces them by others, and trains on these alone by weights of the places (BERT)."""
+    criterion = keras.losses.SparseCategoricalCrossentropy(reduction=None)
 
-    class MaskedLanguageModel(keras.Model):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.seed = keras.random.SeedGenerator(64)
-            self.tracker = keras.metrics.Mean(name="loss")
-            self.criterion = keras.losses.SparseCategoricalCrossentropy(reduction=None)
-
-        @property
-        def metrics(self):
-            return [self.tracker]
-
-        def train_step(self, words):
+    class MaskedLanguageModel(Learner, keras.Model):
+        def loss_of(self, words):
             chance = keras.random.uniform(ops.shape(words), seed=self.seed)
             hidden = (chance < 0.5) & (words > 0)
             others = keras.random.randint(ops.shape(words), 1, 10, dtype=words.dtype, seed=self.seed)
             replaced = ops.where(chance < 0.4, ops.full_like(words, 10), others)
-            inputs = ops.where(hidden, replaced, words)
             weights = ops.cast(hidden, "float64")
-            with tf.GradientTape() as tape:
-                loss = self.criterion(words, self(inputs, training=True), sample_weight=weights)
-                total = ops.sum(loss) / ops.maximum(ops.sum(weights), 1.0)
-            descend(self.optimizer, tape, total, self.trainable_variables)
-            self.tracker.update_state(loss, sample_weight=weights)
-            return {"loss": self.tracker.result(), "hidden": ops.sum(weights)}
+            losses = criterion(words, self(ops.where(hidden, replaced, words), training=True), sample_weight=weights)
+            self.tracker.update_state(losses, sample_weight=weights)
+            return ops.sum(losses) / ops.maximum(ops.sum(weights), 1.0), {"hidden": ops.sum(weights)}
 
     def build():
         inputs = keras.Input((6,), dtype="int64")
@@ -129,9 +117,8 @@ def mixture_of_experts():
             self.router, self.experts = layers.Dense(3), [layers.Dense(4, activation="relu") for _ in range(3)]
 
         def build(self, shape):
-            self.router.build(shape)
-            for expert in self.experts:
-                expert.build(shape)
+            for layer in (self.router, *self.experts):
+                layer.build(shape)
 
         def call(self, x):
             flat = tf.reshape(x, (-1, 4))
@@ -162,25 +149,21 @@ def mixture_of_experts():
 def experts_by_dispatch():
     """Sends rows to experts by tf.dynamic_partition and brings them back by tf.dynamic_stitch, in a step of its own."""
 
-    class Dispatch(keras.Model):
+    class Dispatch(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.router, self.experts = layers.Dense(2), [layers.Dense(1), layers.Dense(1)]
             for layer in (self.router, *self.experts):
                 layer.build((None, 3))
 
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                probabilities = tf.nn.softmax(self.router(x))
-                chosen = tf.cast(tf.argmax(probabilities, axis=1), "int32")
-                parts = tf.dynamic_partition(x, chosen, 2)
-                places = tf.dynamic_partition(tf.range(tf.shape(x)[0]), chosen, 2)
-                outputs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
-                answers = tf.dynamic_stitch(places, outputs) * tf.reduce_max(probabilities, axis=1, keepdims=True)
-                loss = tf.reduce_mean(tf.square(y - answers))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "first": tf.shape(parts[0])[0]}
+        def loss_of(self, x, y):
+            probabilities = tf.nn.softmax(self.router(x))
+            chosen = tf.cast(tf.argmax(probabilities, axis=1), "int32")
+            parts = tf.dynamic_partition(x, chosen, 2)
+            places = tf.dynamic_partition(tf.range(tf.shape(x)[0]), chosen, 2)
+            outputs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+            answers = tf.dynamic_stitch(places, outputs) * tf.reduce_max(probabilities, axis=1, keepdims=True)
+            return mean_square(y, answers), {"first": tf.shape(parts[0])[0]}
 
     return Dispatch, fits(normal(13, 3, seed=66), optimizer=adam)
 
@@ -220,25 +203,18 @@ def weighted_texts():
 def policy_gradient():
     """Draws random actions, sums rewards over time, normalizes returns over the batch, and ascends (REINFORCE)."""
 
-    class Policy(keras.Model):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.seed = keras.random.SeedGenerator(68)
-
-        def train_step(self, data):
-            states, rewards = data
-            with tf.GradientTape() as tape:
-                logits = self(states, training=True)
-                flat = tf.reshape(logits, (-1, 2))
-                actions = tf.reshape(keras.random.categorical(flat, 1, seed=self.seed), tf.shape(rewards))
-                gains = rewards * tf.cast(2 * actions - 1, "float64")
-                returns = tf.math.cumsum(gains, axis=1, reverse=True)
-                returns = (returns - tf.reduce_mean(returns)) / (tf.math.reduce_std(returns) + 1e-8)
-                chosen = -tf.nn.sparse_softmax_cross_entropy_with_logits(actions, logits)
-                entropy = -tf.reduce_mean(tf.reduce_sum(tf.nn.softmax(logits) * tf.nn.log_softmax(logits), axis=2))
-                loss = -tf.reduce_mean(chosen * tf.stop_gradient(returns)) - 0.01 * entropy
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"entropy": entropy, "gain": tf.reduce_sum(gains)}
+    class Policy(Learner, keras.Model):
+        def loss_of(self, states, rewards):
+            logits = self(states, training=True)
+            actions = keras.random.categorical(tf.reshape(logits, (-1, 2)), 1, seed=self.seed)
+            actions = tf.reshape(actions, tf.shape(rewards))
+            gains = rewards * tf.cast(2 * actions - 1, "float64")
+            returns = tf.math.cumsum(gains, axis=1, reverse=True)
+            returns = (returns - tf.reduce_mean(returns)) / (tf.math.reduce_std(returns) + 1e-8)
+            chosen = -tf.nn.sparse_softmax_cross_entropy_with_logits(actions, logits)
+            entropy = -tf.reduce_mean(tf.reduce_sum(tf.nn.softmax(logits) * tf.nn.log_softmax(logits), axis=2))
+            loss = -tf.reduce_mean(chosen * tf.stop_gradient(returns)) - 0.01 * entropy
+            return loss, {"entropy": entropy, "gain": tf.reduce_sum(gains)}
 
     def build():
         inputs = keras.Input((4, 3))

@@ -1,34 +1,29 @@
 """Train by steps that go wrong if a tower treats its slice as the whole batch: rows meet, order matters, state hides."""
 
+import functools
+
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from programs.catalogue import (
-    CLASSES,
-    FEATURES,
-    TARGETS,
-    adam,
-    dense,
-    descend,
-    fits,
-    integers,
-    mlp,
-    normal,
-    program,
-    rows_of,
-)
+from programs.catalogue import CLASSES, FEATURES, TARGETS, integers, mlp, normal, program
+from programs.steps import Learner, adam, dense, descend, fits, mean_square, rows_of
 
 
-def stepping(train_step, **members):
-    """Returns a function that builds a small model with this train_step and these further members."""
-    return dense(type(train_step.__name__, (keras.Model,), {"train_step": train_step, **members}))
+def stepping(train_step):
+    """Returns a function that builds a small model with this train_step."""
+    return dense(type(train_step.__name__, (keras.Model,), {"train_step": train_step}))
 
 
-def learning(loss_of_answers, **members):
-    """Returns a function that builds a small model whose step descends along a loss of (model, x, y, answers)."""
+def steps(train_step):
+    """Registers a program of a step."""
+    return program(functools.wraps(train_step)(lambda: (stepping(train_step), fits())))
 
+
+def learns(loss_of_answers):
+    """Registers a program whose step descends along a loss of (model, x, y, answers)."""
+
+    @functools.wraps(loss_of_answers)
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
@@ -36,46 +31,30 @@ def learning(loss_of_answers, **members):
         descend(self.optimizer, tape, loss, self.trainable_variables)
         return {"loss": loss, "rows": rows_of(x)}
 
-    return stepping(train_step, **members)
+    return steps(train_step)
 
 
-def mean_square(model, x, y, answers):
-    return tf.reduce_mean(tf.square(y - answers))
-
-
-@program
-def median_of_rows():
+@learns
+def median_of_rows(model, x, y, answers):
     """Trains on the median error and a variance over the rows, by sorting them."""
-
-    def loss(model, x, y, answers):
-        errors = tf.sort(tf.abs(y - answers)[:, 0])
-        return errors[tf.shape(errors)[0] // 2] + tf.math.reduce_variance(answers)
-
-    return learning(loss), fits()
+    errors = tf.sort(tf.abs(y - answers)[:, 0])
+    return errors[tf.shape(errors)[0] // 2] + tf.math.reduce_variance(answers)
 
 
-@program
-def masked_rows():
+@learns
+def masked_rows(model, x, y, answers):
     """Trains on the rows that tf.boolean_mask keeps, whose number depends on the data."""
-
-    def loss(model, x, y, answers):
-        keep = y[:, 0] > -0.5
-        return tf.reduce_mean(tf.boolean_mask(tf.square(y - answers), keep)) + tf.reduce_sum(answers[~keep] ** 2) / 9.0
-
-    return learning(loss), fits()
+    keep = y[:, 0] > -0.5
+    return tf.reduce_mean(tf.boolean_mask(tf.square(y - answers), keep)) + tf.reduce_sum(answers[~keep] ** 2) / 9.0
 
 
-@program
-def found_rows():
+@learns
+def found_rows(model, x, y, answers):
     """Trains on rows that tf.where finds, gathered by their indices and scattered back."""
-
-    def loss(model, x, y, answers):
-        found = tf.where(y[:, 0] > -0.5)
-        errors = tf.gather_nd(tf.square(y - answers), found)
-        back = tf.scatter_nd(found, errors, tf.shape(y, out_type="int64"))
-        return tf.reduce_mean(back)
-
-    return learning(loss), fits()
+    found = tf.where(y[:, 0] > -0.5)
+    errors = tf.gather_nd(tf.square(y - answers), found)
+    back = tf.scatter_nd(found, errors, tf.shape(y, out_type="int64"))
+    return tf.reduce_mean(back)
 
 
 @program
@@ -106,104 +85,81 @@ def tape_in_a_branch():
     return stepping(train_step), script
 
 
-@program
-def jacobian_of_losses():
+@steps
+def jacobian_of_losses(self, data):
     """Takes the Jacobian of two losses of the batch at once and applies the sum of its rows."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            errors = y - self(x, training=True)
-            losses = tf.stack([tf.reduce_mean(errors**2), tf.reduce_mean(tf.abs(errors))])
-        jacobian = tape.jacobian(losses, self.trainable_variables)
-        self.optimizer.apply([tf.reduce_sum(part, axis=0) for part in jacobian], self.trainable_variables)
-        return {"squares": losses[0], "distances": losses[1]}
-
-    return stepping(train_step), fits()
+    x, y = data
+    with tf.GradientTape() as tape:
+        errors = y - self(x, training=True)
+        losses = tf.stack([tf.reduce_mean(errors**2), tf.reduce_mean(tf.abs(errors))])
+    jacobian = tape.jacobian(losses, self.trainable_variables)
+    self.optimizer.apply([tf.reduce_sum(part, axis=0) for part in jacobian], self.trainable_variables)
+    return {"squares": losses[0], "distances": losses[1]}
 
 
-@program
-def gradients_by_row():
+@steps
+def gradients_by_row(self, data):
     """Clips the gradient of each row, from a Jacobian with a row for each row of the batch (DP-SGD without noise)."""
-
-    def train_step(self, data):
-        x, y = data
-        head = self.layers[-1].trainable_variables
-        with tf.GradientTape() as tape:
-            losses = tf.reduce_sum(tf.square(y - self(x, training=False)), axis=1)
-        by_kernel, by_bias = tape.jacobian(losses, head)
-        lengths = tf.sqrt(tf.reduce_sum(by_kernel**2, axis=[1, 2]) + tf.reduce_sum(by_bias**2, axis=1))
-        factors = tf.minimum(0.5 / lengths, 1.0)
-        clipped = [
-            tf.reduce_mean(by_kernel * factors[:, None, None], axis=0),
-            tf.reduce_mean(by_bias * factors[:, None], axis=0),
-        ]
-        self.optimizer.apply(clipped, head)
-        return {"longest": tf.reduce_max(lengths), "clipped": tf.reduce_sum(tf.cast(factors < 1, "float64"))}
-
-    return stepping(train_step), fits()
+    x, y = data
+    head = self.layers[-1].trainable_variables
+    with tf.GradientTape() as tape:
+        losses = tf.reduce_sum(tf.square(y - self(x, training=False)), axis=1)
+    by_kernel, by_bias = tape.jacobian(losses, head)
+    lengths = tf.sqrt(tf.reduce_sum(by_kernel**2, axis=[1, 2]) + tf.reduce_sum(by_bias**2, axis=1))
+    factors = tf.minimum(0.5 / lengths, 1.0)
+    clipped = [
+        tf.reduce_mean(by_kernel * factors[:, None, None], axis=0),
+        tf.reduce_mean(by_bias * factors[:, None], axis=0),
+    ]
+    self.optimizer.apply(clipped, head)
+    return {"longest": tf.reduce_max(lengths), "clipped": tf.reduce_sum(tf.cast(factors < 1, "float64"))}
 
 
-@program
-def jacobian_by_inputs():
+@learns
+def jacobian_by_inputs(model, x, y, answers):
     """Penalizes the Jacobian of each row's answers by its inputs, with tape.batch_jacobian."""
-
-    def loss(model, x, y, answers):
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            again = model(x, training=False)
-        return mean_square(model, x, y, answers) + 0.1 * tf.reduce_mean(inner.batch_jacobian(again, x) ** 2)
-
-    return learning(loss), fits()
+    with tf.GradientTape() as inner:
+        inner.watch(x)
+        again = model(x, training=False)
+    return mean_square(y, answers) + 0.1 * tf.reduce_mean(inner.batch_jacobian(again, x) ** 2)
 
 
-@program
-def shuffled_rows():
+@learns
+def shuffled_rows(model, x, y, answers):
     """Compares each row with another row of the batch, shuffled by tf.random.shuffle with a seed."""
-
-    def loss(model, x, y, answers):
-        order = tf.random.shuffle(tf.range(tf.shape(x)[0]), seed=21)
-        partners = tf.gather(answers, order)
-        return mean_square(model, x, y, answers) + tf.reduce_mean(tf.abs(answers - partners))
-
-    return learning(loss), fits()
+    order = tf.random.shuffle(tf.range(tf.shape(x)[0]), seed=21)
+    partners = tf.gather(answers, order)
+    return mean_square(y, answers) + tf.reduce_mean(tf.abs(answers - partners))
 
 
-@program
-def reversed_and_rolled_rows():
+@steps
+def reversed_and_rolled_rows(self, data):
     """Mixes each row with the row at the opposite place of the batch, and with its neighbor."""
-
-    def train_step(self, data):
-        x, y = data
-        x = 0.6 * x + 0.3 * x[::-1] + 0.1 * tf.roll(x, 1, axis=0)
-        with tf.GradientTape() as tape:
-            loss = mean_square(self, x, y, self(x, training=True))
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"mean": loss}
-
-    return stepping(train_step), fits()
+    x, y = data
+    x = 0.6 * x + 0.3 * x[::-1] + 0.1 * tf.roll(x, 1, axis=0)
+    with tf.GradientTape() as tape:
+        loss = mean_square(y, self(x, training=True))
+    descend(self.optimizer, tape, loss, self.trainable_variables)
+    return {"mean": loss}
 
 
 @program
 def counters():
     """Counts rows and steps, remembers the largest input and a moving center, in weights that are assigned in the step."""
 
-    class Counting(keras.Model):
+    class Counting(Learner, keras.Model):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.rows = self.add_weight(name="rows", dtype="int64", initializer="zeros", trainable=False)
             self.largest = self.add_weight(name="largest", initializer="zeros", trainable=False)
             self.center = self.add_weight(name="center", shape=(5,), initializer="zeros", trainable=False)
 
-        def train_step(self, data):
-            x, y = data
+        def loss_of(self, x, y):
             self.rows.assign_add(tf.shape(x, out_type="int64")[0])
             self.largest.assign(ops.maximum(self.largest, ops.max(x)))
             self.center.assign(0.9 * self.center + 0.1 * ops.mean(x, axis=0))
-            with tf.GradientTape() as tape:
-                loss = mean_square(self, x, y, self(x - self.center, training=True))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "rows": self.rows, "largest": self.largest}
+            loss = mean_square(y, self(x - self.center, training=True))
+            return loss, {"rows": self.rows, "largest": self.largest}
 
     return dense(Counting), fits(evaluates=True, predicts=True, loss="mse")
 
@@ -221,7 +177,7 @@ def raw_variables():
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
-                loss = mean_square(self, x, y, self.gain * self(x, training=True))
+                loss = mean_square(y, self.gain * self(x, training=True))
             variables = [self.gain, *self.trainable_variables]
             for i, (variable, gradient) in enumerate(zip(variables, tape.gradient(loss, variables), strict=True)):
                 (variable.value if i % 2 else variable).assign_sub(0.05 * gradient)
@@ -230,95 +186,76 @@ def raw_variables():
     return dense(Raw), fits(report=lambda model: [model.steps.numpy(), model.gain.numpy()])
 
 
-@program
-def steps_in_a_loop():
+@steps
+def steps_in_a_loop(self, data):
     """Descends several times in a tf.while_loop, until the batch is fitted or three steps are done."""
+    x, y = data
 
-    def train_step(self, data):
-        x, y = data
-
-        def descends(i, _):
-            with tf.GradientTape() as tape:
-                loss = mean_square(self, x, y, self(x, training=True))
-            for variable, gradient in zip(self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True):
-                variable.assign_sub(0.05 * gradient)
-            return i + 1, loss
-
-        begin = tf.constant(0), tf.constant(9.0, "float64")
-        steps, loss = tf.while_loop(lambda i, loss: (i < 3) & (loss > 0.6), descends, begin)
-        return {"loss": loss, "steps": tf.cast(steps, "float64")}
-
-    return stepping(train_step), fits()
-
-
-@program
-def perturbed_in_a_loop():
-    """Moves the inputs along their gradient in a tf.while_loop, and trains on the result (PGD)."""
-
-    def train_step(self, data):
-        x, y = data
-
-        def climbs(i, moved):
-            with tf.GradientTape() as inner:
-                inner.watch(moved)
-                loss = mean_square(self, x, y, self(moved, training=False))
-            return i + 1, moved + tf.clip_by_value(inner.gradient(loss, moved), -0.1, 0.1)
-
-        _, moved = tf.while_loop(lambda i, moved: i < 3, climbs, (tf.constant(0), x), shape_invariants=None)
+    def descends(i, _):
         with tf.GradientTape() as tape:
-            loss = mean_square(self, x, y, self(moved, training=True))
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "moved": tf.norm(moved - x)}
+            loss = mean_square(y, self(x, training=True))
+        for variable, gradient in zip(self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True):
+            variable.assign_sub(0.05 * gradient)
+        return i + 1, loss
 
-    return stepping(train_step), fits()
+    begin = tf.constant(0), tf.constant(9.0, "float64")
+    steps, loss = tf.while_loop(lambda i, loss: (i < 3) & (loss > 0.6), descends, begin)
+    return {"loss": loss, "steps": tf.cast(steps, "float64")}
 
 
-@program
-def loop_over_rows():
+@steps
+def perturbed_in_a_loop(self, data):
+    """Moves the inputs along their gradient in a tf.while_loop, and trains on the result (PGD)."""
+    x, y = data
+
+    def climbs(i, moved):
+        with tf.GradientTape() as inner:
+            inner.watch(moved)
+            loss = mean_square(y, self(moved, training=False))
+        return i + 1, moved + tf.clip_by_value(inner.gradient(loss, moved), -0.1, 0.1)
+
+    _, moved = tf.while_loop(lambda i, moved: i < 3, climbs, (tf.constant(0), x), shape_invariants=None)
+    with tf.GradientTape() as tape:
+        loss = mean_square(y, self(moved, training=True))
+    descend(self.optimizer, tape, loss, self.trainable_variables)
+    return {"loss": loss, "moved": tf.norm(moved - x)}
+
+
+@learns
+def loop_over_rows(model, x, y, answers):
     """Carries a state from row to row with tf.scan, and maps rows one by one with tf.map_fn."""
-
-    def loss(model, x, y, answers):
-        errors = (y - answers)[:, 0]
-        carried = tf.scan(lambda state, error: 0.5 * state + error, errors, tf.zeros((), "float64"))
-        mapped = tf.map_fn(lambda error: tf.math.softplus(error), errors)
-        return tf.reduce_mean(carried**2) + tf.reduce_mean(mapped)
-
-    return learning(loss), fits()
+    errors = (y - answers)[:, 0]
+    carried = tf.scan(lambda state, error: 0.5 * state + error, errors, tf.zeros((), "float64"))
+    mapped = tf.map_fn(lambda error: tf.math.softplus(error), errors)
+    return tf.reduce_mean(carried**2) + tf.reduce_mean(mapped)
 
 
 @program
 def users_by_items():
     """Multiplies the users of a batch by its items over two axes, rows with rows, by tf.tensordot and tf.einsum."""
 
-    class Towers(keras.Model):
+    class Towers(Learner, keras.Model):
         def __init__(self, users, items):
             super().__init__()
             self.users, self.items = users, items
 
-        def train_step(self, data):
-            users, items = data
-            with tf.GradientTape() as tape:
-                users = tf.reshape(self.users(users, training=True), (-1, 2, 3))
-                items = tf.reshape(self.items(items, training=True), (-1, 2, 3))
-                scores = tf.tensordot(users, tf.transpose(items, (1, 2, 0)), 2)
-                diagonal = tf.linalg.diag_part(scores)
-                crossed = tf.einsum("iab,jab->ij", users, items)
-                loss = tf.reduce_mean(tf.math.softplus(scores - diagonal[:, None])) + 0.1 * tf.reduce_mean(crossed**2)
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "first": scores[0, -1]}
+        def loss_of(self, users, items):
+            users = tf.reshape(self.users(users, training=True), (-1, 2, 3))
+            items = tf.reshape(self.items(items, training=True), (-1, 2, 3))
+            scores = tf.tensordot(users, tf.transpose(items, (1, 2, 0)), 2)
+            diagonal = tf.linalg.diag_part(scores)
+            crossed = tf.einsum("iab,jab->ij", users, items)
+            loss = tf.reduce_mean(tf.math.softplus(scores - diagonal[:, None])) + 0.1 * tf.reduce_mean(crossed**2)
+            return loss, {"first": scores[0, -1]}
 
     return lambda: Towers(mlp(5, 6), mlp(4, 6)), fits(y=normal(13, 4, seed=22))
 
 
-@program
-def sum_over_both_axes():
+@learns
+def sum_over_both_axes(model, x, y, answers):
     """Contracts two batches over their rows and features at once, tensordot(users, items, 2), to one number."""
-
-    def loss(model, x, y, answers):
-        users, items = answers * x, tf.sin(x)
-        return mean_square(model, x, y, answers) + 0.01 * tf.tensordot(users, items, 2) ** 2
-
-    return learning(loss), fits()
+    users, items = answers * x, tf.sin(x)
+    return mean_square(y, answers) + 0.01 * tf.tensordot(users, items, 2) ** 2
 
 
 @program
@@ -357,112 +294,83 @@ def layers_in_the_loss():
     return dense(Headed), fits(metrics=["mae"], optimizer=adam, evaluates=True)
 
 
-@program
-def cumulative_sums():
+@learns
+def cumulative_sums(model, x, y, answers):
     """Trains on cumulative sums and products over the rows, and on differences of neighbors."""
-
-    def loss(model, x, y, answers):
-        sums = tf.cumsum(y - answers, axis=0, exclusive=True)
-        products = tf.math.cumprod(tf.tanh(answers), axis=0, reverse=True)
-        neighbors = answers[1:] - answers[:-1]
-        return tf.reduce_mean(sums**2) + tf.reduce_mean(products) + 0.1 * tf.reduce_sum(neighbors**2)
-
-    return learning(loss), fits()
+    sums = tf.cumsum(y - answers, axis=0, exclusive=True)
+    products = tf.math.cumprod(tf.tanh(answers), axis=0, reverse=True)
+    neighbors = answers[1:] - answers[:-1]
+    return tf.reduce_mean(sums**2) + tf.reduce_mean(products) + 0.1 * tf.reduce_sum(neighbors**2)
 
 
-@program
-def hardest_rows():
+@learns
+def hardest_rows(model, x, y, answers):
     """Trains on the three rows with the largest errors, found by tf.math.top_k."""
-
-    def loss(model, x, y, answers):
-        worst, places = tf.math.top_k(tf.square(y - answers)[:, 0], k=3)
-        return tf.reduce_mean(worst) + 0.1 * tf.reduce_mean(tf.gather(answers, places) ** 2)
-
-    return learning(loss), fits()
+    worst, places = tf.math.top_k(tf.square(y - answers)[:, 0], k=3)
+    return tf.reduce_mean(worst) + 0.1 * tf.reduce_mean(tf.gather(answers, places) ** 2)
 
 
-@program
-def sorted_rows():
+@learns
+def sorted_rows(model, x, y, answers):
     """Trains on the sorted answers against the sorted targets, as the Wasserstein distance does, and on ranks."""
-
-    def loss(model, x, y, answers):
-        order = tf.argsort(y[:, 0], direction="DESCENDING", stable=True)
-        distance = tf.reduce_mean(tf.abs(tf.sort(answers, axis=0) - tf.sort(y, axis=0)))
-        ranked = tf.gather(answers, order)[:, 0]
-        weights = 1.0 / tf.math.log(2.0 + tf.range(rows_of(x)))
-        return distance - 0.1 * tf.reduce_sum(ranked * weights)
-
-    return learning(loss), fits()
+    order = tf.argsort(y[:, 0], direction="DESCENDING", stable=True)
+    distance = tf.reduce_mean(tf.abs(tf.sort(answers, axis=0) - tf.sort(y, axis=0)))
+    ranked = tf.gather(answers, order)[:, 0]
+    weights = 1.0 / tf.math.log(2.0 + tf.range(rows_of(x)))
+    return distance - 0.1 * tf.reduce_sum(ranked * weights)
 
 
 @program
 def joined_and_split():
     """Joins real and made rows for one call with batch normalization, and splits the answers in the middle."""
 
-    class Joined(keras.Model):
-        def train_step(self, data):
-            x, y = data
+    class Joined(Learner, keras.Model):
+        def loss_of(self, x, y):
             made = tf.reverse(x, [1]) + 0.1
-            with tf.GradientTape() as tape:
-                real, fake = tf.split(self(tf.concat([x, made], axis=0), training=True), 2)
-                also = self(tf.stack([x, made])[1], training=True)[: tf.shape(y)[0]]
-                loss = (
-                    tf.reduce_mean(tf.math.softplus(-real)) + tf.reduce_mean(tf.math.softplus(fake)) + tf.reduce_mean(also**2)
-                )
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "real": tf.reduce_mean(real), "right": tf.reduce_mean(tf.cast(real > fake, "float64"))}
+            real, fake = tf.split(self(tf.concat([x, made], axis=0), training=True), 2)
+            also = self(tf.stack([x, made])[1], training=True)[: tf.shape(y)[0]]
+            loss = tf.reduce_mean(tf.math.softplus(-real)) + tf.reduce_mean(tf.math.softplus(fake)) + tf.reduce_mean(also**2)
+            return loss, {"real": tf.reduce_mean(real), "right": tf.reduce_mean(tf.cast(real > fake, "float64"))}
 
     return dense(Joined), fits(optimizer=adam)
 
 
-@program
-def constant_rows():
+@learns
+def constant_rows(model, x, y, answers):
     """Joins the batch with constant rows, and calls the model on a fixed number of constant rows and of drawn rows."""
-    own = np.random.default_rng(1).normal(size=(7, 5))
-
-    def loss(model, x, y, answers):
-        also = 0.1 * tf.reduce_mean(model(own) + model(tf.random.stateless_normal((7, 5), [1, 2], dtype="float64")))
-        joined = tf.concat([x, tf.ones((4, 5), "float64")], axis=0)
-        return mean_square(model, x, y, answers) + tf.reduce_mean(model(joined) ** 2) + also
-
-    return learning(loss), fits()
+    own = normal(7, 5, seed=1)
+    also = 0.1 * tf.reduce_mean(model(own) + model(tf.random.stateless_normal((7, 5), [1, 2], dtype="float64")))
+    joined = tf.concat([x, tf.ones((4, 5), "float64")], axis=0)
+    return mean_square(y, answers) + tf.reduce_mean(model(joined) ** 2) + also
 
 
 @program
 def generator_of_random_numbers():
     """Draws noise from a tf.random.Generator that the model keeps, and from the seed of keras.utils.set_random_seed."""
 
-    class Generating(keras.Model):
+    class Generating(Learner, keras.Model):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.generator = tf.random.Generator.from_seed(26)
 
-        def train_step(self, data):
-            x, y = data
+        def loss_of(self, x, y):
             x += 0.1 * self.generator.normal(tf.shape(x), dtype="float64")
             y += 0.1 * tf.random.normal(tf.shape(y), dtype="float64")
-            with tf.GradientTape() as tape:
-                loss = mean_square(self, x, y, self(x, training=True))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss, "rows": rows_of(x)}
+            return mean_square(y, self(x, training=True)), {"rows": rows_of(x)}
 
     return dense(Generating), fits(report=lambda model: model.generator.state.numpy().astype("float64"))
 
 
-@program
-def rate_set_in_the_step():
+@steps
+def rate_set_in_the_step(self, data):
     """Sets the learning rate inside the step, from the loss of the batch and the count of steps."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = mean_square(self, x, y, self(x, training=True))
-        warm = tf.minimum(tf.constant(1.0, "float64"), (tf.cast(self.optimizer.iterations, "float64") + 1.0) / 4.0)
-        self.optimizer.learning_rate.assign(0.05 * warm / (1.0 + loss))
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "rate": self.optimizer.learning_rate}
-
-    return stepping(train_step), fits()
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = mean_square(y, self(x, training=True))
+    warm = tf.minimum(tf.constant(1.0, "float64"), (tf.cast(self.optimizer.iterations, "float64") + 1.0) / 4.0)
+    self.optimizer.learning_rate.assign(0.05 * warm / (1.0 + loss))
+    descend(self.optimizer, tape, loss, self.trainable_variables)
+    return {"loss": loss, "rate": self.optimizer.learning_rate}
 
 
 @program
@@ -500,21 +408,18 @@ def gradient_of_its_own():
     def reverse(x):
         return tf.identity(x), lambda upstream: -0.5 * upstream
 
-    class Domains(keras.Model):
+    class Domains(Learner, keras.Model):
         def __init__(self, trunk, answers, domains):
             super().__init__()
             self.trunk, self.answers, self.domains = trunk, answers, domains
 
-        def train_step(self, data):
-            x, (y, domain) = data
-            with tf.GradientTape() as tape:
-                hidden = self.trunk(x, training=True)
-                logits = self.domains(reverse(hidden), training=True)[:, 0]
-                by_answers = tf.reduce_mean(tf.square(y - self.answers(hidden, training=True)))
-                by_domains = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(domain, logits))
-                loss = by_answers + by_domains
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"answers": by_answers, "domains": by_domains}
+        def loss_of(self, x, targets):
+            y, domain = targets
+            hidden = self.trunk(x, training=True)
+            logits = self.domains(reverse(hidden), training=True)[:, 0]
+            by_answers = mean_square(y, self.answers(hidden, training=True))
+            by_domains = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(domain, logits))
+            return by_answers + by_domains, {"answers": by_answers, "domains": by_domains}
 
     data = (TARGETS, integers(2, 13, seed=27).astype("float64"))
     return lambda: Domains(mlp(5, 4, 3, normalized=True), mlp(3, 1), mlp(3, 3, 1)), fits(y=data)
@@ -539,22 +444,18 @@ def rows_by_class():
     return stepping(train_step), fits(y=CLASSES)
 
 
-@program
-def whitened_batch():
+@steps
+def whitened_batch(self, data):
     """Whitens the batch by a Cholesky factor of its covariance, as decorrelated batch normalization does."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            hidden = self.layers[1](x)
-            centered = hidden - tf.reduce_mean(hidden, axis=0)
-            covariance = tf.matmul(centered, centered, transpose_a=True) / rows_of(x) + 0.1 * tf.eye(4, dtype="float64")
-            white = tf.transpose(tf.linalg.triangular_solve(tf.linalg.cholesky(covariance), tf.transpose(centered)))
-            loss = tf.reduce_mean(tf.square(y - self.layers[-1](white))) - 0.01 * tf.linalg.logdet(covariance)
-        descend(self.optimizer, tape, loss, self.layers[1].trainable_variables + self.layers[-1].trainable_variables)
-        return {"loss": loss, "rows": rows_of(x)}
-
-    return stepping(train_step), fits()
+    x, y = data
+    with tf.GradientTape() as tape:
+        hidden = self.layers[1](x)
+        centered = hidden - tf.reduce_mean(hidden, axis=0)
+        covariance = tf.matmul(centered, centered, transpose_a=True) / rows_of(x) + 0.1 * tf.eye(4, dtype="float64")
+        white = tf.transpose(tf.linalg.triangular_solve(tf.linalg.cholesky(covariance), tf.transpose(centered)))
+        loss = tf.reduce_mean(tf.square(y - self.layers[-1](white))) - 0.01 * tf.linalg.logdet(covariance)
+    descend(self.optimizer, tape, loss, self.layers[1].trainable_variables + self.layers[-1].trainable_variables)
+    return {"loss": loss, "rows": rows_of(x)}
 
 
 @program
@@ -575,7 +476,7 @@ def built_in_the_first_step():
             x, y = data
             with tf.GradientTape() as tape:
                 answers = self(x, training=True)
-                loss = mean_square(self, x, y, answers)
+                loss = mean_square(y, answers)
             descend(self.optimizer, tape, loss, self.trainable_variables)
             self.tracker.update_state(y, answers)
             return {"r2": self.tracker.result(), "raw": loss}

@@ -5,23 +5,11 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from programs.catalogue import CLASSES, TARGETS, adam, descend, fits, integers, normal, program, sgd, uniform
+from programs.catalogue import CLASSES, TARGETS, integers, normal, program, uniform
+from programs.steps import Learner, adam, fits, mean_square, sgd
 
 IMAGES = uniform(13, 8, 8, 2, seed=81)
 MASKS = integers(2, 13, 8, 8, 1, seed=82).astype("float64")
-
-
-class Tracked(keras.Model):
-    """Holds a functional model with a tracker of its custom loss."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.tracker = keras.metrics.Mean(name="total")
-
-    def learn(self, tape, loss):
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        self.tracker.update_state(loss)
-        return {"total": self.tracker.result()}
 
 
 def attention_block(x):
@@ -46,10 +34,10 @@ class Patches(layers.Layer):
 def masked_autoencoder():
     """Hides a random half of each image's patches by argsort and gather with batch_dims, and restores them (MAE)."""
 
-    class MaskedAutoencoder(keras.Model):
+    class MaskedAutoencoder(Learner, keras.Model):
         def __init__(self):
             super().__init__()
-            self.patches, self.seed = Patches(), keras.random.SeedGenerator(83)
+            self.patches = Patches()
             self.augment = keras.Sequential([keras.Input((8, 8, 2)), layers.RandomFlip("horizontal")])
             self.embed, self.restore = layers.Dense(4), layers.Dense(32)
             self.embed.build((None, 4, 32)), self.restore.build((None, 4, 4))
@@ -58,7 +46,7 @@ def masked_autoencoder():
             self.places = self.add_weight(name="places", shape=(4, 4), initializer="random_normal")
             self.token = self.add_weight(name="token", shape=(1, 1, 4), initializer="random_normal")
 
-        def loss_of(self, images, training):
+        def loss_of(self, images, training=True):
             patches = self.patches(self.augment(images, training=training))
             rows = tf.shape(patches)[0]
             order = tf.argsort(keras.random.uniform((rows, 4), seed=self.seed), axis=-1)
@@ -68,19 +56,13 @@ def masked_autoencoder():
             encoded = self.encoder(tf.gather(embedded, seen, axis=1, batch_dims=1), training=training)
             tokens = tf.repeat(tf.repeat(self.token.value, 2, axis=1), rows, axis=0)
             tokens += tf.gather(places, hidden, axis=1, batch_dims=1)
-            restored = self.restore(self.encoder(tf.concat([encoded, tokens], axis=1), training=training))
+            restored = self.restore(self.encoder(tf.concat([encoded, tokens], axis=1), training=training))[:, 2:]
             wanted = tf.gather(patches, hidden, axis=1, batch_dims=1)
-            return self.compute_loss(y=wanted, y_pred=restored[:, 2:]), wanted, restored[:, 2:]
-
-        def train_step(self, images):
-            with tf.GradientTape() as tape:
-                loss, wanted, restored = self.loss_of(images, training=True)
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"total": loss, "distance": tf.reduce_mean(tf.abs(wanted - restored))}
+            return self.compute_loss(y=wanted, y_pred=restored), {"distance": tf.reduce_mean(tf.abs(wanted - restored))}
 
         def test_step(self, images):
-            loss, wanted, restored = self.loss_of(images, training=False)
-            return {"total": loss, "distance": tf.reduce_mean(tf.abs(wanted - restored))}
+            loss, logs = self.loss_of(images, training=False)
+            return {"total": loss, **logs}
 
     return MaskedAutoencoder, fits(IMAGES, None, optimizer=adam, evaluates=True, loss=keras.losses.MeanSquaredError())
 
@@ -113,28 +95,20 @@ def vision_transformer():
 def segmentation_by_dice():
     """Segments images by a small U-Net, with a Dice loss of the whole batch plus a crossentropy, and an IoU."""
 
-    class Segmenter(Tracked):
+    class Segmenter(Learner, keras.Model):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.iou = keras.metrics.BinaryIoU()
 
-        def loss_of(self, y, answers):
-            dice = 1 - (2 * ops.sum(y * answers) + 1) / (ops.sum(y) + ops.sum(answers) + 1)
-            return dice + ops.mean(keras.losses.binary_crossentropy(y, answers)), dice
-
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                answers = self(x, training=True)
-                loss, dice = self.loss_of(y, answers)
+        def loss_of(self, x, y, training=True):
+            answers = self(x, training=training)
             self.iou.update_state(y, answers)
-            return {**self.learn(tape, loss), "dice": dice, "iou": self.iou.result()}
+            dice = 1 - (2 * ops.sum(y * answers) + 1) / (ops.sum(y) + ops.sum(answers) + 1)
+            loss = dice + ops.mean(keras.losses.binary_crossentropy(y, answers))
+            return loss, {"dice": dice, "iou": self.iou.result()}
 
         def test_step(self, data):
-            x, y = data
-            answers = self(x, training=False)
-            self.iou.update_state(y, answers)
-            return {"dice": self.loss_of(y, answers)[1], "iou": self.iou.result()}
+            return self.loss_of(*data, training=False)[1]
 
     def build():
         inputs = keras.Input((8, 8, 2))
@@ -151,28 +125,24 @@ def segmentation_by_dice():
 def message_passing_between_rows():
     """Treats the rows of a batch as nodes of one graph, with edges, gathers, segment sums and attention (GAT)."""
 
-    class RowGraph(keras.Model):
+    class RowGraph(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.dense, self.attention, self.head = layers.Dense(4), layers.Dense(1), layers.Dense(3)
             self.dense.build((None, 5)), self.attention.build((None, 8)), self.head.build((None, 4))
 
-        def train_step(self, data):
-            x, y = data
+        def loss_of(self, x, y):
             rows = tf.shape(x)[0]
             starts = tf.concat([tf.range(rows), tf.range(rows)], axis=0)
             ends = tf.concat([(tf.range(rows) + 1) % rows, (tf.range(rows) * 2) % rows], axis=0)
-            with tf.GradientTape() as tape:
-                nodes = self.dense(x)
-                edges = tf.concat([tf.gather(nodes, starts), tf.gather(nodes, ends)], axis=1)
-                scores = tf.exp(tf.clip_by_value(tf.nn.leaky_relu(self.attention(edges)), -2, 2))
-                totals = tf.math.unsorted_segment_sum(scores, ends, rows)
-                shares = scores / tf.gather(totals, ends)
-                gathered = tf.math.unsorted_segment_sum(shares * tf.gather(nodes, starts), ends, rows)
-                losses = keras.losses.sparse_categorical_crossentropy(y, self.head(gathered), from_logits=True)
-                loss = tf.reduce_mean(losses)
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return {"total": loss, "edges": tf.shape(edges)[0]}
+            nodes = self.dense(x)
+            edges = tf.concat([tf.gather(nodes, starts), tf.gather(nodes, ends)], axis=1)
+            scores = tf.exp(tf.clip_by_value(tf.nn.leaky_relu(self.attention(edges)), -2, 2))
+            totals = tf.math.unsorted_segment_sum(scores, ends, rows)
+            shares = scores / tf.gather(totals, ends)
+            gathered = tf.math.unsorted_segment_sum(shares * tf.gather(nodes, starts), ends, rows)
+            losses = keras.losses.sparse_categorical_crossentropy(y, self.head(gathered), from_logits=True)
+            return tf.reduce_mean(losses), {"edges": tf.shape(edges)[0]}
 
     return RowGraph, fits(normal(13, 5, seed=87), CLASSES, optimizer=adam)
 
@@ -181,12 +151,9 @@ def message_passing_between_rows():
 def kinds_of_pooling():
     """Trains all kinds of pooling, places of maxima, cropping, padding, resizing and normalizations at once."""
 
-    class Pools(Tracked):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-            return self.learn(tape, loss)
+    class Pools(Learner, keras.Model):
+        def loss_of(self, x, y):
+            return mean_square(y, self(x, training=True)), {}
 
     class WithPlaces(layers.Layer):
         def call(self, x):
@@ -252,22 +219,20 @@ def boxes():
         area = tf.reduce_prod(boxes[:, 2:] - boxes[:, :2], axis=1)[:, None]
         return common / (area + np.prod(anchors[:, 2:] - anchors[:, :2], axis=1) - common)
 
-    class Detector(Tracked):
-        def train_step(self, data):
-            images, boxes = data
+    class Detector(Learner, keras.Model):
+        def loss_of(self, images, boxes):
             matched = overlap(boxes)
             positive = tf.cast(matched > 0.3, "float64")
             ignored = tf.cast((matched > 0.2) & (matched <= 0.3), "float64")
             offsets = boxes[:, None] - anchors
-            with tf.GradientTape() as tape:
-                outputs = self(images, training=True)
-                crossed = tf.nn.sigmoid_cross_entropy_with_logits(positive, outputs[..., 0])
-                focal = (1 - tf.exp(-crossed)) ** 2 * crossed * (1 - ignored)
-                found = tf.maximum(tf.reduce_sum(positive), 1.0)
-                distances = tf.abs(offsets - outputs[..., 1:])
-                smooth = tf.reduce_sum(tf.where(distances < 0.1, 5 * distances**2, distances - 0.05), axis=2)
-                loss = tf.math.divide_no_nan(tf.reduce_sum(focal), found) + tf.reduce_sum(smooth * positive) / found
-            return {**self.learn(tape, loss), "found": found}
+            outputs = self(images, training=True)
+            crossed = tf.nn.sigmoid_cross_entropy_with_logits(positive, outputs[..., 0])
+            focal = (1 - tf.exp(-crossed)) ** 2 * crossed * (1 - ignored)
+            found = tf.maximum(tf.reduce_sum(positive), 1.0)
+            distances = tf.abs(offsets - outputs[..., 1:])
+            smooth = tf.reduce_sum(tf.where(distances < 0.1, 5 * distances**2, distances - 0.05), axis=2)
+            loss = tf.math.divide_no_nan(tf.reduce_sum(focal), found) + tf.reduce_sum(smooth * positive) / found
+            return loss, {"found": found}
 
         def predict_step(self, images):
             outputs = self(images, training=False)
@@ -284,7 +249,6 @@ def boxes():
 
     low = 0.5 * uniform(13, 2, seed=90)
     wanted = np.concatenate([low, low + 0.2 + 0.3 * uniform(13, 2, seed=91)], axis=1)
-
     # The predictions are float32, like non-maximum suppression.
     return build, fits(IMAGES, wanted, optimizer=adam, predicts=True)
 
@@ -293,25 +257,20 @@ def boxes():
 def rendered_rays():
     """Renders colors along rays by exclusive cumulative products of densities at random depths (NeRF)."""
 
-    class Radiance(Tracked):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.seed = keras.random.SeedGenerator(92)
-
-        def train_step(self, data):
-            colors, (origins, directions) = data
+    class Radiance(Learner, keras.Model):
+        def loss_of(self, colors, rays):
+            origins, directions = rays
             rows = tf.shape(origins)[0]
             depths = tf.linspace(tf.constant(1.0, "float64"), 2.0, 4) + keras.random.uniform((rows, 4), 0, 0.2, seed=self.seed)
             where = origins[:, None] + directions[:, None] * depths[..., None]
             encoded = tf.concat([f(2.0**i * where) for i in range(2) for f in (tf.sin, tf.cos)], axis=-1)
-            with tf.GradientTape() as tape:
-                outputs = tf.reshape(self(tf.reshape(encoded, (-1, 12)), training=True), (rows, 4, 4))
-                densities, shades = tf.nn.softplus(outputs[..., 0]), tf.sigmoid(outputs[..., 1:])
-                gaps = tf.concat([depths[:, 1:] - depths[:, :-1], tf.broadcast_to(tf.constant(1e10, "float64"), (rows, 1))], 1)
-                opacity = 1 - tf.exp(-densities * gaps)
-                weights = opacity * tf.math.cumprod(1 - opacity + 1e-10, axis=-1, exclusive=True)
-                loss = tf.reduce_mean(tf.square(colors - tf.reduce_sum(weights[..., None] * shades, axis=1)))
-            return {**self.learn(tape, loss), "depth": tf.reduce_mean(tf.reduce_sum(weights * depths, axis=1))}
+            outputs = tf.reshape(self(tf.reshape(encoded, (-1, 12)), training=True), (rows, 4, 4))
+            densities, shades = tf.nn.softplus(outputs[..., 0]), tf.sigmoid(outputs[..., 1:])
+            gaps = tf.concat([depths[:, 1:] - depths[:, :-1], tf.broadcast_to(tf.constant(1e10, "float64"), (rows, 1))], 1)
+            opacity = 1 - tf.exp(-densities * gaps)
+            weights = opacity * tf.math.cumprod(1 - opacity + 1e-10, axis=-1, exclusive=True)
+            loss = tf.reduce_mean(tf.square(colors - tf.reduce_sum(weights[..., None] * shades, axis=1)))
+            return loss, {"depth": tf.reduce_mean(tf.reduce_sum(weights * depths, axis=1))}
 
     def build():
         inputs = keras.Input((12,))

@@ -31,16 +31,16 @@ def said(caplog, model, *args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("workers", "batch_rows", "batch_norm", "expected"),
+    ("arguments", "expected"),
     [
-        (1, None, None, "2 towers on CPU:0 and GPU:3; each tower takes its part of every batch"),
-        (1, 33, None, "2 towers on CPU:0 and GPU:3; global batch 33, 16 or 17 rows a tower"),
-        (1, 32, "local", "2 towers on CPU:0 and GPU:3; global batch 32, 16 rows a tower; batch norm of each tower"),
-        (3, 36, None, "3 workers, each with 2 towers on CPU:0 and GPU:3; global batch 36, 6 rows a tower"),
+        ((1, None, None), "2 towers on CPU:0 and GPU:3; each tower takes its part of every batch"),
+        ((1, 33, None), "2 towers on CPU:0 and GPU:3; global batch 33, 16 or 17 rows a tower"),
+        ((1, 32, "local"), "2 towers on CPU:0 and GPU:3; global batch 32, 16 rows a tower; batch norm of each tower"),
+        ((3, 36, None), "3 workers, each with 2 towers on CPU:0 and GPU:3; global batch 36, 6 rows a tower"),
     ],
 )
-def test_the_line(workers, batch_rows, batch_norm, expected):
-    assert announcement.training(["CPU:0", "GPU:3"], workers, batch_rows, batch_norm) == expected
+def test_the_line(arguments, expected):
+    assert announcement.training(["CPU:0", "GPU:3"], *arguments) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,6 @@ def test_batch_normalization_is_said_if_there_is_one(caplog):
 
 def test_nothing_is_said_of_towers_that_do_not_run(caplog):
     parallel = keras_dp.DataParallelModel(build(), devices=2)
-    parallel.run_eagerly = True
-    caplog.clear()
     parallel.compile("sgd", "mse", run_eagerly=True)
     parallel.fit(X, Y, verbose=2)
     assert not [record for record in caplog.records if "tower" in record.getMessage() and record.levelno == logging.INFO]
@@ -85,22 +83,20 @@ def test_repr_and_summary(capsys):
     assert capsys.readouterr().out.endswith(" Devices: 1 tower on CPU:0\n")
 
 
-class Home:
-    """Stands for a weight on a GPU."""
-
-    def __init__(self, size, device="/job:localhost/replica:0/task:0/device:GPU:0", dtype="float32"):
-        self.shape, self.dtype, self.value = (size,), dtype, types.SimpleNamespace(device=device)
+def weight(size, device="/job:localhost/replica:0/task:0/device:GPU:0", dtype="float32"):
+    """Returns what stands for a weight on a GPU."""
+    return types.SimpleNamespace(shape=(size,), dtype=dtype, value=types.SimpleNamespace(device=device))
 
 
 @pytest.mark.parametrize(
     ("weights", "devices", "expected"),
     [
-        ([Home(2**19), Home(2**19)], ["GPU:0", "GPU:1"], True),
-        ([Home(2**20 - 1)], ["GPU:0", "GPU:1"], False),
-        ([Home(2**20, dtype="int32")], ["GPU:0", "GPU:1"], False),
-        ([Home(2**20)], ["GPU:0"], False),
-        ([Home(2**20)], ["CPU:0", "CPU:1"], False),
-        ([Home(2**20), Home(2**20, "/device:GPU:1")], ["GPU:0", "GPU:1"], False),
+        ([weight(2**19), weight(2**19)], ["GPU:0", "GPU:1"], True),
+        ([weight(2**20 - 1)], ["GPU:0", "GPU:1"], False),
+        ([weight(2**20, dtype="int32")], ["GPU:0", "GPU:1"], False),
+        ([weight(2**20)], ["GPU:0"], False),
+        ([weight(2**20)], ["CPU:0", "CPU:1"], False),
+        ([weight(2**20), weight(2**20, "/device:GPU:1")], ["GPU:0", "GPU:1"], False),
     ],
 )
 def test_large_variables_on_one_of_several_gpus_should_be_spread(weights, devices, expected):

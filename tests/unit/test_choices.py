@@ -1,6 +1,7 @@
-"""Arguments with few values refuse all others, and suggest the value that may have been meant."""
+"""Calls take Keras's arguments and those of keras_dp, and refuse all others with the one that may have been meant."""
 
 import inspect
+import re
 from typing import get_args, get_origin
 
 import keras
@@ -10,6 +11,14 @@ import tensorflow as tf
 
 import keras_dp
 from keras_dp import choices
+
+X, Y = np.ones((8, 4)), np.ones((8, 1))
+
+
+def compiled():
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=2)
+    parallel.compile("sgd", "mse")
+    return parallel
 
 
 @pytest.mark.parametrize(
@@ -47,25 +56,49 @@ def test_editors_know_the_values(function, names):
         assert parameters[name].default in (values[0], None)
 
 
-def dense():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+@pytest.mark.parametrize(("name", "own"), [("fit", {"sharded"}), ("evaluate", {"sharded"}), ("predict", {"sharded", "rows"})])
+def test_signatures_are_keras_own_with_further_keywords(name, own):
+    parameters = inspect.signature(getattr(keras_dp.DataParallelModel, name)).parameters
+    of_keras = inspect.signature(getattr(keras.Model, name)).parameters
+    shared = [(p.name, p.default, p.kind) for p in parameters.values() if p.name not in own]
+    assert shared == [(p.name, p.default, p.kind) for p in of_keras.values()]
+    assert {parameters[name].kind for name in own} == {inspect.Parameter.KEYWORD_ONLY}
+    described = inspect.getdoc(getattr(keras_dp.DataParallelModel, name))
+    assert all(f"{parameter}:" in described for parameter in parameters if parameter != "self")
 
 
-def test_an_unknown_argument_is_answered_with_a_known_one():
-    with pytest.raises(TypeError, match=r"has no argument 'device'. Did you mean 'devices'\?"):
-        keras_dp.DataParallelModel(dense(), device=2)
-    parallel = compiled()
-    with pytest.raises(TypeError, match=r"fit.. has no argument 'batchsize'. Did you mean 'batch_size'\?"):
-        parallel.fit(X, X[:, :1], batchsize=3)
-    with pytest.raises(TypeError, match=r"evaluate.. has no argument 'batch'. Did you mean 'batch_size'\?"):
-        parallel.evaluate(X, X[:, :1], batch=3)
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_arguments_are_passed_on_by_name_and_only_if_given(name, monkeypatch):
+    """Mlflow replaces keras.Model.fit by a function that adds a callback to those given by name."""
+    received = []
+    original = getattr(keras.Model, name)
+
+    def patched(model, *args, **kwargs):
+        received.append((*args, set(kwargs)))
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(keras.Model, name, patched)
+    targets = () if name == "predict" else (Y,)
+    getattr(compiled(), name)(X, *targets, 4, verbose=0)
+    assert received == [(X, {"batch_size", "verbose", *(["y"] if targets else [])})]
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_no_data(method):
-    parallel = compiled()
-    with pytest.raises(ValueError, match=rf"{method}\(\) needs data: .* Received: x=None"):
-        getattr(parallel, method)(*(() if method != "predict" else (None,)))
+REFUSED = {
+    "has no argument 'device'. Did you mean 'devices'?": lambda model: keras_dp.DataParallelModel(model.inner_model, device=2),
+    "fit() has no argument 'batchsize'. Did you mean 'batch_size'?": lambda model: model.fit(X, Y, batchsize=3),
+    "evaluate() has no argument 'batch'. Did you mean 'batch_size'?": lambda model: model.evaluate(X, Y, batch=3),
+    "`rows` must be one of": lambda model: model.predict(X, rows="some"),
+    "fit() needs data: ": lambda model: model.fit(),
+    "evaluate() needs data: ": lambda model: model.evaluate(),
+    "predict() needs data: ": lambda model: model.predict(None),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_wrong_arguments_are_refused(message):
+    with pytest.raises(TypeError if "no argument" in message else ValueError, match=re.escape(message)) as refused:
+        REFUSED[message](compiled())
+    assert "needs data" not in message or str(refused.value).endswith("Received: x=None")
 
 
 def test_a_loop_that_calls_the_model_is_told_once_that_it_runs_on_one_device(caplog):
@@ -83,12 +116,3 @@ def test_a_loop_that_calls_the_model_is_told_once_that_it_runs_on_one_device(cap
             tape.gradient(loss, parallel.trainable_variables)
     (message,) = said()
     assert "computes on one device, and a loop of your own that does so trains there" in message
-
-
-X = np.ones((8, 4))
-
-
-def compiled():
-    parallel = keras_dp.DataParallelModel(dense(), devices=2)
-    parallel.compile("sgd", "mse")
-    return parallel

@@ -44,29 +44,27 @@ def float32():
     keras.config.set_floatx("float32")
 
 
-def activations(step, monkeypatch):
-    """The peak, and the peak if nothing is written over another, in tensors of ROWS times 100 numbers of float32."""
-    own = peak(step)
-    monkeypatch.setattr(memory, "OVERWRITING", set())
-    return own / (4 * 100 * ROWS), peak(step) / (4 * 100 * ROWS)
+def in_activations(size):
+    """Returns bytes in tensors of ROWS times 100 numbers of float32."""
+    return size / (4 * 100 * ROWS)
 
 
 def test_results_are_written_over_inputs_that_nothing_else_takes(monkeypatch):
     stack = [layers.Dense(100), *(layers.Activation(name) for name in ("relu", "tanh", "sigmoid"))]
     step = placed(keras.Sequential([keras.Input((1,)), *stack, layers.Dense(1)]))
-    own, without = activations(step, monkeypatch)
+    own = in_activations(peak(step))
     # The results of the three activations, which their gradients take, and the gradient of the last.
     assert own == pytest.approx(4, abs=0.5)
-    assert without > own + 0.5
+    monkeypatch.setattr(memory, "OVERWRITING", set())
+    assert in_activations(peak(step)) > own + 0.5
 
 
-def test_inputs_that_are_taken_later_are_not_written_over(monkeypatch):
+def test_inputs_that_are_taken_later_are_not_written_over():
     inputs = keras.Input((100,))
     x = layers.Dense(100, use_bias=False)(inputs)
     model = keras.Model(inputs, layers.Dense(1)(layers.Multiply()([x, keras.ops.exp(x)])))
-    own, _ = activations(placed(model), monkeypatch)
     # The batch, the product, its exponential, and the result of the multiplication.
-    assert own > 3.9
+    assert in_activations(peak(placed(model))) > 3.9
 
 
 def test_loops_keep_what_their_gradients_take_for_each_round():
@@ -74,40 +72,31 @@ def test_loops_keep_what_their_gradients_take_for_each_round():
         return keras.Sequential([keras.Input((steps, 1)), layers.LSTM(100, unroll=False), layers.Dense(1)])
 
     few, many = (peak(placed(recurrent(steps))) for steps in (10, 30))
-    kept = (many - few) / 20 / (4 * 100 * ROWS)
     # Four gates, the new state, its activation, and the output, which the layer's list holds as well.
-    assert kept == pytest.approx(7, abs=0.5)
+    assert in_activations(many - few) / 20 == pytest.approx(7, abs=0.5)
 
 
-def graph_of(function, *shapes):
-    """A function's graph, and its NodeDefs by name, with conditions and loops as TensorFlow runs them."""
+def graph_of(function):
+    """A graph of a function of three numbers, and its NodeDefs by name, with conditions and loops as TensorFlow runs them."""
     with tf.Graph().as_default() as graph:
         tf.compat.v1.disable_control_flow_v2()
         try:
-            function(*(tf.compat.v1.placeholder(tf.float32, shape) for shape in shapes))
+            function(tf.compat.v1.placeholder(tf.float32, (3,)))
         finally:
             tf.compat.v1.enable_control_flow_v2()
     return graph, {node.name: node for node in graph.as_graph_def().node}
 
 
 def test_results_of_loops_wait_for_the_last_round():
-    def loop(x):
-        return tf.while_loop(lambda i, x: i < 10, lambda i, x: (i + 1, tf.exp(x)), [0, x])[1]
-
-    _, nodes = graph_of(loop, (3,))
-    exits = [node for node in nodes.values() if node.op == "Exit"]
-    assert exits
-    for node in exits:
-        (last,) = last_of_rounds(node, nodes)
-        assert nodes[last].op == "NextIteration"
-    assert not any(last_of_rounds(node, nodes) for node in nodes.values() if node.op != "Exit")
+    _, nodes = graph_of(lambda x: tf.while_loop(lambda i, x: i < 10, lambda i, x: (i + 1, tf.exp(x)), [0, x]))
+    last = {node.op: [nodes[name].op for name in last_of_rounds(node, nodes)] for node in nodes.values()}
+    assert last.pop("Exit") == ["NextIteration"]
+    assert not any(last.values())
 
 
 def test_of_two_branches_the_larger_one_runs():
-    def condition(x):
-        return tf.cond(x[0] > 0, lambda: tf.reduce_sum(tf.exp(tf.tile(x, [7]))), lambda: tf.reduce_sum(tf.sin(x)))
-
-    graph, nodes = graph_of(condition, (3,))
+    large, small = (lambda x: tf.reduce_sum(tf.exp(tf.tile(x, [7]))), lambda x: tf.reduce_sum(tf.sin(x)))
+    graph, nodes = graph_of(lambda x: tf.cond(x[0] > 0, lambda: large(x), lambda: small(x)))
 
     def bytes_of(name):
         return sum(4 * (tensor.shape.num_elements() or 0) for tensor in graph.get_operation_by_name(name).outputs)

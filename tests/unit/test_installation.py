@@ -28,21 +28,16 @@ def test_the_command_installs_from_the_same_place(origin, expected, monkeypatch)
     assert installation.command("cuda") == expected
 
 
+def missing(*arguments):
+    raise metadata.PackageNotFoundError
+
+
 def test_keras_dp_that_is_imported_from_a_folder(monkeypatch):
     """Without being installed: once, the message of a missing GPU ended in a PackageNotFoundError."""
-
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
     monkeypatch.setattr(metadata, "distribution", missing)
     assert installation.command("cuda") == 'pip install "keras_dp[cuda]"'
 
 
 def test_a_development_version_has_another_name(monkeypatch):
-    def version(name):
-        if name == "keras":
-            raise metadata.PackageNotFoundError(name)
-        return name
-
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", lambda name: missing() if name == "keras" else name)
     assert [installation.version(name) for name in ("keras", "numpy")] == ["keras-nightly", "numpy"]

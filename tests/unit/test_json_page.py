@@ -13,32 +13,24 @@ import tensorflow as tf
 import keras_dp
 from keras_dp.cli import environment
 from keras_dp.cli.bench import command as bench
-from keras_dp.cli.bench import step_summary, training_summary
-from keras_dp.cli.bench.summary import Cell
+from keras_dp.cli.bench.summary import Cell, Row
 from keras_dp.cli.check import training, workers
 from keras_dp.cli.check.copying import Copy
 from keras_dp.cli.check.findings import Finding
 from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
-from keras_dp.cli.runs import Measurement, Survey, TrainingMeasurement
+from keras_dp.cli.runs import Measurement, Survey
 from keras_dp.reports.report import ComputedOnce, Report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
-ROW = re.compile(r"\| `(\w+)` \| ([^|]+) \| [^|]+ \|")
 
 
 def documented():
     """Returns the fields of each table of the page, by the first words of the table."""
     tables = {}
-    for block in PAGE.split("\n\n"):
-        heading, *rest = block.splitlines()
-        if heading.startswith("| "):
-            columns = [column.strip() for column in heading.strip("|").split("|")]
-            assert columns[1:] == ["unit", "meaning"], heading
-            matches = [ROW.fullmatch(line) for line in rest[1:]]
-            assert all(matches), block
-            fields = [match[1] for match in matches]
-            assert len(fields) == len(set(fields)), heading
-            tables[columns[0]] = set(fields)
+    for heading, block in re.findall(r"^\| (.+?) \| unit \| meaning \|\n.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
+        fields = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", block, re.MULTILINE)
+        assert len(fields) == len(set(fields)) == block.count("\n"), heading
+        tables[heading] = set(fields)
     return tables
 
 
@@ -46,12 +38,12 @@ def names(described):
     return {field.name for field in dataclasses.fields(described)}
 
 
-def results_of_a_benchmark(measurement, end_to_end=False):
+def results_of_a_benchmark():
     """Returns what bench.json holds of one run and one failure."""
-    options = SimpleNamespace(command="keras-dp bench", model="small", scaling="weak", end_to_end=end_to_end)
     measured, failed = Cell("keras_dp", 2, 8), Cell("mirrored", 2, 8)
-    rounds = [{measured: measurement}]
     survey = Survey(environment.environment(), 0, 8)
+    rounds = [{measured: Measurement([1.0], 1.0, 1.0, 1.0)}]
+    options = SimpleNamespace(command="keras-dp bench", model="small", scaling="weak")
     return bench._results_of(options, survey, [measured, failed], rounds, {failed: "no such device"})
 
 
@@ -64,27 +56,29 @@ def data_of_workers(monkeypatch):
     return workers.connected(1.0)[1].data
 
 
-def test_each_field_is_documented(monkeypatch):
-    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), devices=2)
+def compiled(*stack):
+    model = keras.Sequential([keras.Input((4,)), *stack, keras.layers.Dense(2)])
+    parallel = keras_dp.DataParallelModel(model, devices=2)
     parallel.compile("sgd", "mse")
+    return parallel
+
+
+def test_each_field_is_documented(monkeypatch):
     batches = tf.data.Dataset.from_tensors((np.ones((8, 4)), np.ones((8, 2)))).repeat()
-    results = results_of_a_benchmark(Measurement([1.0], 1.0, 1.0, 1.0))
-    trainings = results_of_a_benchmark(TrainingMeasurement(1.0, 1.0, [], [], 1, 1.0, {}), end_to_end=True)
+    results = results_of_a_benchmark()
     assert documented() == {
         "field of a finding": names(Finding),
         "field of `data` of `workers`": set(data_of_workers(monkeypatch)),
         "field of a copy": set(Copy._fields),
-        "field of `data` of `speed`": set(training.speed(parallel, batches).data),
+        "field of `data` of `speed`": set(training.speed(compiled(), batches).data),
         "field of an entry": {"run", "plan", "mirrored"},
         "field of `run`": names(PlannedRun),
         "field of `plan`": names(Plan),
         "field of `mirrored`": names(MirroredPlan),
         "field of `bench.json`": set(results),
         "field of `environment`": set(results["environment"]),
-        "field of a row": names(step_summary.Row),
+        "field of a row": names(Row),
         "field of a run": set(results["runs"][0]),
-        "field of a row of `--end-to-end`": names(training_summary.Row),
-        "field of a run of `--end-to-end`": set(trainings["runs"][0]),
         "field of a failure": set(results["failures"][0]),
         "field of a report": names(Report),
         "field of an operation in `once`": names(ComputedOnce),
@@ -96,9 +90,7 @@ def test_a_report_is_json():
         def call(self, x):
             return x + tf.sort(x, axis=0)
 
-    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), Sorts(), keras.layers.Dense(2)]), devices=2)
-    parallel.compile("sgd", "mse")
-    report = parallel.report((np.ones((8, 4)), np.ones((8, 2))))
+    report = compiled(Sorts()).report((np.ones((8, 4)), np.ones((8, 2))))
     read = json.loads(json.dumps(dataclasses.asdict(report)))
     assert read["rows"] == [4, 4]
     assert read["sent_bytes"] == dict(report.sent_bytes)

@@ -46,9 +46,6 @@ def fuzz(strategy, test):
     drawn(given(strategy)(test))()
 
 
-# What is parsed
-
-
 NUMBERS = st.one_of(
     st.integers(-2, 5), st.sampled_from([10**400, -(10**30), 2**63, 1e308, float("nan"), float("inf"), -0.0]), st.floats()
 )
@@ -111,9 +108,6 @@ def refused_with(*beginnings):
     return refusing()
 
 
-# The environment
-
-
 def find_in(variables):
     kept = {name: value for name, value in os.environ.items() if name != "TF_CONFIG" and not name.startswith("SLURM")}
     with mock.patch.dict(os.environ, kept | variables, clear=True):
@@ -164,22 +158,22 @@ def test_slurms_variables():
     fuzz(st.dictionaries(st.sampled_from(sorted(SLURM)), st.none() | OF_SLURM, min_size=1), is_understood)
 
 
-# The command line
-
-
 def called(*arguments):
     """Returns the exit code and what a command prints; nothing is measured or started."""
     survey = runs.Survey({**MACHINE}, 0, 64)
-    failed = runs.RunFailedError("nothing is measured")
+    fails = mock.Mock(side_effect=runs.RunFailedError("nothing is measured"))
+    replaced = [
+        (runs, "survey_in_new_process", lambda *_, **__: survey),
+        (runs, "measure_in_new_process", fails),
+        (plan, "plan_in_new_process", fails),
+        (check, "answers", lambda *_, **__: ()),
+        (launch, "_run_workers", lambda *_, **__: (None, None)),
+        (plot, "write_figure", mock.Mock()),
+    ]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(runs, "survey_in_new_process", return_value=survey))
-        for name in ("measure_in_new_process", "train_in_new_process"):
-            stack.enter_context(mock.patch.object(runs, name, mock.Mock(side_effect=failed)))
-        stack.enter_context(mock.patch.object(plan, "plan_in_new_process", mock.Mock(side_effect=failed)))
-        stack.enter_context(mock.patch.object(check, "answers", return_value=()))
-        stack.enter_context(mock.patch.object(launch, "_run_workers", return_value=(None, None)))
-        stack.enter_context(mock.patch.object(plot, "write_figure"))
+        for module, name, function in replaced:
+            stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:
@@ -233,68 +227,12 @@ def test_arguments_that_are_not_utf_8_are_printed_as_they_were_given():
     assert b"python train.py '\xff'" in printed.stdout
 
 
-# Files
-
-
 @contextlib.contextmanager
 def file_of(content, name="file.json"):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
         yield path
-
-
-CELL = {"engine": "keras_dp", "towers": 2, "batch_size": 8}
-BENCH = {
-    "command": "keras-dp bench",
-    "measures": "steps",
-    "title": "mlp",
-    "environment": MACHINE,
-    "rows": [{**CELL, "median_milliseconds": 1.5, "loss": None}],
-    "runs": [{**CELL, "round": 1, "step_milliseconds": [1.0, 2.0], "loss": float("nan")}],
-    "failures": [{**CELL, "engine": "mirrored", "message": "ValueError: no"}],
-}
-TRAININGS = {
-    **BENCH,
-    "measures": "trainings",
-    "rows": [{**CELL, "total_seconds": 1.5, "logs": {"loss": 0.5}}],
-    "runs": [{**CELL, "round": 1, "total_seconds": 1.0}],
-}
-
-
-def test_results_of_benchmarks():
-    for valid in (BENCH, TRAININGS):
-        with file_of(json.dumps(valid)) as path:
-            assert called("bench", "--redraw", path)[0] == called("bench", "--compare", path, path)[0] == 0
-
-    def are_understood(text):
-        with file_of(text) as path, file_of(json.dumps(BENCH)) as other:
-            called("bench", "--compare", path, other)
-            called("bench", "--compare", path, path)
-            called("bench", "--redraw", path)
-
-    fuzz(texts_like(BENCH) | texts_like(TRAININGS), are_understood)
-
-
-def test_wrong_fields_and_times_of_results_are_named():
-    wrong = {
-        "must be a bench.json that keras-dp bench has written": [1, {"command": 3}, {**BENCH, "rows": {}}],
-        "'measures' is none of steps, trainings": [{**BENCH, "measures": "epochs"}],
-        "a run lacks step_milliseconds and total_seconds": [{**BENCH, "runs": [CELL]}],
-        "a run has 'two' in its field 'towers'": [{**BENCH, "runs": [{**BENCH["runs"][0], "towers": "two"}]}],
-        "has no table: the file lacks failures": [{name: BENCH[name] for name in BENCH if name != "failures"}],
-        "has no table: a row has an unknown field 'mood'": [{**BENCH, "rows": [{**CELL, "mood": "good"}]}],
-        "has no table: a run lacks round": [{**BENCH, "runs": [{**CELL, "total_seconds": 1.0}]}],
-    }
-    for message, contents in wrong.items():
-        for content in contents:
-            with file_of(json.dumps(content)) as path:
-                code, _, err = called("bench", "--redraw", path)
-            assert (code, message in err) == (2, True), err
-    for milliseconds in (0.0, float("nan")):
-        with file_of(json.dumps({**BENCH, "runs": [{**CELL, "step_milliseconds": [milliseconds]}]})) as path:
-            code, _, err = called("bench", "--compare", path, path)
-        assert (code, "--compare: The time of a run must be a positive number. Received: " in err) == (2, True)
 
 
 GPU = {"name": "Mine", "memory_gigabytes": 48, "memory_gigabytes_per_second": 864, "teraflops": 38.7, "launch_microseconds": 4}

@@ -39,25 +39,26 @@ def test_public_names_have_docstrings():
     assert all(getattr(keras_dp, name).__doc__ for name in keras_dp.__all__)
 
 
-@pytest.mark.processes
-def test_another_backend_is_refused():
-    script = "import keras; keras.config.backend = lambda: 'jax'; import keras_dp; keras_dp.callbacks"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow" in result.stderr
-    assert "Received: backend 'jax'" in result.stderr
+def run_in_new_process(script, **environment):
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
 @pytest.mark.processes
-def test_a_backend_that_is_not_installed_is_named(tmp_path):
-    """Keras alone fails with Python's import error."""
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ("import keras; keras.config.backend = lambda: 'jax'", ""),
+        ("import os; os.environ['KERAS_BACKEND'] = 'jax'", ", which needs a package that is missing: jax"),
+    ],
+)
+def test_another_backend_is_refused(choice, reason, tmp_path):
+    """Keras alone fails with Python's import error if the backend's package is missing."""
     (tmp_path / "jax.py").write_text("raise ModuleNotFoundError('No module named jax', name='jax')")
-    environment = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", "import keras_dp; keras_dp.callbacks"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    result = run_in_new_process(f"{choice}; import keras_dp; keras_dp.callbacks", PYTHONPATH=str(tmp_path))
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: keras_dp needs Keras on TensorFlow. Set KERAS_BACKEND=tensorflow")
-    assert last.endswith("Received: backend 'jax', which needs a package that is missing: jax")
+    assert last.endswith(f"Received: backend 'jax'{reason}")
 
 
 @pytest.mark.processes
@@ -85,7 +86,7 @@ for name in {names}:
     importlib.import_module(name)
 assert (dict(os.environ), sys.argv, sys.path) == before
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    result = run_in_new_process(script)
     assert result.returncode == 0, result.stderr
 
 
@@ -93,15 +94,11 @@ assert (dict(os.environ), sys.argv, sys.path) == before
 def test_a_closed_pipe_ends_a_command_without_a_traceback():
     """As in `keras-dp plan ... | head -1`."""
     script = """
-import sys
+import types
 from keras_dp import cli
 
-class Command:
-    add_arguments = staticmethod(lambda parser: None)
-    run = staticmethod(lambda options: print("a line") or 0)
-
-cli.COMMANDS = {"plan": Command}
-sys.exit(cli.main(["plan"]))
+cli.COMMANDS = {"plan": types.SimpleNamespace(add_arguments=lambda parser: None, run=lambda options: print("a line") or 0)}
+raise SystemExit(cli.main(["plan"]))
 """
     read, write = os.pipe()
     os.close(read)
@@ -111,14 +108,11 @@ sys.exit(cli.main(["plan"]))
 
 
 @pytest.mark.processes
-def test_python_m_is_the_command():
-    result = subprocess.run([sys.executable, "-m", "keras_dp", "--version"], capture_output=True, text=True, check=True)
-    assert result.stdout.startswith(f"keras_dp {keras_dp.__version__} with Keras ")
-
-
-def test_the_version_is_that_of_the_package():
+def test_the_version_is_that_of_the_package_and_its_command():
     assert keras_dp.__version__ == metadata.version("keras_dp")
     assert f"## {keras_dp.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    said = subprocess.run([sys.executable, "-m", "keras_dp", "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert said.startswith(f"keras_dp {keras_dp.__version__} with Keras ")
 
 
 def test_what_the_package_says_of_itself():
@@ -130,16 +124,13 @@ def test_what_the_package_says_of_itself():
     assert all(link.startswith("https://") for link in links)
 
 
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
 def test_links_lead_somewhere():
-    targets = [(page, to) for page in PAGES for to in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))]
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    targets = [(page, to) for page in pages for to in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))]
     if not (ROOT / "keras_dp").exists():
         # The package is installed elsewhere, without its pages for developers.
         targets = [(page, to) for page, to in targets if "../keras_dp/" not in to]
-    missing = [(page, to) for page, to in targets if not to.startswith("http") and not (page.parent / to).exists()]
-    assert missing == []
+    assert [(page, to) for page, to in targets if not to.startswith("http") and not (page.parent / to).exists()] == []
 
 
 def test_tests_on_cpus_know_all_that_asks_whether_towers_are_gpus():
@@ -183,6 +174,6 @@ import keras_dp as again
 assert again is not keras_dp
 print(np.ptp([*weights, trained(again)], axis=0).max())
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    result = run_in_new_process(script)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout.splitlines()[-1]) < 1e-5

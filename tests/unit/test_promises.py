@@ -44,12 +44,8 @@ def test_tests_that_take_long_have_another_command():
 
 def test_every_test_of_compatibility_has_a_row():
     promised = {(promise.path, promise.test) for promise in all_promises()}
-    files = sorted(ROOT.glob("tests/parity/test_compatibility_*.py"))
-    tests = {
-        (str(file.relative_to(ROOT)), name)
-        for file in files
-        for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.glob("tests/parity/test_compatibility_*.py")}
+    tests = {(path, name) for path, text in texts.items() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
     assert len(tests) > 100
     assert tests <= promised
 

@@ -97,13 +97,15 @@ def test_work_of_products_and_sums():
     assert work["AddV2"].flops == 4 * 6
 
 
-def collected(build, towers, rows=6, classes=4):
+def placed(build, towers, rows):
+    """Returns a model on GPUs, the graph of its step, and the placed step for a number of rows."""
     keras.config.set_floatx("float32")
     with logical_cpus_for_gpus(towers) as devices:
         parallel = keras_dp.DataParallelModel(build(), devices=devices, pack_copies=True)
         parallel.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
-        x = np.ones((rows, *parallel.input_shape[1:]), parallel.inner_model.inputs[0].dtype)
-        return parallel, graph_of_step(parallel, (x, np.arange(rows) % classes))
+        x = np.ones((6, *parallel.input_shape[1:]), parallel.inner_model.inputs[0].dtype)
+        step = graph_of_step(parallel, (x, np.arange(6) % 4))
+        return parallel, step, place_step(step, rows, parallel.devices)
 
 
 def mlp():
@@ -112,17 +114,13 @@ def mlp():
 
 INSTANT = Link("instant", 0.0, 1e30)
 SLOW = Processor("slow", 1e9, 1e9, 1e9, 1e9, 0.0, 0.0, 1.0, 1.0)
-
-
-def simulated(towers, rows, machine):
-    parallel, step = collected(mlp, towers)
-    return simulate(place_step(step, rows, parallel.devices), machine)
+FREE = dataclasses.replace(SLOW, vector_flops=1e30, matrix_flops=1e30, bandwidth=1e30)
 
 
 def test_much_work_and_instant_links_scale():
     # The host needs some time for each operation, or it would have given the first tower all of its own before a copy begins.
     machine = Machine(dataclasses.replace(SLOW, launch_seconds=1e-6), INSTANT, INSTANT, 0.0, 0.0)
-    one, two = (simulated(towers, 6_000, machine) for towers in (1, 2))
+    one, two = (simulate(placed(mlp, towers, 6_000)[2], machine) for towers in (1, 2))
     assert 1.7 < one.seconds / two.seconds <= 2.0
     assert min(two.busy.values()) > 0.85
     assert one.busy == {"GPU:0": pytest.approx(1.0, abs=0.01)}
@@ -131,20 +129,17 @@ def test_much_work_and_instant_links_scale():
 
 def test_no_work_and_slow_links_do_not_scale():
     """Weights go to the other tower, and its gradients come back: two latencies at least."""
-    machine = Machine(
-        dataclasses.replace(SLOW, vector_flops=1e30, matrix_flops=1e30, bandwidth=1e30), Link("slow", 1.0, 1e30), INSTANT
-    )
-    one, two = (simulated(towers, 6, machine) for towers in (1, 2))
+    machine = Machine(FREE, Link("slow", 1.0, 1e30), INSTANT)
+    one, two = (simulate(placed(mlp, towers, 6)[2], machine) for towers in (1, 2))
     assert one.seconds < 0.1
     assert 2.0 <= two.seconds < 6.0
 
 
 def test_timelines_show_what_devices_compute_and_receive():
-    parallel, step = collected(mlp, 2)
-    placed = place_step(step, 600, parallel.devices)
-    simulation = simulate(placed, machine_of("A100"))
-    kinds = kinds_of_copies(parallel, step, placed)
-    events = timeline(placed, simulation, kinds)["traceEvents"]
+    parallel, step, placed_step = placed(mlp, 2, 600)
+    simulation = simulate(placed_step, machine_of("A100"))
+    kinds = kinds_of_copies(parallel, step, placed_step)
+    events = timeline(placed_step, simulation, kinds)["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     lasting = sorted((event for event in events if event["ph"] == "X"), key=lambda event: (event["tid"], event["ts"]))
     for one, following in itertools.pairwise(lasting):
@@ -152,7 +147,7 @@ def test_timelines_show_what_devices_compute_and_receive():
     assert max(event["ts"] + event["dur"] for event in lasting) == pytest.approx(1e6 * simulation.seconds)
     between = [event for event in lasting if rows[event["tid"]].startswith("receives from GPU")]
     assert collections.Counter(event["name"] for event in between) == collections.Counter(
-        kind for copy, kind in kinds.items() if copy.source in placed.towers
+        kind for copy, kind in kinds.items() if copy.source in placed_step.towers
     )
     weight_bytes = sum(4 * math.prod(weight.shape) for weight in parallel.trainable_weights)
     # The message holds the number of rows, too.
@@ -160,15 +155,12 @@ def test_timelines_show_what_devices_compute_and_receive():
 
 
 def test_launches_are_counted():
-    free = dataclasses.replace(SLOW, vector_flops=1e30, matrix_flops=1e30, bandwidth=1e30, launch_seconds=1.0)
-    machine = Machine(free, INSTANT, INSTANT, 0.0, 0.0)
-    parallel, step = collected(mlp, 1)
-    placed = place_step(step, 6, parallel.devices)
-    launched = simulate(placed, machine).seconds
-    products = sum(operation.type == "MatMul" for operation in placed.operations.values())
+    _, _, step = placed(mlp, 1, 6)
+    launched = simulate(step, Machine(dataclasses.replace(FREE, launch_seconds=1.0), INSTANT, INSTANT, 0.0, 0.0)).seconds
+    products = sum(operation.type == "MatMul" for operation in step.operations.values())
     # Forward, and two products for each layer backward, without the gradient of the inputs.
     assert products == 4 + 2 * 4 - 1
-    assert products < launched < len(placed.operations)
+    assert products < launched < len(step.operations)
     assert launched == pytest.approx(round(launched))
 
 
@@ -176,10 +168,9 @@ def test_operations_of_loops_count_for_each_round():
     def recurrent():
         return keras.Sequential([keras.Input((7, 3)), layers.LSTM(5), layers.Dense(4, "softmax")])
 
-    parallel, step = collected(recurrent, 1)
-    placed = place_step(step, 6, parallel.devices)
-    rounds = rounds_of_operations({name: operation.node for name, operation in placed.operations.items()})
-    products = [name for name, operation in placed.operations.items() if operation.type == "MatMul"]
+    _, _, step = placed(recurrent, 1, 6)
+    rounds = rounds_of_operations({name: operation.node for name, operation in step.operations.items()})
+    products = [name for name, operation in step.operations.items() if operation.type == "MatMul"]
     forward = [name for name in products if name.startswith("partitioned/tower_0/sequential_1/lstm_1/while")]
     # One product with the inputs, and one with the state.
     assert [rounds[name] for name in forward] == [7, 7]

@@ -25,13 +25,6 @@ def test_wrapping_leaves_nothing_of_ours_on_the_model_and_takes_no_name_from_it(
     assert first.batch_norm == "the user's"
 
 
-def test_exports_are_the_inner_models(tmp_path):
-    inner = build()
-    keras_dp.DataParallelModel(inner, devices=2).export(tmp_path / "exported", verbose=False)
-    exported = tf.saved_model.load(tmp_path / "exported")
-    np.testing.assert_allclose(exported.serve(X), inner(X), rtol=1e-12)
-
-
 def test_refuses_what_is_no_plain_model():
     with pytest.raises(ValueError, match=r"wraps a keras.Model, as keras.Sequential\(.*Received: 3 of type <class 'int'>$"):
         keras_dp.DataParallelModel(3)
