@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -65,12 +66,23 @@ class Process:
         self.wait()
 
 
+def output_of(*arguments, seconds=400, **options):
+    """Runs a script to its end, and returns all that it prints. The options are those of `Process`."""
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as log:
+        with Process(*arguments, log=log.name, **options) as process:
+            code = process.wait(seconds)
+        output = log.read()
+    assert code == 0, output[-3000:]
+    return output
+
+
 class _Server:
     """Asks a server, and waits for its answer."""
 
     def __init__(self):
         paths = map(str, (TESTS, TESTS / "parity", TESTS.parent, os.environ.get("PYTHONPATH", "")))
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": os.pathsep.join(paths)}
+        environment["PYTHONIOENCODING"] = "utf-8"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen([sys.executable, "-u", __file__], env={**os.environ, **environment}, **pipes)
         self._lock = threading.Lock()

@@ -105,15 +105,16 @@ def test_data_of_a_generator_or_a_py_dataset(name, rows):
 
 def test_copies_that_change_numbers(monkeypatch):
     """As direct copies between GPUs may, where the IOMMU is on."""
+    devices = ["CPU:0", "CPU:1", "CPU:2"]
     copied = copying._copied
 
     def broken(tensor, device):
         right = copied(tensor, device)
         return tf.concat([right[:-1], [tf.constant(7, tf.uint8)]], 0) if device == "CPU:2" else right
 
-    assert copying.copies(["CPU:0", "CPU:1", "CPU:2"]).verdict == "pass"
+    assert copying.copies(devices).verdict == "pass"
     monkeypatch.setattr(copying, "_copied", broken)
-    found = copying.copies(["CPU:0", "CPU:1", "CPU:2"])
+    found = copying.copies(devices)
     assert found.verdict == "fail"
     assert found.seen == "numbers changed on their way from CPU:0 to CPU:2, CPU:1 to CPU:2"
     assert "IOMMU" in found.advice
@@ -195,26 +196,11 @@ def test_gpus_may_add_in_any_order(device, by, verdict):
     assert found.verdict == verdict
 
 
-@pytest.mark.parametrize(("package", "version"), [("keras", "3.99.0"), ("tf", "2.99.0")])
-def test_a_version_that_was_never_tested(package, version, monkeypatch):
-    monkeypatch.setattr(getattr(machine, package), "__version__", version)
+@pytest.mark.parametrize("package", [keras, tf])
+def test_a_version_that_was_never_tested(package, monkeypatch):
+    monkeypatch.setattr(package, "__version__", "3.99.0")
     found = machine.versions_found()
     assert (found.verdict, "not tested with versions as new" in found.advice) == ("warn", True)
-
-
-@pytest.fixture
-def machine_with(monkeypatch):
-    """Returns a function that makes a machine with some GPUs, of which TensorFlow sees the named ones, and looks at it."""
-
-    def look(count, gpus, capability=(9, 0)):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(nvidia, "count_gpus", lambda: count)
-        monkeypatch.setattr(machine, "environment", lambda: {"gpus": gpus})
-        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
-        monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": capability})
-        return machine.devices_found()
-
-    return look
 
 
 @pytest.mark.parametrize(
@@ -228,8 +214,13 @@ def machine_with(monkeypatch):
         (1, [], None, "fail", "the driver has 1 GPU(s), and TensorFlow, built for CUDA ", "[cuda]"),
     ],
 )
-def test_gpus_of_the_machine(count, gpus, capability, verdict, seen, advice, machine_with):
-    found = machine_with(count, gpus, capability)
+def test_gpus_of_the_machine(count, gpus, capability, verdict, seen, advice, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvidia, "count_gpus", lambda: count)
+    monkeypatch.setattr(machine, "environment", lambda: {"gpus": gpus})
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": capability})
+    found = machine.devices_found()
     assert found.verdict == verdict
     assert seen in found.seen
     assert advice in found.advice
@@ -345,9 +336,6 @@ def test_sums_that_a_network_changes(changed, monkeypatch):
     assert found.verdict == ("fail" if changed else "pass")
 
 
-TIMES = {(i, j): 2e-4 for i in range(3) for j in range(3) if i != j}
-
-
 @pytest.mark.parametrize(
     ("times", "verdict", "said"),
     [
@@ -357,8 +345,7 @@ TIMES = {(i, j): 2e-4 for i in range(3) for j in range(3) if i != j}
     ],
 )
 def test_a_pair_of_workers_that_is_slow_or_silent(times, verdict, said):
-    seconds = TIMES | times
-    found = workers.of_pairs([{j: time for (one, j), time in seconds.items() if one == i} for i in range(3)])
+    found = workers.of_pairs([{j: times.get((i, j), 2e-4) for j in range(3) if i != j} for i in range(3)])
     assert (found.verdict, found.seen) == (verdict, said)
     assert found.table[0].split() == ["ms", "to", "worker", "0", "1", "2"]
     assert found.data["milliseconds_of_an_answer"]["0 to 1"] == pytest.approx(0.2)

@@ -110,10 +110,14 @@ def test_workers_know_each_other(capsys):
 def test_module(user_directory, capsys):
     (user_directory / "package").mkdir()
     (user_directory / "package" / "training.py").write_text(REPORT)
-    assert main(["launch", "--workers", "1", "--towers-per-worker", "2", "-m", "package.training", "--epochs", "3"]) == 0
+    arguments = ["-m", "package.training", "--epochs", "3"]
+    assert main(["launch", "--workers", "1", "--towers-per-worker", "2", *arguments]) == 0
     (report,) = reports(capsys.readouterr().out)
-    assert report["arguments"] == ["--epochs", "3"]
-    assert report["KERAS_DP_TOWERS"] == "2"
+    assert (report["arguments"], report["KERAS_DP_TOWERS"]) == (["--epochs", "3"], "2")
+    assert main(["launch", "--hosts", "alpha", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert output.splitlines()[1].endswith("' python -m package.training --epochs 3")
+    assert "KERAS_DP_TOWERS" not in output
 
 
 @pytest.mark.parametrize(
@@ -133,33 +137,31 @@ def test_gpus_are_divided(user_directory, monkeypatch, visible, workers, towers,
         (user_directory / "gpus" / f"0000:0{index}:00.0").mkdir(parents=True)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    try:
-        received = [variables.get("CUDA_VISIBLE_DEVICES") for variables in launch._gpus_of_workers(workers, towers)]
-    except argparse.ArgumentError as error:
-        received = str(error)[: len(expected)]
-    assert received == expected
+    if isinstance(expected, str):
+        with pytest.raises(argparse.ArgumentError, match=expected):
+            launch._gpus_of_workers(workers, towers)
+    else:
+        assert [variables.get("CUDA_VISIBLE_DEVICES") for variables in launch._gpus_of_workers(workers, towers)] == expected
 
 
 def test_lines_have_the_number_of_their_worker(capsys):
     script = r"""
-bar = "\n\r\x1b[1m1/3\x1b[0m ━━\b\b\b\r2/3 ━━\b\b\b\r\b\b\r3/3 ━━\n"
-sys.stdout.buffer.write(bar.encode() + b"first\r\nsecond \xff")
+sys.stdout.buffer.write(b"\nfirst\r\nsecond \xff")
 sys.stderr.write("one\ntwo")
 """
-    assert run(script + "\nif index:\n    time.sleep(0.3)") == 0
+    assert run(script) == 0
     output = capsys.readouterr()
     for prefix in ("[0] ", "[1] "):
         lines = [line.removeprefix(prefix) for line in output.out.split("\n") if line.startswith(prefix)]
-        assert lines == ["", "3/3 ━━", "first", "second \ufffd"]
+        assert lines == ["", "first", "second \ufffd"]
     assert sorted(output.err.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 
 def test_lines_are_not_mixed(capsys):
     script = """
 for line in range(100):
-    for part in range(3):
-        (sys.stdout if line % 2 else sys.stderr).write(str(index) * 50)
-    (sys.stdout if line % 2 else sys.stderr).write(chr(10))
+    for part in (*[str(index) * 50] * 3, chr(10)):
+        (sys.stdout if line % 2 else sys.stderr).write(part)
 """
     assert run(script, "--workers 3") == 0
     output = capsys.readouterr()
@@ -317,37 +319,25 @@ while True:
     assert ends("stubborn")
 
 
-def test_restarts_until_it_works(capsys):
-    script = REPORT + "sys.exit(4 if index == 1 and os.environ['KERAS_DP_RESTART'] < '2' else 0)"
-    assert run(script, "--workers 2 --max-restarts 5") == 0
-    output = capsys.readouterr()
-    found = reports(output.out)
-    assert [report["KERAS_DP_RESTART"] for report in found] == ["0", "1", "2"] * 2
-    assert len({json.dumps(report["TF_CONFIG"]["cluster"]) for report in found}) == 3
-    assert re.findall(r"all workers start again, restart \d of 5\.", output.err) == [
-        f"all workers start again, restart {number} of 5." for number in (1, 2)
-    ]
-
-
 def test_restarts_have_an_end(capsys):
     assert run("sys.exit(4 + int(os.environ['KERAS_DP_RESTART']))", "--workers 1 --max-restarts 2") == 6
     assert re.findall("exit code .", capsys.readouterr().err) == ["exit code 4", "exit code 5", "exit code 6"]
 
 
 def test_a_worker_that_fails_twice_in_a_row_is_left_out(monkeypatch, capsys):
-    """The others go on with their own GPUs, and with new numbers."""
+    """The others go on with their own GPUs, new numbers, and new ports."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     script = REPORT + "sys.exit(3 if os.environ['CUDA_VISIBLE_DEVICES'] == '4' else 0)"
     assert run(script, "--workers 3 --max-restarts 6 --min-workers 2") == 0
     output = capsys.readouterr()
-    seen = [
-        (one["KERAS_DP_RESTART"], one["CUDA_VISIBLE_DEVICES"], one["TF_CONFIG"]["task"]["index"]) for one in reports(output.out)
-    ]
+    found = reports(output.out)
+    seen = [(one["KERAS_DP_RESTART"], one["CUDA_VISIBLE_DEVICES"], one["TF_CONFIG"]["task"]["index"]) for one in found]
+    assert len({json.dumps(one["TF_CONFIG"]["cluster"]) for one in found}) == 3
     every = [(restart, gpu, index) for restart in "01" for index, gpu in enumerate("456")]
     assert sorted(seen) == [*every, ("2", "5", 0), ("2", "6", 1)]
-    assert re.findall(r"keras-dp launch: (.* start again)", output.err) == [
-        "all workers start again",
-        "worker 0 has failed twice in a row and is left out, 2 workers start again",
+    assert re.findall(r"keras-dp launch: (.* start again, .*)", output.err) == [
+        "all workers start again, restart 1 of 6.",
+        "worker 0 has failed twice in a row and is left out, 2 workers start again, restart 2 of 6.",
     ]
 
 
@@ -372,16 +362,13 @@ def test_a_worker_that_was_left_out_is_tried_again(least, culprits, places):
 def test_a_worker_that_stands_still_is_left_out_and_not_those_that_lose_it(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
-    script = (
-        REPORT
-        + """
+    script = """
 if os.environ["CUDA_VISIBLE_DEVICES"] == "5":
     time.sleep(60)
 elif len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) == 2:
     sys.exit("keras_dp.workers.group.WorkerLostError: Worker 1 (127.0.0.1:1) is lost: it has not answered for 6 s.")
 """
-    )
-    assert run(script, "--workers 2 --max-restarts 3 --min-workers 1") == 0
+    assert run(REPORT + script, "--workers 2 --max-restarts 3 --min-workers 1") == 0
     output = capsys.readouterr()
     last = [report for report in reports(output.out) if report["KERAS_DP_RESTART"] == "2"]
     assert [report["CUDA_VISIBLE_DEVICES"] for report in last] == ["4"]
@@ -409,13 +396,6 @@ def test_commands_for_hosts(user_directory, capsys, options, addresses):
         assert report["TF_CONFIG"] == {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         assert (report["arguments"], report["KERAS_DP_TOWERS"]) == (arguments, "3")
     assert len(found) == len(addresses)
-
-
-def test_commands_for_hosts_with_a_module(capsys):
-    assert main(["launch", "--hosts", "alpha", "-m", "package.training", "--epochs", "3"]) == 0
-    output = capsys.readouterr().out
-    assert output.splitlines()[1].endswith("' python -m package.training --epochs 3")
-    assert "KERAS_DP_TOWERS" not in output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 
 import keras
 import pytest
@@ -16,25 +17,48 @@ from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware
 
 
-def planned_of(*arguments):
+def planned_of(arguments):
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments.split())
     return plan._planned(options, options.towers[-1])
 
 
 def test_constants_of_the_machine_can_be_set():
-    machine = planned_of("--gpu", "h100").machine()
+    machine = planned_of("--gpu h100").machine()
     assert (machine.processor.name, machine.link.name, machine.processor.launch_seconds) == ("H100 SXM 80 GB", "NVLink 4", 5e-6)
-    numbers = ("--launch-microseconds", "2.5", "--latency-microseconds", "20", "--gigabytes-per-second", "100")
-    machine = planned_of("--gpu", "H100", "--link", "pcie", *numbers).machine()
+    numbers = "--launch-microseconds 2.5 --latency-microseconds 20 --gigabytes-per-second 100"
+    machine = planned_of(f"--gpu H100 --link pcie {numbers}").machine()
     constants = machine.processor.launch_seconds, machine.link.latency_seconds, machine.link.bandwidth
     assert constants == pytest.approx((2.5e-6, 2e-5, 1e11))
 
 
 def test_arguments_describe_the_run():
-    planned = planned_of("--towers", "4", "--batch", "32", "--scaling", "weak", "--parameter-device", "GPU:1", "--unpacked")
+    planned = planned_of("--towers 4 --batch 32 --scaling weak --parameter-device GPU:1 --unpacked")
     assert planned == PlannedRun("mlp", 4, 32, True, "GPU:1", False)
+
+
+NUMBERS = {"name": "My GPU", "memory_gigabytes": 48, "memory_gigabytes_per_second": 864, "teraflops": 38.7}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Returns a function that writes JSON to the file my.json of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda value: Path("my.json").write_text(json.dumps(value))
+
+
+def checked(copies):
+    """Returns what `keras-dp check` has found of copies between GPUs."""
+    return [{"name": "devices"}, {"name": "copies", "verdict": "pass", "data": copies}]
+
+
+def refused(arguments, capsys):
+    """Returns the message of wrong arguments."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments.split()])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -53,10 +77,7 @@ def test_arguments_describe_the_run():
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments.split()])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(arguments, capsys)
 
 
 FIRST = Plan(
@@ -119,37 +140,16 @@ def test_steps_under_mirrored_strategy_stand_beside(monkeypatch, capsys):
     assert second is None
 
 
-def test_constants_that_check_has_measured(tmp_path):
-    copies = {f"GPU:0 to GPU:{i}": {"microseconds": 10.0 * i, "gigabytes_per_second": 30.0 - i} for i in (1, 2, 3)}
-    (tmp_path / "check.json").write_text(
-        json.dumps([{"name": "devices"}, {"name": "copies", "verdict": "pass", "data": copies}])
-    )
-    link = planned_of("--constants", str(tmp_path / "check.json")).machine().link
-    assert (link.latency_seconds, link.bandwidth) == pytest.approx((2e-5, 27e9))
-    link = planned_of("--constants", str(tmp_path / "check.json"), "--latency-microseconds", "7").machine().link
-    assert (link.latency_seconds, link.bandwidth) == pytest.approx((7e-6, 27e9))
+def test_constants_that_check_has_measured(write):
+    write(checked({f"GPU:0 to GPU:{i}": {"microseconds": 10.0 * i, "gigabytes_per_second": 30.0 - i} for i in (1, 2, 3)}))
+    for more, latency in (("", 2e-5), (" --latency-microseconds 7", 7e-6)):
+        link = planned_of(f"--constants my.json{more}").machine().link
+        assert (link.latency_seconds, link.bandwidth) == pytest.approx((latency, 27e9))
 
 
-@pytest.mark.parametrize("numbers", [{"microseconds": "12"}, {"gigabytes_per_second": 0.0}])
-def test_constants_that_cannot_be(numbers, tmp_path, capsys):
-    copies = {"GPU:0 to GPU:1": {"microseconds": 10.0, "gigabytes_per_second": 30.0} | numbers}
-    (tmp_path / "check.json").write_text(json.dumps([{"name": "copies", "verdict": "pass", "data": copies}]))
-    with pytest.raises(SystemExit):
-        main(["plan", "--constants", str(tmp_path / "check.json")])
-    assert "must be a file that keras-dp check --json has written on GPUs" in capsys.readouterr().err
-
-
-NUMBERS = {"name": "My GPU", "memory_gigabytes": 48, "memory_gigabytes_per_second": 864, "teraflops": 38.7}
-
-
-def file_of(numbers, directory):
-    path = directory / "my_gpu.json"
-    path.write_text(json.dumps(numbers))
-    return str(path)
-
-
-def test_a_gpu_of_the_users_own_numbers(tmp_path):
-    machine = planned_of("--gpu", file_of(NUMBERS, tmp_path)).machine()
+def test_a_gpu_of_the_users_own_numbers(write):
+    write(NUMBERS)
+    machine = planned_of("--gpu my.json").machine()
     processor = machine.processor
     assert (processor.name, processor.memory_bytes, processor.bandwidth) == ("My GPU", 48e9, 864e9)
     assert processor.vector_flops == processor.matrix_flops == processor.half_flops == 38.7e12
@@ -157,37 +157,39 @@ def test_a_gpu_of_the_users_own_numbers(tmp_path):
     assert machine.link.bandwidth == machine.host_link.bandwidth == 25e9
 
     more = {"matrix_teraflops": 77, "half_teraflops": 155, "launch_microseconds": 4, "link_gigabytes_per_second": 56}
-    more |= {"link_latency_microseconds": 10, "host_gigabytes_per_second": 30}
-    machine = planned_of("--gpu", file_of(NUMBERS | more, tmp_path), "--memory", "24GB").machine()
+    write(NUMBERS | more | {"link_latency_microseconds": 10, "host_gigabytes_per_second": 30})
+    machine = planned_of("--gpu my.json --memory 24GB").machine()
     processor = machine.processor
     assert (processor.matrix_flops, processor.half_flops, processor.memory_bytes) == (77e12, 155e12, 24e9)
     assert (processor.launch_seconds, machine.link.latency_seconds) == pytest.approx((4e-6, 1e-5))
     assert (machine.link.bandwidth, machine.host_link.bandwidth) == (56e9, 30e9)
 
 
+def of_copies(latency, rate):
+    return checked({"GPU:0 to GPU:1": {"microseconds": latency, "gigabytes_per_second": rate}})
+
+
+GPU, CHECKED = "--gpu my.json", "must be a file that keras-dp check --json has written on GPUs"
+
+
 @pytest.mark.parametrize(
-    ("numbers", "message"),
+    ("arguments", "numbers", "message"),
     [
-        (NUMBERS | {"teraflop": 40}, "has an unknown field 'teraflop'. Did you mean 'teraflops'? The fields are: name, "),
-        ({"name": "A", "teraflops": 1}, "must tell memory_gigabytes, memory_gigabytes_per_second. Received: name, teraflops"),
-        (NUMBERS | {"memory_gigabytes": "48GB"}, "must be a positive number, at most 1e+12. Received: '48GB'"),
-        (NUMBERS | {"half_teraflops": -1}, "must be a positive number, at most 1e+12. Received: -1"),
-        (NUMBERS | {"teraflops": True}, "must be a positive number, at most 1e+12. Received: True"),
-        (NUMBERS | {"name": 4090}, "must be a string. Received: 4090"),
-        ([48], "must hold an object with the fields name, memory_gigabytes"),
+        (GPU, NUMBERS | {"teraflop": 40}, "has an unknown field 'teraflop'. Did you mean 'teraflops'? The fields are: name, "),
+        (GPU, {"name": "A", "teraflops": 1}, "must tell memory_gigabytes, memory_gigabytes_per_second. Received: name, teraf"),
+        (GPU, NUMBERS | {"memory_gigabytes": "48GB"}, "must be a positive number, at most 1e+12. Received: '48GB'"),
+        (GPU, NUMBERS | {"half_teraflops": -1}, "must be a positive number, at most 1e+12. Received: -1"),
+        (GPU, NUMBERS | {"teraflops": True}, "must be a positive number, at most 1e+12. Received: True"),
+        (GPU, NUMBERS | {"name": 4090}, "must be a string. Received: 4090"),
+        (GPU, [48], "must hold an object with the fields name, memory_gigabytes"),
+        (f"{GPU} --link nvlink", NUMBERS, "tells what connects the GPUs: leave --link out. Received: 'nvlink'"),
+        ("--constants my.json", of_copies("12", 30.0), CHECKED),
+        ("--constants my.json", of_copies(10.0, 0.0), CHECKED),
     ],
 )
-def test_numbers_of_a_gpu_that_cannot_be(numbers, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--gpu", file_of(numbers, tmp_path)])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_file_of_numbers_tells_the_link(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--gpu", file_of(NUMBERS, tmp_path), "--link", "nvlink"])
-    assert "tells what connects the GPUs: leave --link out. Received: 'nvlink'" in capsys.readouterr().err
+def test_files_of_numbers_that_cannot_be_are_refused(arguments, numbers, message, write, capsys):
+    write(numbers)
+    assert message in refused(arguments, capsys)
 
 
 def test_gpus_are_as_on_their_data_sheets():
@@ -249,18 +251,11 @@ def test_more_rows_in_more_time_are_a_speed_up():
     assert table.Line(PlannedRun("mlp", 4), more, FIRST).speed_up == 2
 
 
-def test_a_failure_is_shown(monkeypatch, capsys):
-    def fail(planned):
-        raise RunFailedError("no such thing")
-
-    monkeypatch.setattr(plan, "plan_in_new_process", fail)
-    assert main(["plan", "--towers", "2"]) == 1
-    assert "the step on 2 GPUs cannot be predicted:\nno such thing" in capsys.readouterr().out
-
-
-def test_a_model_without_inputs_is_refused(in_process, capsys):
+def test_a_failure_is_shown(in_process, capsys):
     assert main(["plan", "--model", "user_models:without_inputs", "--towers", "2"]) == 1
-    assert "The model must have known inputs" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the step on 2 GPUs cannot be predicted:\n" in shown
+    assert "The model must have known inputs" in shown
 
 
 def test_plans_a_model_of_the_user(in_process, tmp_path, capsys):

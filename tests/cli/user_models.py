@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
 
 number = 3
@@ -44,39 +43,13 @@ def broken():
     raise RuntimeError("this model cannot be built")
 
 
-def arrays():
-    return np.zeros((4, 3)), np.zeros((4, 2))
-
-
 def one_row():
     return np.ones((1, 3), "float32"), np.ones((1, 2), "float32")
 
 
-def batches(rows=20):
-    random = np.random.default_rng(rows)
-    x = random.normal(size=(rows, 3)).astype("float32")
-    return tf.data.Dataset.from_tensor_slices((x, x[:, :2] ** 2)).shuffle(rows).batch(8)
-
-
-def validation():
-    return batches(9)
-
-
-def endless():
-    return batches().repeat()
-
-
-def rows():
-    return tf.data.Dataset.range(5)
-
-
-def nothing():
-    return batches().take(0)
-
-
 def generator():
     while True:
-        yield list(arrays())
+        yield [np.zeros((4, 3)), np.zeros((4, 2))]
 
 
 class Sequence(keras.utils.PyDataset):

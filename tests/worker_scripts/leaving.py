@@ -1,4 +1,7 @@
-"""Trains and evaluates. The last worker ends in a callback at the end of `fit` or of `evaluate`, as the argument says."""
+"""Train and evaluate; the last worker ends in a method of a callback.
+
+leaving.py METHOD    "on_train_end" or "on_test_end"
+"""
 
 import os
 import sys
@@ -8,23 +11,11 @@ import numpy as np
 
 import keras_dp
 
-method = sys.argv[1]
 workers = keras_dp.connect_workers()
-
-
-class Leave(keras.callbacks.Callback):
-    def leave(self, logs=None):
-        if workers.index == workers.count - 1:
-            os._exit(3)
-
-    on_train_end = leave if method == "fit" else keras.callbacks.Callback.on_train_end
-    on_test_end = leave if method == "evaluate" else keras.callbacks.Callback.on_test_end
-
-
+leave = keras.callbacks.LambdaCallback(**{sys.argv[1]: lambda logs: workers.index == workers.count - 1 and os._exit(3)})
 parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
 parallel.compile("sgd", "mse")
-x, y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
-parallel.fit(x, y, batch_size=4, callbacks=[Leave()], verbose=0)
-print("fit has ended", flush=True)
-parallel.evaluate(x, y, batch_size=4, callbacks=[Leave()], verbose=0)
-print("evaluate has ended", flush=True)
+data = {"x": np.ones((8, 2), "float32"), "y": np.ones((8, 1), "float32"), "batch_size": 4, "verbose": 0}
+for method in ("fit", "evaluate"):
+    getattr(parallel, method)(**data, callbacks=[leave])
+    print(f"{method} has ended", flush=True)

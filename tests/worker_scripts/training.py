@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from importlib import metadata
 
 import keras
 import numpy as np
@@ -56,6 +57,7 @@ def main():
     parser.add_argument("--die-in-epochs", type=int, nargs="*", default=[], help="when the last worker dies, in each start")
     parser.add_argument("--slower", type=float, default=1.0, help="the last worker sleeps so many times as long as the others")
     parser.add_argument("--ahead", type=float, default=0.0, help="the last worker's clock is so many seconds ahead")
+    parser.add_argument("--keras", help="the version of Keras that the second worker reports")
     parser.add_argument("--full", action="store_true", help="the log of the epochs is on a full disk")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--start-timeout", type=float, default=60.0)
@@ -65,6 +67,9 @@ def main():
 
     logging.basicConfig(level=logging.WARNING)
     health_check.MESSAGE_SECONDS = args.message_seconds
+    if args.keras and json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+        version = metadata.version
+        metadata.version = lambda name: args.keras if name == "keras" else version(name)
     workers = keras_dp.connect_workers(timeout=args.timeout, start_timeout=args.start_timeout)
     print(f"connected {workers.index} of {workers.count}, process {os.getpid()}", flush=True)
     is_last = workers.index == workers.count - 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,10 +12,9 @@ from keras import layers
 from worker_threads import on_workers
 
 from keras_dp.keras_internals.keras_models import all_variables
-from keras_dp.workers import callback as module
 from keras_dp.workers.agreement import described_data, described_graph, described_model
 from keras_dp.workers.callback import SameStateCallback, WorkersCallback, with_workers_callbacks
-from keras_dp.workers.collectives import OneWorker
+from keras_dp.workers.collectives import Collectives, OneWorker
 from keras_dp.workers.group import WorkerGroup
 from keras_dp.workers.synchronization import refuse_different, synchronize
 
@@ -33,15 +33,12 @@ class Told(OneWorker):
         return self.messages
 
 
-def model(units=3, activation="tanh", optimizer="adam", loss="mse", rate=0.1, seed=None, **options):
+def model(optimizer="adam", loss="mse", seed=None, **dense):
     x = keras.Input((5,))
-    hidden = layers.Dense(units, activation=activation, kernel_initializer=keras.initializers.GlorotUniform(seed))(x)
-    hidden = layers.Dropout(0.5, seed=seed)(layers.BatchNormalization(momentum=options.pop("momentum", 0.9))(hidden))
-    made = keras.Model(x, layers.Dense(2)(hidden))
-    optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer._learning_rate, keras.Variable):
-        optimizer.learning_rate = rate
-    made.compile(optimizer, loss, **options)
+    initializer = keras.initializers.GlorotUniform(seed)
+    hidden = layers.Dense(**{"units": 3, "activation": "tanh", "kernel_initializer": initializer} | dense)(x)
+    made = keras.Model(x, layers.Dense(2)(layers.Dropout(0.5, seed=seed)(layers.BatchNormalization()(hidden))))
+    made.compile(optimizer, loss)
     return made
 
 
@@ -76,20 +73,10 @@ def test_the_first_difference_is_named_with_its_path_and_both_values():
     assert refused({"a": 1, "b": {"c": 2}}, {"a": 1}) == "b: worker 0 has {'c': 2}, worker 1 has None."
 
 
-def test_all_workers_name_the_difference():
-    def work(collectives):
-        with pytest.raises(ValueError, match="must run the same script") as error:
-            WorkerGroup(collectives).agree({"epochs": 1 + (collectives.index == 1)})
-        return str(error.value)
-
-    (message,) = set(on_workers(3, work))
-    assert message.endswith("They differ in epochs: worker 0 has 1, worker 1 has 2.")
-
-
 # Descriptions
 
 
-@pytest.mark.parametrize("difference", [{}, {"rate": 0.2}, {"seed": 5}], ids=str)
+@pytest.mark.parametrize("difference", [{}, {"optimizer": keras.optimizers.Adam(0.2)}, {"seed": 5}])
 def test_twins_are_described_alike(difference):
     """What workers are given does not count. Neither do automatic names, which number the objects of a script."""
     assert described_model(model()) == described_model(model(**difference))
@@ -110,24 +97,14 @@ AXIS, OTHER_AXIS = (keras.losses.CategoricalCrossentropy(axis=axis) for axis in 
         ({}, {"optimizer": "sgd"}, "the optimizer, class: worker 0 has 'Adam', worker 1 has 'SGD'."),
         ({}, {"optimizer": keras.optimizers.Adam(beta_1=0.5)}, "the optimizer, beta_1: worker 0 has 0.9, worker 1 has 0.5."),
         ({}, {"loss": keras.losses.huber}, "the loss: worker 0 has 'mse', worker 1 has 'huber'."),
+        ({}, {"dtype": "mixed_bfloat16"}, "'config': {'name': 'mixed_bfloat16'}, 'registered_name': None}\"."),
         ({"loss": AXIS}, {"loss": OTHER_AXIS}, "the loss, axis: worker 0 has 1, worker 1 has -1."),
         ({"optimizer": decay(10)}, {"optimizer": decay(20)}, "config, decay_steps: worker 0 has 10, worker 1 has 20."),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
 def test_differences_of_models_are_named(one, other, named):
-    twins = [as_sent(described_model(model(**one))) for _ in range(2)]
-    assert twins[0] == twins[1]
-    assert refused(twins[0], as_sent(described_model(model(**other)))).endswith(named)
-
-
-def test_dtype_policies_count():
-    one, twin, other = (
-        described_model(keras.Sequential([keras.Input((2,)), layers.Dense(1, dtype=dtype)]))
-        for dtype in ("float32", "float32", "mixed_bfloat16")
-    )
-    assert one == twin
-    assert "dtype: worker 0 has" in refused(as_sent(one), as_sent(other))
+    assert refused(*(described_model(model(**options)) for options in (one, other))).endswith(named)
 
 
 def test_any_model_can_be_described():
@@ -141,9 +118,7 @@ def test_any_model_can_be_described():
     for described in (Odd(), nested, outputs, keras.Sequential([layers.Dense(2)])):
         assert as_sent(described_model(described))
     assert described_model(Odd()) != described_model(nested)
-    without = model()
-    without.compile(None, "mse")
-    assert described_model(without)["the optimizer"] == {}
+    assert described_model(model(optimizer=None))["the optimizer"] == {}
 
 
 ARRAYS = {
@@ -166,11 +141,8 @@ def test_data_is_described_by_what_it_holds():
     descriptions = {name: described_data(array) for name, array in ARRAYS.items()}
     assert len(set(descriptions.values())) == len(ARRAYS)
     assert descriptions["ints"].startswith("int64 of shape [6], checksum ")
-    copies = {name: described_data(np.array(array)) for name, array in ARRAYS.items()}
-    assert copies == descriptions
-    one, other = rng.normal(size=(50, 3)), rng.normal(size=(50, 3))
-    other[1:] = one[1:]
-    assert described_data(one) != described_data(other)
+    assert {name: described_data(np.array(array)) for name, array in ARRAYS.items()} == descriptions
+    one = rng.normal(size=(50, 3))
     assert described_data(one[::2].T) == described_data(np.ascontiguousarray(one[::2].T))
     # Of a large array, a sample is read.
     large = np.zeros((5000, 1000), np.int8)
@@ -180,29 +152,25 @@ def test_data_is_described_by_what_it_holds():
     assert described_data(large) == described_data(large.copy())
 
 
-def test_datasets_may_end_in_other_transformations():
+def test_arguments_are_described():
     """A worker may take fewer batches of its own shard than the others."""
     data = tf.data.Dataset.range(4)
-    assert described_data(data.batch(2)) == described_data(data.batch(2).take(1)) == "Dataset"
-    assert described_data(iter(data)) != "Dataset"
-
-
-def test_arguments_are_described():
-    plain = {"batch_size": 4, "shuffle": True, "steps": None, "split": 0.5, "text": "batch"}
     arguments = {
         "x": [ARRAYS["ints"], (ARRAYS["floats"], None)],
         "class_weight": {0: 0.5, 1: 2.0},
         "generator": (i for i in range(3)),
-        "dataset": tf.data.Dataset.range(3),
+        "dataset": data.batch(2),
+        "shorter": data.batch(2).take(1),
         "ragged": tf.ragged.constant([[1], [2, 3]]),
         "sparse": tf.sparse.from_dense([[0, 1]]),
-        **plain,
     }
-    described = as_sent(described_data(arguments))
+    plain = {"batch_size": 4, "shuffle": True, "steps": None, "split": 0.5, "text": "batch"}
+    described = as_sent(described_data(arguments | plain))
     assert described["class_weight"] == {"0": 0.5, "1": 2.0}
-    assert described["generator"] == "generator"
+    assert (described["generator"], described["dataset"], described["shorter"]) == ("generator", "Dataset", "Dataset")
     assert {name: described[name] for name in plain} == plain
     assert described["x"][1][1] is None
+    assert described_data(iter(data)) != "Dataset"
 
 
 # Callbacks
@@ -213,22 +181,17 @@ def test_one_worker_writes_files(tmp_path):
         pass
 
     writers = [
-        keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
-        keras.callbacks.BackupAndRestore(tmp_path / "backup"),
-        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
-        keras.callbacks.TensorBoard(tmp_path),
-        keras.callbacks.RemoteMonitor(),
-        Checkpoint(tmp_path / "other.keras"),
+        *(keras.callbacks.BackupAndRestore(tmp_path / "backup"), keras.callbacks.CSVLogger(tmp_path / "log.csv")),
+        *(keras.callbacks.TensorBoard(tmp_path), keras.callbacks.RemoteMonitor(), Checkpoint(tmp_path / "other.keras")),
     ]
     others = [keras.callbacks.EarlyStopping(), keras.callbacks.LambdaCallback(), keras.callbacks.Callback()]
     mixed = [others[0], *writers, *others[1:]]
     chief, second = (WorkerGroup(Told(None, None, index=index)) for index in (0, 1))
-    fit = FakeFit(None)
     for group, callbacks, expected in (
         *((chief, mixed, mixed), (second, mixed, others), (WorkerGroup(), mixed, mixed)),
-        *((second, [], []), (second, None, []), (second, writers[0], []), (second, others[0], others[:1])),
+        *((second, None, []), (second, writers[0], []), (second, others[0], others[:1])),
     ):
-        first, *kept, last = with_workers_callbacks(callbacks, group, fit, None, list)
+        first, *kept, last = with_workers_callbacks(callbacks, group, FakeFit(None), None, list)
         assert kept == expected
         assert (type(first), type(last)) == (SameStateCallback, WorkersCallback)
 
@@ -249,44 +212,33 @@ def test_a_list_of_keras_is_in_lockstep_too():
 class FakeFit:
     """Holds the attributes of a model in `fit` that the callback uses."""
 
-    def __init__(self, inner_model, initial_epoch=None, stops=False):
+    def __init__(self, inner_model, stops=False):
         self.inner_model = inner_model
         self.stop_training = stops
         self.reports = 0
         self.distribute_strategy = self.different_batches = self
-        self._initial_epoch = initial_epoch
+        self._initial_epoch = None
 
     def report(self):
         self.reports += 1
 
 
-def callback_of(collectives, fit):
-    inner = fit.inner_model
-    callback = WorkersCallback(WorkerGroup(collectives), inner, lambda: [] if inner is None else all_variables(inner))
-    callback.set_model(fit)
-    return callback
+def call(method, fits, *arguments):
+    """Calls a method of the callback on all workers."""
 
+    def work(collectives):
+        inner = fits[collectives.index].inner_model
+        callback = WorkersCallback(WorkerGroup(collectives), inner, lambda: [] if inner is None else all_variables(inner))
+        callback.set_model(fits[collectives.index])
+        getattr(callback, method)(*arguments)
 
-@pytest.mark.parametrize("epochs", [(3, None), (None, 3)])
-def test_all_begin_with_the_first_workers_variables_and_epoch(epochs):
-    fits = [FakeFit(model(), epoch) for epoch in epochs]
-    for i, fit in enumerate(fits):
-        fit.inner_model.optimizer.build(fit.inner_model.trainable_variables)
-        fit.inner_model.optimizer.iterations.assign(5 + i)
-    expected = fits[0].inner_model.get_weights()
-    assert not np.array_equal(expected[0], fits[1].inner_model.get_weights()[0])
-    on_workers(2, lambda collectives: callback_of(collectives, fits[collectives.index]).on_train_begin())
-    for fit in fits:
-        for received, weight in zip(fit.inner_model.get_weights(), expected, strict=True):
-            np.testing.assert_array_equal(received, weight)
-        assert int(fit.inner_model.optimizer.iterations) == 5
-        assert fit._initial_epoch == epochs[0]
+    on_workers(len(fits), work)
 
 
 @pytest.mark.parametrize("stops", [(False, False, False), (False, False, True)])
 def test_all_end_when_one_ends(stops):
     fits = [FakeFit(None, stops=stop) for stop in stops]
-    on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
+    call("on_epoch_end", fits, 0)
     assert [fit.stop_training for fit in fits] == [any(stops)] * 3
     assert [fit.reports for fit in fits] == [1] * 3
 
@@ -308,13 +260,15 @@ def test_the_first_workers_state_of_all_optimizers_is_that_of_all():
     adam = fits[0].inner_model.optimizers["kernel"]
     adam.build([fits[0].inner_model.dense.kernel])
     adam._momentums[0].assign(np.ones((3, 2)))
-    on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_train_begin())
+    fits[0]._initial_epoch, fits[2]._initial_epoch = 5, 3
+    call("on_train_begin", fits)
     for fit in fits:
+        assert fit._initial_epoch == 5
         kernel, (bias,) = fit.inner_model.optimizers.values()
         assert (float(kernel.learning_rate), float(bias.learning_rate)) == (0.1, 0.2)
         np.testing.assert_array_equal(kernel._momentums[0], np.ones((3, 2)))
     adam.learning_rate = 0.01
-    on_workers(3, lambda collectives: callback_of(collectives, fits[collectives.index]).on_epoch_end(0))
+    call("on_epoch_end", fits, 0)
     assert [float(fit.inner_model.optimizers["kernel"].learning_rate) for fit in fits] == [0.01] * 3
     assert [fit.stop_training for fit in fits] == [False] * 3
 
@@ -328,14 +282,13 @@ def test_state_that_one_worker_changes_between_batches_is_an_error():
     def check(collectives):
         refuse_different(WorkerGroup(collectives), all_variables(models[collectives.index]))
 
-    on_workers(2, check)
-    models[1].optimizers["bias"][0].learning_rate = 0.5
-
-    def checked(collectives):
+    def refuse(collectives):
         with pytest.raises(RuntimeError, match="values of '.*learning_rate', and of 0 other variables, differ"):
             check(collectives)
 
-    on_workers(2, checked)
+    on_workers(2, check)
+    models[1].optimizers["bias"][0].learning_rate = 0.5
+    on_workers(2, refuse)
 
 
 def test_graphs_in_another_order_are_other_graphs():
@@ -348,14 +301,6 @@ def test_graphs_in_another_order_are_other_graphs():
 
     assert known([0, 1]) == known([0, 1])
     assert known([0, 1]) != known([1, 0])
-
-
-def test_epochs_begin_with_one_random_state(monkeypatch):
-    shared = []
-    monkeypatch.setattr(module, "share_random_state", shared.append)
-    group = WorkerGroup()
-    WorkersCallback(group, None, list).on_epoch_begin(0)
-    assert shared == [group]
 
 
 def test_batches_are_progress():
@@ -375,18 +320,15 @@ def test_all_variables_are_there_once():
     shared = layers.Dense(3, name="shared")
     x = keras.Input((3,))
     made = keras.Model(x, layers.Dropout(0.5)(shared(layers.BatchNormalization()(shared(x)))))
-    uncompiled = all_variables(made)
     made.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
     made.fit(np.ones((2, 3)), np.ones((2, 3)), verbose=0)
     keras.random.normal((1,))
-    variables = all_variables(made)
-    assert len({id(variable) for variable in variables}) == len(variables)
-    ids = {id(variable) for variable in variables}
-    assert {id(variable) for variable in uncompiled} < ids
-    assert {id(v) for v in [*made.variables, *made.optimizer.variables, *made.metrics_variables]} < ids
+    ids = [id(variable) for variable in all_variables(made)]
+    assert len(set(ids)) == len(ids)
+    assert {id(v) for v in [*made.variables, *made.optimizer.variables, *made.metrics_variables]} < set(ids)
     # Dense has 2, normalization 4, dropout a seed, and a draw without a seed has made the global one. Adam has 2 for each of 4
     # weights, and 2 of its own. Each of 2 metrics has 2.
-    assert len(variables) == 8 + 10 + 4
+    assert len(ids) == 8 + 10 + 4
 
 
 SHAPES = [(3, 2), (), (0, 4)]
@@ -402,61 +344,40 @@ def variables(seed):
 def test_variables_become_those_of_the_first_worker():
     of_workers = [variables(seed) for seed in (1, 2, 1)]
     expected = [variable.numpy() for variable in of_workers[0]]
-    on_workers(3, lambda collectives: synchronize(WorkerGroup(collectives), of_workers[collectives.index]))
+    synchronized(*of_workers)
     for mine in of_workers:
         for variable, value in zip(mine, expected, strict=True):
             np.testing.assert_array_equal(variable.numpy(), value)
 
 
+def synchronized(*of_workers):
+    return on_workers(len(of_workers), lambda worker: synchronize(WorkerGroup(worker), of_workers[worker.index]))
+
+
 def test_variables_that_are_the_same_are_not_sent():
-    class Quiet(Told):
-        def exchange(self, message):
-            return [message, message]
-
-        def broadcast(self, message):
-            raise AssertionError("sent")
-
-    synchronize(WorkerGroup(Quiet(None, None)), variables(1))
     synchronize(WorkerGroup(), variables(1))
+    with mock.patch.object(Collectives, "broadcast", side_effect=AssertionError):
+        synchronized(variables(1), variables(1))
 
 
-def test_other_variables_are_refused():
-    def zeros(shape, dtype="float64"):
-        return keras.Variable(np.zeros(shape, dtype), dtype=dtype)
+def zeros(*shape, dtype="float64"):
+    return keras.Variable(np.zeros(shape, dtype), dtype=dtype)
 
-    for mine, difference in (
-        (
-            ([zeros([2])], [zeros([2]), zeros([3])]),
-            "the number of variables of model and optimizer: worker 0 has 1, worker 1 has 2.",
-        ),
-        (
-            ([zeros([2, 3])], [zeros([3, 2])]),
-            "the shape of variable 0: worker 0 has 'float64[2, 3]', worker 1 has 'float64[3, 2]'.",
-        ),
-        (
-            ([zeros([2])], [zeros([2], "float32")]),
-            "the shape of variable 0: worker 0 has 'float64[2]', worker 1 has 'float32[2]'.",
-        ),
-    ):
-        with pytest.raises(ValueError, match=f"must run the same script.*{re.escape(difference)}"):
-            on_workers(2, lambda collectives: synchronize(WorkerGroup(collectives), mine[collectives.index]))  # noqa: B023
+
+@pytest.mark.parametrize(
+    ("one", "other", "difference"),
+    [
+        ([zeros(2)], [zeros(2), zeros(3)], "the number of variables of model and optimizer: worker 0 has 1, worker 1 has 2."),
+        ([zeros(2, 3)], [zeros(3, 2)], "variable 0: worker 0 has 'float64[2, 3]', worker 1 has 'float64[3, 2]'."),
+        ([zeros(2)], [zeros(2, dtype="int8")], "variable 0: worker 0 has 'float64[2]', worker 1 has 'int8[2]'."),
+    ],
+)
+def test_other_variables_are_refused(one, other, difference):
+    with pytest.raises(ValueError, match=f"must run the same script.*{re.escape(difference)}"):
+        synchronized(one, other)
 
 
 def test_what_arrives_otherwise_than_it_was_sent_is_noticed():
-    class Garbling(OneWorker):
-        def __init__(self):
-            super().__init__()
-            self.index, self.count = 1, 2
-
-        def exchange(self, message):
-            return [message[:-1] + b"#", message] if len(message) == 4 else [message] * 2
-
-        def broadcast(self, message):
-            return bytes(len(message))
-
-    class Group(WorkerGroup):
-        def agree(self, facts):
-            pass
-
-    with pytest.raises(RuntimeError, match="still differ after the first worker's were sent"):
-        synchronize(Group(Garbling()), [keras.Variable([1.0, 2.0])])
+    garbled = mock.patch.object(Collectives, "broadcast", lambda worker, message: bytes(len(message)))
+    with garbled, pytest.raises(RuntimeError, match="still differ after the first worker's were sent"):
+        synchronized(variables(1), variables(2))

@@ -34,10 +34,6 @@ def config(cluster, kind="worker", index=0, **more):
     return {"cluster": cluster, "task": {"type": kind, "index": index}, **more}
 
 
-def test_nothing_said():
-    assert find_cluster() is None
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -52,35 +48,26 @@ def test_one_process(find, value):
     assert find(value) is None
 
 
-@pytest.mark.parametrize(("index", "kind"), [(0, int), (1, str)])
-def test_workers(find, index, kind):
-    cluster = find(config({"worker": TWO}, index=kind(index)))
-    assert cluster == Cluster({"worker": TWO}, "worker", index)
-    assert cluster.addresses == TWO
-    assert cluster.index == index
-    assert cluster.names == ["/job:worker/replica:0/task:0", "/job:worker/replica:0/task:1"]
-
-
-@pytest.mark.parametrize(("kind", "task", "index"), [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)])
-def test_chief_is_the_first(find, kind, task, index):
-    # Kubernetes' training operator writes it so.
-    cluster = find(config({"worker": TWO, "chief": ["gamma:2222"]}, kind, task, environment="cloud"))
-    assert cluster.index == index
-    assert cluster.addresses == ["gamma:2222", *TWO]
-    names = ["/job:chief/replica:0/task:0", "/job:worker/replica:0/task:0", "/job:worker/replica:0/task:1"]
-    assert cluster.names == names
+CHIEF = {"worker": TWO, "chief": ["gamma:2222"]}
 
 
 @pytest.mark.parametrize(
-    "addresses",
+    ("jobs", "kind", "task", "index"),
     [
-        ["127.0.0.1:1", "127.0.0.1:65535"],
-        ["[::1]:2222", "[2001:db8::2]:2222"],
-        ["train-worker-0.default.svc:2222", "train-worker-1.default.svc:2222"],
+        *(({"worker": TWO}, "worker", 0, 0), ({"worker": TWO}, "worker", "1", 1)),
+        # The chief is the first.
+        *((CHIEF, "chief", 0, 0), (CHIEF, "worker", 0, 1), (CHIEF, "worker", 1, 2)),
+        ({"worker": ["127.0.0.1:1", "127.0.0.1:65535"]}, "worker", 1, 1),
+        ({"worker": ["[::1]:2222", "[2001:db8::2]:2222"]}, "worker", 1, 1),
+        ({"worker": ["train-worker-0.default.svc:2222", "train-worker-1.default.svc:2222"]}, "worker", 1, 1),
     ],
 )
-def test_addresses(find, addresses):
-    assert find(config({"worker": addresses}, index=1)).addresses == addresses
+def test_all_workers_are_known_to_each(find, jobs, kind, task, index):
+    cluster = find(config(jobs, kind, task, environment="cloud"))  # as Kubernetes' training operator writes it
+    assert cluster == Cluster(jobs, kind, int(task))
+    assert cluster.index == index
+    assert cluster.addresses == [*jobs.get("chief", []), *jobs["worker"]]
+    assert cluster.names == [f"/job:{job}/replica:0/task:{i}" for job in sorted(jobs) for i in range(len(jobs[job]))]
 
 
 SPARSE = {"sparseCluster": {"worker": {"1": "beta:2222"}, "ps": []}, "task": {"type": "worker", "index": 1}}
@@ -187,15 +174,13 @@ def test_slurm(node_list, tasks_per_node, tasks, addresses, step, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-def test_slurm_one_task(step):
-    step("node2", "1", ["node2"])
+def test_a_process_alone(step, monkeypatch):
+    """The script that sbatch runs has variables of the job, and none of a step."""
     assert find_cluster() is None
-
-
-def test_slurm_without_a_step(monkeypatch):
-    # The script that sbatch runs has these variables.
     for name, value in (("SLURM_NTASKS", "2"), ("SLURM_JOB_NODELIST", "node[2,10]"), ("SLURM_PROCID", "0")):
         monkeypatch.setenv(name, value)
+    assert find_cluster() is None
+    step("node2", "1", ["node2"])
     assert find_cluster() is None
 
 

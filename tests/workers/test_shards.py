@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from worker_threads import on_workers
 
 from keras_dp.batches.shards import cut_shards, placed, with_empty_batches
 from keras_dp.batches.slicing import Slice
-from keras_dp.workers.collectives import OneWorker
+from keras_dp.workers.collectives import Collectives, OneWorker
 from keras_dp.workers.group import WorkerGroup
 
 
@@ -71,10 +72,20 @@ def test_one_worker_alone_has_its_dataset():
     assert with_empty_batches(dataset, WorkerGroup()) is dataset
 
 
-@pytest.mark.parametrize("data", [np.zeros(3), None])
-def test_what_is_no_dataset_is_refused(data):
-    with pytest.raises(ValueError, match=rf"sharded=True takes a tf.data.Dataset .* Received: {type(data).__name__}$"):
-        with_empty_batches(data, WorkerGroup())
+WINDOWS = tf.data.Dataset.range(3).window(2)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (np.zeros(3), "sharded=True takes a tf.data.Dataset .* Received: ndarray$"),
+        (None, "sharded=True takes a tf.data.Dataset .* Received: NoneType$"),
+        (WINDOWS, "sharded=True takes batches of tensors. Received: DatasetSpec"),
+    ],
+)
+def test_what_is_no_dataset_of_batches_is_refused(data, said):
+    with pytest.raises(ValueError, match=said):
+        leveled(data, data)
 
 
 @pytest.mark.parametrize(
@@ -151,112 +162,69 @@ def test_batches_without_rows_are_of_the_datasets_type():
 # Slices
 
 
-def cut(dataset, num_slices=2):
-    """Returns for each batch its rows, and each slice's data, begin and rows."""
-    steps = []
-    for parts in cut_shards(dataset, num_slices):
-        assert all(isinstance(part, Slice) for part in parts)
-        assert len({int(part.source.rows) for part in parts}) == 1
-        steps.append((int(parts[0].source.rows), [(part.data, int(part.begin), int(part.rows)) for part in parts]))
-    return steps
-
-
 def test_batches_are_cut_into_slices():
-    (six, five, one) = cut(batches(6, 5, 1))
-    assert [(rows, [(as_lists(data), *place) for data, *place in parts]) for rows, parts in (six, five, one)] == [
-        (6, [([1, 2, 3], 0, 3), ([4, 5, 6], 3, 3)]),
-        (5, [([7, 8], 0, 2), ([9, 10, 11], 2, 3)]),
+    steps = list(cut_shards(batches(6, 5, 1), 2))
+    assert [int(parts[0].source.rows) for parts in steps] == [6, 5, 1]
+    assert [[(as_lists(part.data), int(part.begin), int(part.rows)) for part in parts] for parts in steps] == [
+        [([1, 2, 3], 0, 3), ([4, 5, 6], 3, 3)],
+        [([7, 8], 0, 2), ([9, 10, 11], 2, 3)],
         # The first slice has no rows, and borrows one.
-        (1, [([12], 0, 0), ([12], 0, 1)]),
+        [([12], 0, 0), ([12], 0, 1)],
     ]
     # The number of batches stays known, or unknown.
     assert cut_shards(tf.data.Dataset.range(5).batch(2), 2).cardinality() == 3
     assert cut_shards(batches(2), 2).cardinality() == tf.data.UNKNOWN_CARDINALITY
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_rows_of_all_kinds_are_borrowed(name):
-    """A worker without rows gets the first row of the first worker that has some, of any dtype and length."""
-    dataset = batches(0, 2, 3).map(LEAVES[name])
-    rows = tf.data.Dataset.zip(*(cut_shards(dataset.skip(i).take(1), 2) for i in range(3)))
-
-    def work(collectives):
-        slices = next(iter(rows))[collectives.index]
-        return placed(slices[0].source, slices, collectives)
-
-    borrowing, lending, other = on_workers(3, work)
-    values = [as_lists(LEAVES[name](tf.constant([row]))) for row in range(1, 6)]
-    assert [(as_lists(part.data), int(part.rows)) for part in borrowing] == [(values[0], 0)] * 2
-    assert [(as_lists(part.data), int(part.rows)) for part in lending] == [(values[0], 1), (values[1], 1)]
-    assert [int(part.rows) for part in other] == [1, 2]
-    assert [(int(part.begin), int(part.batch_rows)) for part in borrowing] == [(0, 5)] * 2
-
-
-def test_workers_that_all_have_rows_exchange_none():
-    class Counting(Counted):
-        def of_worker(self, worker, tensors):
-            raise AssertionError
-
-    (slices,) = cut_shards(batches(2), 2)
-    placed(slices[0].source, slices, Counting(1, [1, 2]))
-    with pytest.raises(AssertionError):
-        placed(slices[0].source, slices, Counting(1, [0, 2]))
-
-
-def test_nested_batches_and_axes_of_unknown_length_are_cut():
-    def widened(rows):
-        wide = tf.ensure_shape(tf.repeat(rows[:, tf.newaxis], tf.size(rows), axis=1), [None, None])
-        return {"wide": wide, "both": (rows, rows[:, tf.newaxis])}, rows
-
-    for rows, parts in cut(batches(3, 2).map(widened)):
-        for (x, y), _, _ in parts:
-            assert x["wide"].shape == (len(y), rows)
-            assert x["both"][1].shape == (len(y), 1)
-            np.testing.assert_array_equal(x["both"][0], y)
-
-
-def test_batches_that_cannot_be_cut_are_refused():
+def test_single_rows_are_refused():
     with pytest.raises(ValueError, match=r"at least one tensor.*single rows.*dataset.batch\(32\)"):
         cut_shards(tf.data.Dataset.range(3), 2)
-    windows = tf.data.Dataset.range(3).window(2)
-    with pytest.raises(ValueError, match="sharded=True takes batches of tensors. Received: DatasetSpec"):
-        leveled(windows, windows)
 
 
 # Places in the global batch
 
 
-class Counted(OneWorker):
-    """Simulates a worker among others with given numbers of rows, which lend the row 9."""
+def placed_slices(*datasets):
+    """Returns the slices of each worker's first batch, for two towers, with their places in the global batch."""
+    steps = [next(iter(cut_shards(dataset, 2))) for dataset in datasets]
 
-    def __init__(self, index, counts):
-        super().__init__()
-        self.index, self.count = index, len(counts)
-        self.known = tf.constant(counts)
+    def work(collectives):
+        slices = placed(steps[collectives.index][0].source, steps[collectives.index], collectives)
+        assert all(isinstance(part, Slice) for part in slices)
+        return slices
 
-    def counts(self, own):
-        with tf.control_dependencies([tf.debugging.assert_equal(own, self.known[self.index])]):
-            return tf.identity(self.known)
-
-    def of_worker(self, worker, tensors):
-        return [tf.fill([1], 9) for _ in tensors]
+    return on_workers(len(datasets), work)
 
 
-def places(index, counts):
-    """Returns the places of one worker's slices in the global batch; the worker has two towers."""
-    (shards,) = cut_shards(batches(counts[index]), 2)
-    collectives = Counted(index, counts)
-    slices = tf.function(lambda: placed(shards[0].source, shards, collectives))()
-    assert all(isinstance(part, Slice) for part in slices)
+def places(slices):
     return [(as_lists(part.data), int(part.begin), int(part.rows), int(part.batch_rows)) for part in slices]
 
 
 def test_the_workers_batches_follow_each_other():
-    assert places(0, [3, 0, 2]) == [([1], 0, 1, 5), ([2, 3], 1, 2, 5)]
-    assert places(1, [3, 0, 2]) == [([9], 3, 0, 5), ([9], 3, 0, 5)]
-    # A borrowed row also has a place among the rows.
-    assert places(1, [3, 0]) == [([9], 2, 0, 3), ([9], 2, 0, 3)]
-    assert places(2, [3, 0, 2]) == [([1], 3, 1, 5), ([2], 4, 1, 5)]
+    """A worker without rows borrows one, which also has a place among the rows."""
+    assert [places(slices) for slices in placed_slices(batches(3), batches(0), batches(2))] == [
+        [([1], 0, 1, 5), ([2, 3], 1, 2, 5)],
+        [([1], 3, 0, 5), ([1], 3, 0, 5)],
+        [([1], 3, 1, 5), ([2], 4, 1, 5)],
+    ]
+    assert places(placed_slices(batches(3), batches(0))[1]) == [([1], 2, 0, 3), ([1], 2, 0, 3)]
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_rows_of_all_kinds_are_borrowed(name):
+    """A worker without rows gets the first row of the first worker that has some, of any dtype and length."""
+    dataset = batches(0, 2, 3).map(LEAVES[name])
+    borrowing, lending, _ = (places(slices) for slices in placed_slices(*(dataset.skip(i).take(1) for i in range(3))))
+    values = [as_lists(LEAVES[name](tf.constant([row]))) for row in (1, 2)]
+    assert borrowing == [(values[0], 0, 0, 5)] * 2
+    assert lending == [(values[0], 0, 1, 5), (values[1], 1, 1, 5)]
+
+
+def test_workers_that_all_have_rows_exchange_none():
+    with mock.patch.object(Collectives, "of_worker", side_effect=AssertionError):
+        placed_slices(batches(2), batches(1))
+        with pytest.raises(AssertionError):
+            placed_slices(batches(2), batches(0))
 
 
 def test_a_worker_without_rows_has_the_lengths_of_the_others():
@@ -264,14 +232,7 @@ def test_a_worker_without_rows_has_the_lengths_of_the_others():
         shape = [rows, 2 + rows, 4]
         return {"numbers": tf.fill(shape, 2.0), "texts": tf.fill(shape, "a"), "scalar": tf.cast(rows, tf.float32)}
 
-    steps = [next(iter(cut_shards(tf.data.Dataset.from_tensor_slices([rows]).map(data), 2))) for rows in (0, 2)]
-
-    def work(collectives):
-        slices = steps[collectives.index]
-        return placed(slices[0].source, slices, collectives)
-
-    slices, _ = on_workers(2, work)
-    for part in slices:
+    for part in placed_slices(*(tf.data.Dataset.from_tensor_slices([rows]).map(data) for rows in (0, 2)))[0]:
         np.testing.assert_array_equal(part.data["numbers"], np.full([1, 4, 4], 2.0))
         np.testing.assert_array_equal(part.data["texts"], np.full([1, 4, 4], b"a"))
         assert (float(part.data["scalar"]), int(part.rows)) == (2.0, 0)
@@ -279,7 +240,8 @@ def test_a_worker_without_rows_has_the_lengths_of_the_others():
 
 def test_when_no_worker_has_rows_the_dataset_has_ended_and_nothing_runs():
     (shards,) = cut_shards(batches(0), 2)
-    collectives = Counted(0, [0, 0])
+    collectives = OneWorker()
+    collectives.count, collectives.counts = 2, lambda own: tf.zeros([2], tf.int32)
     ran = tf.Variable(0)
 
     @tf.function

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import re
-import time
 from unittest import mock
 
 import keras
@@ -23,14 +22,22 @@ from keras_dp.wrapping.one_state import own_of
 
 TWO_WORKERS = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})
 ONE_WORKER = '{"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker", "index": 0}}'
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "a",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_PROCID": "1",
+    "SLURMD_NODENAME": "a",
+    "SLURM_LOCALID": "1",
+}
 
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
-    for name in os.environ:
-        others = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "RANK")
-        if name in ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART", *others) or name.startswith("SLURM"):
-            monkeypatch.delenv(name)
+    others = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "RANK", "no_proxy", "no_grpc_proxy")
+    for name in ("TF_CONFIG", "KERAS_DP_TOWERS", "KERAS_DP_RESTART", *others, *SLURM):
+        monkeypatch.setenv(name, "")  # Also a variable that the code sets is restored after the test.
+        monkeypatch.delenv(name)
     module._warn_once.cache_clear()
     monkeypatch.setattr(module, "SECONDS_TO_NOTICE", 0.1)
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.1)
@@ -38,11 +45,7 @@ def nobody_else(monkeypatch):
 
 @pytest.fixture
 def set_variables(monkeypatch):
-    def set_all(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return set_all
+    return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
 
 
 def messages(caplog):
@@ -99,42 +102,28 @@ def test_seconds_are_not_a_number_of_workers():
         keras_dp.connect_workers(2)
 
 
-@pytest.mark.parametrize("communication", ["RING", None])
-def test_other_communication_is_refused(communication):
-    with pytest.raises(ValueError, match=f"must be one of 'ring', 'nccl'.* Received: communication={communication!r}"):
-        keras_dp.connect_workers(communication=communication)
-
-
-@pytest.mark.parametrize(("name", "seconds"), [("timeout", 0), ("start_timeout", -1.0), ("timeout", "60"), ("timeout", None)])
-def test_times_that_are_none_are_refused(name, seconds):
-    with pytest.raises(ValueError, match=f"`{name}` must be a positive number of seconds.") as error:
-        keras_dp.connect_workers(**{name: seconds})
-    assert str(error.value).endswith(f" Received: {name}={seconds!r}")
-
-
-def test_a_malformed_cluster_is_refused(set_variables):
-    set_variables({"TF_CONFIG": "{"})
-    with pytest.raises(ValueError, match="TF_CONFIG is not JSON"):
-        keras_dp.connect_workers()
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *(("communication", value, "`communication` must be one of 'ring', 'nccl'") for value in ("RING", None)),
+        *(("timeout", seconds, "`timeout` must be a positive number of seconds.") for seconds in (0, "60", None)),
+        ("start_timeout", -1.0, "`start_timeout` must be a positive number of seconds."),
+    ],
+)
+def test_wrong_arguments_are_refused(name, value, said):
+    with pytest.raises(ValueError, match=f"{said}.* Received: {name}={value!r}"):
+        keras_dp.connect_workers(**{name: value})
 
 
 def test_it_is_too_late_once_tensorflow_has_started(set_variables):
     tf.constant(1.0)
-    set_variables({"no_grpc_proxy": "", "TF_CONFIG": TWO_WORKERS})  # The first is restored after the test.
+    set_variables({"TF_CONFIG": TWO_WORKERS})
     with pytest.raises(RuntimeError, match=r"connect_workers\(\) must be called before TensorFlow does anything"):
         keras_dp.connect_workers()
     assert current_workers().count == 1
 
 
 def test_the_launcher_says_how_many_towers_there_are(monkeypatch):
-    counts = []
-    monkeypatch.setattr(module, "use_logical_cpus", counts.append)
-    monkeypatch.setenv("KERAS_DP_TOWERS", "3")
-    assert keras_dp.connect_workers().count == 1
-    assert counts == [3]
-
-
-def test_towers_that_are_there_already_stay(monkeypatch):
     monkeypatch.setenv("KERAS_DP_TOWERS", "4")
     assert keras_dp.connect_workers().count == 1
     monkeypatch.setenv("KERAS_DP_TOWERS", "3")
@@ -143,15 +132,6 @@ def test_towers_that_are_there_already_stay(monkeypatch):
 
 
 # Not connected
-
-SLURM = {
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "a",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_PROCID": "1",
-    "SLURMD_NODENAME": "a",
-    "SLURM_LOCALID": "1",
-}
 
 
 def wrap_a_model():
@@ -199,14 +179,11 @@ def test_a_single_launched_worker_needs_no_connection(set_variables, caplog):
     ],
     ids=["no_proxy", "both"],
 )
-def test_workers_do_not_reach_each_other_through_proxies(variables, expected, set_variables, monkeypatch):
-    name = "no_grpc_proxy"
-    for one in ("no_proxy", name):
-        monkeypatch.setenv(one, "")  # A variable that exists is restored after the test; others are deleted.
-        monkeypatch.delenv(one)
+def test_workers_do_not_reach_each_other_through_proxies(variables, expected, set_variables):
     set_variables(variables)
     jobs = {"worker": ["alpha:1", "alpha:2", "beta.example:1", "[::1]:1"]}
     module._go_around_proxies(Cluster(jobs, "worker", 0))
+    name = "no_grpc_proxy"
     assert os.environ[name] == expected
 
 
@@ -236,12 +213,11 @@ def seed(number):
     tf.random.set_seed(number)
 
 
-@pytest.mark.parametrize("has_half_a_pair", [False, True])
-def test_random_numbers_become_the_first_workers(has_half_a_pair):
+def test_random_numbers_become_the_first_workers():
+    """Two generators keep the second of a pair of normal numbers for the next call."""
     seed(1)
-    if has_half_a_pair:  # Both generators keep the second of a pair of normal numbers for the next call.
-        random.gauss(0, 1)
-        np.random.normal()
+    random.gauss(0, 1)
+    np.random.normal()
     chief = Broadcast(None)
     share_random_state(WorkerGroup(chief))
     expected = draw()
@@ -254,20 +230,15 @@ def test_random_numbers_become_the_first_workers(has_half_a_pair):
 def test_random_numbers_that_are_the_same_go_on():
     """TensorFlow's generator starts over whenever it gets a seed, so that it must not get one."""
     seed(1)
-    expected = [tf.random.normal([3]).numpy().tolist() for _ in range(2)]
-    seed(1)
-    received = [tf.random.normal([3]).numpy().tolist()]
-    share_random_state(WorkerGroup(Broadcast(None)))
-    received.append(tf.random.normal([3]).numpy().tolist())
-    assert received == expected
-    # It gets none either if only Python's or NumPy's numbers differ.
     chief = Broadcast(None)
     share_random_state(WorkerGroup(chief))
-    seed(1)
-    tf.random.normal([3])
-    random.random()
-    share_random_state(WorkerGroup(Broadcast(chief.sent)))
-    assert tf.random.normal([3]).numpy().tolist() == expected[1]
+    expected = [tf.random.normal([3]).numpy().tolist() for _ in range(2)]
+    for draws_more in (lambda: None, random.random, np.random.random):  # The others' numbers may differ.
+        seed(1)
+        received = [tf.random.normal([3]).numpy().tolist()]
+        draws_more()
+        share_random_state(WorkerGroup(Broadcast(chief.sent)))
+        assert [*received, tf.random.normal([3]).numpy().tolist()] == expected
 
 
 # Errors
@@ -316,20 +287,14 @@ def test_errors_that_losses_cause_name_the_lost_worker(kind):
 
 
 def test_a_loss_is_waited_for_that_is_noticed_after_the_error():
-    class NoticedLater(Watched):
-        begin = time.monotonic()
+    """To wait for the reason is no lack of progress, for which the health check would give up."""
 
-        def __init__(self):
-            self.progress = 0
+    class NoticesLater(Watched):
+        def note_progress(self):
+            self.progress += 1
+            self.lost = "Worker 1 is lost" if self.progress == 3 else None
 
-        @property
-        def lost(self):
-            return "Worker 1 is lost" if time.monotonic() > self.begin + 0.05 else None
-
-    check = NoticedLater()
-    assert str(named(tf.errors.UnavailableError(None, None, "reset"), check)) == "Worker 1 is lost"
-    # To wait for the reason is no lack of progress, for which the health check would give up.
-    assert check.progress > 0
+    assert str(named(tf.errors.UnavailableError(None, None, "reset"), NoticesLater())) == "Worker 1 is lost"
 
 
 BROKEN = "Collective ops is aborted by: recvmsg:Connection reset by peer"
@@ -368,14 +333,11 @@ def test_a_worker_that_does_something_else_is_no_loss():
 
 
 def test_errors_that_are_the_scripts_own_stay():
-    for kind in (tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError, tf.errors.ResourceExhaustedError):
-        error = kind(None, None, "labels out of range")
+    own = [tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError, tf.errors.ResourceExhaustedError]
+    for error in (*(kind(None, None, "labels out of range") for kind in own), RuntimeError("of the user")):
         assert named(error, Watched("Worker 1 is lost")) is error
-    error = RuntimeError("of the user")
-    assert named(error, Watched("Worker 1 is lost")) is error
     error = tf.errors.InternalError(None, None, "CUDA")
-    assert named(error, Watched()) is error
-    assert named(error, None) is error
+    assert named(error, Watched()) is named(error, None) is error
 
 
 def test_what_has_failed_is_noted_until_a_step_succeeds():
@@ -405,18 +367,13 @@ def test_an_error_is_examined_once():
     error = tf.errors.UnknownError(None, None, "OSError: a file is gone")
 
     def fails():
-        with group.reporting_lost_workers():
-            raise error
-
-    def evaluates():
-        with group.reporting_lost_workers():
-            try:
-                fails()
-            finally:
-                check.lost = "Worker 0 is lost"
+        with group.reporting_lost_workers(), contextlib.ExitStack() as stack:
+            stack.callback(setattr, check, "lost", "Worker 0 is lost")
+            with group.reporting_lost_workers():
+                raise error
 
     with pytest.raises(tf.errors.UnknownError, match="a file is gone"):
-        evaluates()
+        fails()
 
 
 def test_progress_is_expected_where_workers_wait_for_each_other():
