@@ -13,9 +13,10 @@ from keras_dp.partition.facts.operations import CALLS
 from keras_dp.partition.facts.rows import Size
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 from keras_dp.partition.tracing.contents import Contents
+from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.hoisting import hoisted, hoisted_loops
 from keras_dp.partition.tracing.names import Output, control_inputs, data_inputs, name_of, output_of, source_of
-from keras_dp.partition.tracing.simplification import in_order, needed_nodes, simplify, without_waiting_results
+from keras_dp.partition.tracing.simplification import simplify, without_waiting_results
 
 Tensor = Any
 
@@ -123,7 +124,7 @@ def _simplified(traced: Traced) -> Traced:
     """Removes the nodes that are not needed, or that compute the same as another node."""
     contents = Contents(traced.library)
     # Reading a variable is not an effect. A node without effects may be there to wait for nodes that have some.
-    running = needed_nodes(traced.nodes, traced.effects)
+    running = Graph(traced.nodes).before(traced.effects)
     effects = [f"^{node.name}" for node in traced.nodes if node.name in running and contents.has_effects(node)]
     arguments = [f"^{name}" for name in traced.arguments]
     nodes, names = simplify(traced.nodes, [*traced.outputs, *effects, *arguments])
@@ -225,9 +226,8 @@ def _inline(graph: _Inlined, library: Mapping[str, Any]) -> _Inlined:
 
     for node in nodes:
         inputs = [new for name in node.input for new in renamed(name)]
-        del node.input[:]
-        node.input.extend(name for name in inputs if not name.startswith("^"))
-        node.input.extend(sorted({name for name in inputs if name.startswith("^")}))
+        controls = {name for name in inputs if name.startswith("^")}
+        set_inputs(node, [*(name for name in inputs if name not in controls), *sorted(controls)])
     return _Inlined(
         nodes,
         [new for name in graph.outputs for new in renamed(name)],
@@ -240,12 +240,10 @@ def _inlined_node(inner: Any, prefix: str, sources: Mapping[str, str], befores: 
     node = node_def_pb2.NodeDef()
     node.CopyFrom(inner)
     node.name = prefix + inner.name
-    del node.input[:]
-    for name in data_inputs(inner):
-        source, port = output_of(name)
-        node.input.append(sources[source] if source in sources else name_of(prefix + source, port))
-    for name in control_inputs(inner):
-        node.input.append(f"^{source_of(sources[name]) if name in sources else prefix + name}")
+    taken = (output_of(name) for name in data_inputs(inner))
+    data = [sources[source] if source in sources else name_of(prefix + source, port) for source, port in taken]
+    controls = [f"^{source_of(sources[name]) if name in sources else prefix + name}" for name in control_inputs(inner)]
+    set_inputs(node, [*data, *controls])
     if is_stateful(node.op) or not data_inputs(node):
         node.input.extend(befores)
     return node
@@ -266,9 +264,7 @@ def _analyzed(
         # Colocation may name an operation that was inlined.
         node.attr.pop("_class", None)
         # Nothing needs to wait for an argument.
-        inputs = [name for name in node.input if name[1:] not in specs or not name.startswith("^")]
-        del node.input[:]
-        node.input.extend(inputs)
+        set_inputs(node, [name for name in node.input if name[1:] not in specs or not name.startswith("^")])
     graph_def.node.extend(node for node in inlined.nodes if node.name not in specs)
     graph_def.library.function.extend(library.values())
     # With `set_shape`, Python code sets shapes that TensorFlow would not infer.
@@ -281,7 +277,7 @@ def _analyzed(
             graph_def, {f"{name}:0": tensor for name, tensor in feeds.items() if name in used}, name=""
         )
     return Traced(
-        list(in_order(inlined.nodes)),
+        Graph(inlined.nodes).in_order(),
         _Statics(prefix, graph, {name: tensor.op.name for name, tensor in feeds.items()}, said),
         library,
         arguments,
