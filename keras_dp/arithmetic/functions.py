@@ -9,7 +9,7 @@ from keras_dp.arithmetic.work import work_of_operations
 from keras_dp.partition.facts.operations import BRANCHES, CALLS, CASES, LOOPS
 from keras_dp.partition.tensorflow_internals import handle_data
 from keras_dp.partition.tracing.contents import functions_of
-from keras_dp.partition.tracing.graph import Traced, traced_function
+from keras_dp.partition.tracing.traced import Traced, traced_function
 
 Tensor = Any
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from keras_dp.arithmetic.functions import arithmetic_of
 from keras_dp.partition.step import Partition
-from keras_dp.partition.tracing.graph import traced_step
 from keras_dp.partition.tracing.trace import Trace
+from keras_dp.partition.tracing.traced import traced_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -57,7 +57,7 @@ class FoundWhole:
             "result is the same. To choose which tensors stay whole, name them: DataParallelModel(..., whole=%s).",
             listed_rows(rows),
             kept,
-            _quoted(names_of(others, rows)),
+            _names_of(others, rows),
         )
         return WholeTensors(named.names, tuple(others))
 
@@ -99,8 +99,7 @@ def refuse_other_rows(batch: Any, whole: WholeTensors) -> None:
 
 
 def _on_purpose(rows: Mapping[str, int | None]) -> str:
-    names = names_of(other_than_cut(rows), rows)
-    return f"If the numbers differ on purpose, use DataParallelModel(..., whole={_quoted(names)})."
+    return f"If the numbers differ on purpose, use DataParallelModel(..., whole={_names_of(other_than_cut(rows), rows)})."
 
 
 def refuse_other_rows_at_run_time(rows: Mapping[str, Tensor]) -> Any:
@@ -136,16 +135,15 @@ def naming_other_rows() -> Iterator[None]:
         raise
 
 
-def names_of(paths: Collection[str], cut: Iterable[str]) -> list[str]:
-    """Returns the shortest names of some tensors: one for a whole part of the batch where possible.
+def _names_of(paths: Iterable[str], cut: Collection[str]) -> str:
+    """Returns the names of tensors as a list in Python: a key that names no other tensor that is cut, or else the path."""
 
-    Args:
-        paths: the paths of the tensors.
-        cut: the paths of all tensors that are cut.
-    """
-    cut = list(cut)
-    parts = {part: inside for part, inside in _parts(cut).items() if inside <= set(paths)}
-    return [_shortest_name(inside, part, cut) for part, inside in parts.items() if not _around(part, parts)]
+    def name(path: str) -> str:
+        key = path.rpartition("/")[2]
+        is_own = not key.isdecimal() and [one for one in cut if has_name(one, key)] == [path]
+        return f'"{key if is_own else path}"'
+
+    return f"[{', '.join(map(name, paths))}]"
 
 
 def listed_rows(rows: Mapping[str, int | None]) -> str:
@@ -154,35 +152,5 @@ def listed_rows(rows: Mapping[str, int | None]) -> str:
     return " and ".join(f"{number} ({', '.join(path for path in rows if rows[path] == number)})" for number in numbers)
 
 
-def _parts(paths: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Returns the parts of a batch, tensors and nested structures, by their paths, with the paths of the tensors inside.
-
-    Of structures that contain the same tensors, the innermost stands for all.
-    """
-    beginnings = dict.fromkeys("/".join(path.split("/")[:length]) for path in paths for length in range(1, path.count("/") + 2))
-    by_content = {frozenset(path for path in paths if has_name(path, part)): part for part in sorted(beginnings, key=len)}
-    inside = {part: content for content, part in by_content.items()}
-    return {part: inside[part] for part in beginnings if part in inside}
-
-
-def _around(part: str, parts: Mapping[str, frozenset[str]]) -> list[str]:
-    """Returns the parts that contain a part and more."""
-    return [outer for outer, inside in parts.items() if inside > parts[part]]
-
-
-def _shortest_name(inside: Collection[str], part: str, cut: Iterable[str]) -> str:
-    """Returns a key that names the tensors of a part and no others that are cut; else the part's path."""
-    keys = part.split("/")
-    for start in reversed(range(len(keys))):
-        name = "/".join(keys[start:])
-        if not keys[start].isdecimal() and {path for path in cut if has_name(path, name)} == set(inside):
-            return name
-    return part
-
-
 def _has_targets(batch: Any) -> bool:
     return any(has_name(path, "1") and leaf is not None for path, leaf in leaves_of(batch))
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return "[{}]".format(", ".join(f'"{name}"' for name in names))

@@ -50,7 +50,7 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
     """
     variables = _floating(model)
     homes = _spread(variables, devices) if parameter_device == SHARDED else [parameter_device] * len(variables)
-    move(model, zip(variables, homes, strict=True))
+    move(zip(variables, homes, strict=True))
     for variable, device in zip(variables, homes, strict=True):
         if parameter_device == SHARDED and home(variable) == device:
             native(variable)._keras_dp_spread_over = tuple(devices)
@@ -59,14 +59,13 @@ def place(model: keras.Model, parameter_device: str, devices: Sequence[str]) -> 
 def place_state(model: keras.Model) -> None:
     """Moves the state that a model's built optimizers keep for each weight to the device of that weight."""
     for optimizer in keras_optimizers.optimizers_of(model):
-        move(model, ((variable, home(weight)) for variable, weight in keras_optimizers.optimizer_state(optimizer)))
+        move((variable, home(weight)) for variable, weight in keras_optimizers.optimizer_state(optimizer))
 
 
-def move(model: keras.Model, homes: Iterable[tuple[keras.Variable, str]]) -> None:
+def move(homes: Iterable[tuple[keras.Variable, str]]) -> None:
     """Moves variables to their new homes. Functions that were traced before follow them.
 
     Args:
-        model: the model.
         homes: the variables, of the model or of its optimizers, with their new homes.
     """
     left = []
@@ -77,9 +76,6 @@ def move(model: keras.Model, homes: Iterable[tuple[keras.Variable, str]]) -> Non
     moved = {id(old.handle): native(variable) for old, variable in left}
     if moved:
         keras_models.follow_moved(moved)
-        for layer in keras_models.flatten_layers(model):
-            if isinstance(layer, keras.Model):
-                keras_models.forget_traces(layer)
 
 
 @contextlib.contextmanager

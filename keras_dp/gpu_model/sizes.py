@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.arithmetic.work import become_placeholder, costed_nodes
+from keras_dp.partition.tracing.graph import set_inputs
 from keras_dp.partition.tracing.names import source_of
 
 # Operations that take a part of a variable, whose shape is not in a GraphDef.
@@ -84,9 +85,7 @@ def _has_unknown_end(operation: tf.Operation) -> bool:
 
 def _become_identity(node: Any) -> None:
     """Turns a NodeDef into one that returns its first input."""
-    inputs = [node.input[0], *(f"^{source_of(name)}" for name in node.input[1:])]
     node.op = "Identity"
-    del node.input[:]
-    node.input.extend(dict.fromkeys(inputs))
+    set_inputs(node, dict.fromkeys([node.input[0], *(f"^{source_of(name)}" for name in node.input[1:])]))
     for name in set(node.attr) - {"T"}:
         del node.attr[name]

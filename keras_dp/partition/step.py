@@ -25,8 +25,8 @@ from keras_dp.partition.running.functions import types_of
 from keras_dp.partition.running.packing import pack_copies as pack
 from keras_dp.partition.running.relays import combine_on_towers
 from keras_dp.partition.tensorflow_internals import graphs_around
-from keras_dp.partition.tracing.graph import Traced, traced_step
 from keras_dp.partition.tracing.trace import Trace
+from keras_dp.partition.tracing.traced import Traced, traced_step
 
 Tensor = Any
 

@@ -1,10 +1,12 @@
 """Tell weights, gradients and moments apart among the tensors that are sent."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
+
+from keras_dp.partition.tracing.graph import reached
 
 Tensor = Any
 
@@ -61,7 +63,7 @@ class KindsOfCopies:
             # The messages of all towers are stacked before they are split.
             unpacked = unpacked.outputs[0].consumers()[0]
         # The graph optimizer may leave out what reshapes a tensor, and may pack constants beforehand.
-        received = [_takers(*_unpacked(taken)) for taken in unpacked.outputs]
+        received = [[taker.name for taker in _takers(*_unpacked(taken))] for taken in unpacked.outputs]
         parts = list(map(_before_packing, packed.inputs[:-1]))
         if len(received) != len(parts):
             received = [[name for names in received for name in names]] * len(parts)
@@ -84,40 +86,15 @@ class KindsOfCopies:
 
     def _is_of_bags(self, operation: tf.Operation) -> bool:
         """Returns whether an operation at home combines entries of a trainable weight that are looked up for a tower."""
-        found, waiting = {operation.name}, [operation]
-        while waiting:
-            operation = waiting.pop()
-            if operation.type in ("GatherV2", "ResourceGather") and self._reads_weights(operation):
-                return True
-            sources = [tensor.op for tensor in operation.inputs if not _is_on_tower(tensor.op) and tensor.op.name not in found]
-            found.update(source.name for source in sources)
-            waiting += sources
-        return False
+        looked_up = (one for one in reached([operation], _sources_at_home) if one.type in ("GatherV2", "ResourceGather"))
+        return any(map(self._reads_weights, looked_up))
 
     def _comes_from_towers(self, operation: tf.Operation) -> bool:
-        found = {operation.name}
-        waiting = [operation]
-        while waiting:
-            operation = waiting.pop()
-            if _is_on_tower(operation):
-                return True
-            sources = [tensor.op for tensor in operation.inputs if tensor.op.name not in found]
-            found.update(source.name for source in sources)
-            waiting += sources
-        return False
+        return any(map(_is_on_tower, reached([operation], lambda one: () if _is_on_tower(one) else _sources(one))))
 
-    def _at_home_after(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+    def _at_home_after(self, operations: Iterable[tf.Operation]) -> Set[tf.Operation]:
         """Returns the operations and all that depend on them, on each path up to the first operation on a tower."""
-        found = {operation.name: operation for operation in operations}
-        waiting = list(found.values())
-        while waiting:
-            operation = waiting.pop()
-            if not _is_on_tower(operation):
-                for taker in (taker for tensor in operation.outputs for taker in tensor.consumers()):
-                    if taker.name not in found:
-                        found[taker.name] = taker
-                        waiting.append(taker)
-        return list(found.values())
+        return reached(operations, lambda one: () if _is_on_tower(one) else _takers(*one.outputs))
 
     def _updates_weights(self, operations: Iterable[tf.Operation]) -> bool:
         """Returns whether one of some operations updates a trainable weight or its optimizer state."""
@@ -129,8 +106,16 @@ class KindsOfCopies:
         )
 
 
-def _takers(*tensors: Tensor) -> list[str]:
-    return [taker.name for tensor in tensors for taker in tensor.consumers()]
+def _takers(*tensors: Tensor) -> list[tf.Operation]:
+    return [taker for tensor in tensors for taker in tensor.consumers()]
+
+
+def _sources(operation: tf.Operation) -> list[tf.Operation]:
+    return [tensor.op for tensor in operation.inputs]
+
+
+def _sources_at_home(operation: tf.Operation) -> list[tf.Operation]:
+    return [source for source in _sources(operation) if not _is_on_tower(source)]
 
 
 def _is_packing(operation: tf.Operation) -> bool:

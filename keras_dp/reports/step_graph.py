@@ -23,8 +23,9 @@ from keras_dp.keras_internals.replacing import replaced
 from keras_dp.keras_internals.tensorflow_runtime import definition_of, is_collecting_graphs
 from keras_dp.partition.inspecting.other_state import change_of_other_state
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder
-from keras_dp.partition.tracing.graph import Traced
+from keras_dp.partition.tracing.graph import set_inputs
 from keras_dp.partition.tracing.names import source_of
+from keras_dp.partition.tracing.traced import Traced
 from keras_dp.reports.wrapped import Wrapped, inspected
 from keras_dp.steps.random_states import same_random_states
 
@@ -281,9 +282,8 @@ def _merged(parts: Sequence[Any]) -> graph_pb2.GraphDef:
             for attribute in set(new.attr) - known:
                 del new.attr[attribute]
             inputs = [_source(name, sources) for name in node.input]
-            del new.input[:]
-            new.input.extend([name for name in inputs if name[0] != "^"])
-            new.input.extend(sorted({name for name in inputs if name[0] == "^"} - arguments))
+            controls = {name for name in inputs if name[0] == "^"}
+            set_inputs(new, [*(name for name in inputs if name not in controls), *sorted(controls - arguments)])
     return merged
 
 

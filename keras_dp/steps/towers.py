@@ -23,8 +23,8 @@ from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.inspecting.failures import failed_operation
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
-from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import source_of
+from keras_dp.partition.tracing.traced import Traced
 from keras_dp.steps.partitioned import StepOnSlices, on_slices
 from keras_dp.steps.plain import plain_step
 from keras_dp.steps.slow_steps import SlowSteps

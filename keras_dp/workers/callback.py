@@ -38,7 +38,8 @@ class SameStateCallback(keras.callbacks.Callback):
         self._group, self._state = group, state
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Raises a RuntimeError if variables differ."""
+        """Raises an error if the workers' batches or variables differ."""
+        self.model.distribute_strategy.different_batches.report()
         refuse_different(self._group, self._state())
 
 
@@ -84,7 +85,6 @@ class WorkersCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends training on all workers if a callback of any worker ends it, and gives all the chief's state."""
-        self.model.distribute_strategy.different_batches.report()
         self.model.stop_training = any(self._exchange(bool(self.model.stop_training)))
         synchronize(self._group, self._state())
 

@@ -13,8 +13,8 @@ from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.step import Partition, build, given, propagate, run
-from keras_dp.partition.tracing.graph import traced_step
 from keras_dp.partition.tracing.trace import Trace
+from keras_dp.partition.tracing.traced import traced_step
 from keras_dp.steps.partitioned import arguments_of, rows_of
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.workers.collectives import OneWorker

@@ -4,8 +4,7 @@
   keras-dp launch --hosts alpha,beta --towers-per-worker 4 train.py --epochs 3
 
 All workers run the same script. TF_CONFIG tells each worker its number and the addresses of all workers. Each line of output
-is printed after the worker's number. On a terminal, the first worker's progress bar is drawn in place. Other bars are thinned
-out.
+is printed after the worker's number. Progress bars are thinned out.
 
 When a worker fails, the other workers are ended too, and the last lines of the failed worker are shown. With --max-restarts,
 all workers then start again, and the script resumes from its last backup by keras.callbacks.BackupAndRestore. With
@@ -38,7 +37,7 @@ from typing import IO, TypeAlias
 
 from keras_dp.cli.launch import cores
 from keras_dp.cli.launch.members import Members
-from keras_dp.cli.launch.output import TAIL_LINES, Screen, WorkerOutput
+from keras_dp.cli.launch.output import TAIL_LINES, WorkerOutput, print_line
 from keras_dp.devices import nvidia
 
 GRACE_SECONDS = 5.0  # for the other workers to notice that one is lost
@@ -110,7 +109,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     gpus = _gpus_of_workers(options.workers, options.towers_per_worker)
     members = Members(options.workers, options.min_workers or options.workers)
-    screen = Screen(sys.stdout)
     events: _Events = queue.SimpleQueue()
     with _signals_into(events):
         for restart in itertools.count():
@@ -123,15 +121,15 @@ def run(options: argparse.Namespace) -> int:
                 {**shared, **_place(addresses, index, options.towers_per_worker), **gpus[place]}
                 for index, place in enumerate(members.places)
             ]
-            failed, received = _run_workers([sys.executable, *script], environments, shares, events, screen)
+            failed, received = _run_workers([sys.executable, *script], environments, shares, events)
             if failed is not None:
-                screen.line(f"keras-dp launch: {failed.failure()}", sys.stderr)
+                print_line(f"keras-dp launch: {failed.failure()}", sys.stderr)
             if received is not None:
                 return 128 + received
             if failed is None or restart == options.max_restarts:
                 break
             again = members.start_again(failed.culprit())
-            screen.line(f"keras-dp launch: {again}, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
+            print_line(f"keras-dp launch: {again}, restart {restart + 1} of {options.max_restarts}.", sys.stderr)
     return 0 if failed is None else failed.exit_code()
 
 
@@ -141,9 +139,7 @@ class _Worker:
     The worker puts itself into `events` when its process has ended.
     """
 
-    def __init__(
-        self, index: int, command: Sequence[str], environment: Mapping[str, str], events: "_Events", screen: Screen
-    ) -> None:
+    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: "_Events"):
         self.index = index
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.process = subprocess.Popen(
@@ -154,11 +150,7 @@ class _Worker:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        is_chief = index == 0
-        self.outputs = [
-            WorkerOutput(index, stream, screen, is_drawn=is_chief and stream is sys.stdout, tail=self.tail)
-            for stream in (sys.stdout, sys.stderr)
-        ]
+        self.outputs = [WorkerOutput(index, stream, self.tail) for stream in (sys.stdout, sys.stderr)]
         self.readers = [
             threading.Thread(target=_read, args=arguments, daemon=True)
             for arguments in zip((self.process.stdout, self.process.stderr), self.outputs, strict=True)
@@ -220,7 +212,6 @@ def _run_workers(
     environments: Iterable[Mapping[str, str]],
     shares: Sequence[frozenset[int]],
     events: _Events,
-    screen: Screen,
 ) -> tuple[_Worker | None, int | None]:
     """Runs a worker in each of the environments until all have ended.
 
@@ -229,7 +220,6 @@ def _run_workers(
         environments: the environment variables of each worker.
         shares: the cores of each worker, as `cores.shares` returns them.
         events: the queue of ended workers, and of the numbers of signals to the launcher.
-        screen: the screen for the workers' output.
 
     Returns:
         The first worker that has failed before any signal, and the first signal to the launcher. Each may be None.
@@ -241,7 +231,7 @@ def _run_workers(
     running: set[_Worker] = set()
     try:
         for index, environment in enumerate(environments):
-            workers.append(_Worker(index, command, environment, events, screen))
+            workers.append(_Worker(index, command, environment, events))
             running.add(workers[-1])
             cores.confine(workers[-1].process.pid, shares[index])
         while running:

@@ -1,72 +1,40 @@
 """Print the output of several workers, line by line."""
 
 import re
-import shutil
 import threading
 import time
 from collections import deque
 from typing import TextIO
 
-SECONDS_BETWEEN_STATES = 10.0  # for a bar whose states are printed as lines
+SECONDS_BETWEEN_STATES = 10.0  # of a progress bar
 TAIL_LINES = 20
 
-_ERASE = "\r\x1b[K"
 _ENDS = re.compile(r"\r|\n")
 _TERMINAL_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\b]")
+_printing = threading.Lock()
 
 
-class Screen:
-    """Prints lines and, on a terminal, keeps one progress bar below them.
-
-    Args:
-        out: the stream of the bar, if it is a terminal.
-    """
-
-    def __init__(self, out: TextIO):
-        self._out = out
-        self._bar = ""
-        self._printing = threading.Lock()
-        self.has_bar = out.isatty()
-
-    def line(self, text: str, stream: TextIO) -> None:
-        """Prints a whole line."""
-        with self._printing:
-            self._draw(_ERASE if self._bar else "")
-            print(text, file=stream, flush=True)
-            self._draw(self._bar)
-
-    def bar(self, text: str) -> None:
-        """Draws a new state of the bar, or removes the bar if the text is empty."""
-        with self._printing:
-            width = shutil.get_terminal_size().columns - 1
-            self._bar = text[:width]
-            self._draw(_ERASE + self._bar)
-
-    def _draw(self, text: str) -> None:
-        if text:
-            self._out.write(text)
-            self._out.flush()
+def print_line(text: str, stream: TextIO) -> None:
+    """Prints a whole line: threads print for their workers at the same time."""
+    with _printing:
+        print(text, file=stream, flush=True)
 
 
 class WorkerOutput:
     """Prints one stream of a worker's output, with the worker's number before each line.
 
-    A line that is overwritten from its beginning is a progress bar. On a terminal, the first worker's bar is drawn in place.
-    Any other bar is printed in its last state. Until then, a changed state is printed at most every `SECONDS_BETWEEN_STATES`.
+    A line that is overwritten from its beginning is a progress bar. It is printed in its last state. Until then, a changed
+    state is printed at most every `SECONDS_BETWEEN_STATES`.
 
     Args:
         index: the worker's number.
         stream: the stream to print to.
-        screen: the screen that all workers share.
-        is_drawn: whether bars are drawn in place, if there is a terminal.
         tail: collects the finished lines.
     """
 
-    def __init__(self, index: int, stream: TextIO, screen: Screen, is_drawn: bool, tail: deque[str]):
+    def __init__(self, index: int, stream: TextIO, tail: deque[str]):
         self._prefix = f"[{index}] "
         self._stream = stream
-        self._screen = screen
-        self._is_drawn = is_drawn and screen.has_bar
         self._tail = tail
         self._text = ""
         self._goes_back = False
@@ -109,15 +77,11 @@ class WorkerOutput:
         self._text += text
 
     def _show(self, state: str) -> None:
-        if self._is_drawn:
-            self._screen.bar(self._prefix + state)
-        elif state != self._shown and time.monotonic() - self._shown_at > SECONDS_BETWEEN_STATES:
+        if state != self._shown and time.monotonic() - self._shown_at > SECONDS_BETWEEN_STATES:
             self._shown, self._shown_at = state, time.monotonic()
-            self._screen.line(self._prefix + state, self._stream)
+            print_line(self._prefix + state, self._stream)
 
     def _finish(self) -> None:
-        if self._is_bar and self._is_drawn:
-            self._screen.bar("")
-        self._screen.line(self._prefix + self.unfinished, self._stream)
+        print_line(self._prefix + self.unfinished, self._stream)
         self._tail.append(self.unfinished)
         self._text, self._goes_back, self._is_bar = "", False, False

@@ -135,7 +135,7 @@ def _on_first_gpu(parallel: keras_dp.DataParallelModel, device: str, variables_m
     of_optimizer = model.optimizer.variables if model.optimizer is not None else []
     variables = [*model.variables, *model.metrics_variables, *of_optimizer]
     # A GPU has no variables of 32-bit integers.
-    move(model, [(one, device) for one in variables if home(one) == HOST and one.dtype != "int32"])
+    move([(one, device) for one in variables if home(one) == HOST and one.dtype != "int32"])
 
 
 def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:

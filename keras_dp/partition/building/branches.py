@@ -8,6 +8,7 @@ from tensorflow.core.framework import function_pb2, node_def_pb2
 
 from keras_dp.partition.facts.operations import BRANCHES
 from keras_dp.partition.tensorflow_internals import add_function, unused_function_name
+from keras_dp.partition.tracing.graph import set_inputs
 from keras_dp.partition.tracing.names import control_inputs, data_inputs
 
 
@@ -89,9 +90,8 @@ def _without(merged: Mapping[str, str], function: Any) -> Any:
         if node.name not in merged:
             kept = made.node_def.add()
             kept.CopyFrom(node)
-            del kept.input[:]
-            kept.input.extend(map(renamed, data_inputs(node)))
-            kept.input.extend(dict.fromkeys(renamed(f"^{name}") for name in control_inputs(node)))
+            controls = dict.fromkeys(renamed(f"^{name}") for name in control_inputs(node))
+            set_inputs(kept, [*map(renamed, data_inputs(node)), *controls])
     for results in (made.ret, made.control_ret):
         for result, name in list(results.items()):
             results[result] = renamed(name)

@@ -11,8 +11,9 @@ from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import CHECKS
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.tensorflow_internals import is_stateful
-from keras_dp.partition.tracing.graph import nodes_with
+from keras_dp.partition.tracing.graph import Graph
 from keras_dp.partition.tracing.names import data_inputs, source_of
+from keras_dp.partition.tracing.traced import nodes_with
 
 # Operations that are there to fail, or run code of the user.
 _CHECKING = frozenset([*CHECKS, *types("Assert EagerPyFunc PyFunc PyFuncStateless")])
@@ -45,12 +46,10 @@ def hold_back_writes(built: Built) -> None:
     # There, the number of rows may depend on the batch. In the partitioned graph, it may be a constant.
     of_batch = awaited.union(graph.given.values(), instances.of(_nodes_of_batch(propagation))) - handles
     sources = {node.name: [source_of(name) for name in node.input] for node in nodes}
-    written: set[str] = set()
     for node in nodes:
         if not of_batch.isdisjoint(map(source_of, data_inputs(node))):
             of_batch.add(node.name)
-        if _writes(node, handles) or not written.isdisjoint(sources[node.name]):
-            written.add(node.name)
+    written = Graph(nodes).after(node.name for node in nodes if _writes(node, handles))
     # A write that an operation depends on cannot wait for it. Only checks are worth an early write.
     failing = (instances.of(nodes_with(_FAILING, propagation.traced)) & of_batch) - written
     leading: set[str] = set()

@@ -9,6 +9,7 @@ from keras_dp.partition.building.needed import Instance, Kind
 from keras_dp.partition.facts.placements import REPLICATE, Shard
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.slice_bytes import bytes_of, bytes_of_slice
+from keras_dp.partition.tracing.graph import takers_of
 from keras_dp.partition.tracing.names import Output
 
 # Their arithmetic is little beside sending their inputs.
@@ -30,13 +31,11 @@ class Lookups:
 
     def __init__(self, propagation: Propagation, needed: Collection[Instance]):
         self._propagation = propagation
-        self._takers: dict[Output, set[str]] = defaultdict(set)
+        on_towers = [name for name in propagation.nodes if (Kind.TOWERS, name) in needed or (Kind.SHAPES, name) in needed]
+        self._takers = takers_of({name: propagation.sources[name] for name in on_towers})
         lookups: dict[Output, list[str]] = defaultdict(list)
         sent: set[Output] = set()
-        for name in propagation.nodes:
-            if (Kind.TOWERS, name) in needed or (Kind.SHAPES, name) in needed:
-                for output in propagation.sources[name]:
-                    self._takers[output].add(name)
+        for name in on_towers:
             if (Kind.TOWERS, name) in needed:
                 table = self._table(name)
                 if table is not None:
@@ -82,7 +81,7 @@ class Lookups:
         name, combined, best, others = lookup, list[str](), 0, 0.0
         fewest = self._bytes((lookup, 0))
         while True:
-            takers = self._takers[name, 0]
+            takers = set(self._takers[name, 0])
             shapes = {taker for taker in takers if self._propagation.nodes[taker].op in ("Shape", "Size")}
             if len(takers - shapes) != 1:
                 return combined[:best]

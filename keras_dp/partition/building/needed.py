@@ -1,7 +1,7 @@
 """Find the instances of traced nodes that a partitioned graph needs."""
 
 import enum
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from typing import Any
 
 from keras_dp.partition.building.constants import Constants
@@ -9,6 +9,7 @@ from keras_dp.partition.facts.operations import SHAPES
 from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, Facts, Need, Placement, Shard
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.tracing.graph import reached
 from keras_dp.partition.tracing.names import Output
 
 
@@ -44,21 +45,18 @@ class NeededInstances:
     def __init__(self, propagation: Propagation, given: Container[str], constants: Constants):
         self._propagation, self._given, self._constants = propagation, given, constants
 
-    def of(self, outputs: Iterable[tuple[Output, Need]], effects: Iterable[str]) -> set[Instance]:
+    def of(self, outputs: Iterable[tuple[Output, Need]], effects: Iterable[str]) -> Set[Instance]:
         """Returns the instances that some tensors need, each in a form, and some nodes with effects."""
         taken = [instance for output, need in outputs for instance in self._makers(output, need)]
         return self._needed(taken + self._kinds_after(effects))
 
-    def _needed(self, wanted: list[Instance]) -> set[Instance]:
+    def _needed(self, wanted: list[Instance]) -> Set[Instance]:
         """Returns some instances and all instances that they depend on."""
-        needed: set[Instance] = set()
-        waiting = list(wanted)
-        while waiting:
-            instance = waiting.pop()
-            if instance not in needed and instance[0] is not Kind.FED:
-                needed.add(instance)
-                waiting += self._sources(*instance)
-        return needed
+
+        def made(instances: Iterable[Instance]) -> list[Instance]:
+            return [instance for instance in instances if instance[0] is not Kind.FED]
+
+        return reached(made(wanted), lambda instance: made(self._sources(*instance)))
 
     def early(self, needed: Iterable[Instance]) -> set[Output]:
         """Returns the tensors of which an instance on a tower needs the whole, directly or indirectly."""

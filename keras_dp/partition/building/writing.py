@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.tensorflow_internals import results_of
+from keras_dp.partition.tracing.graph import set_inputs
 from keras_dp.partition.tracing.names import control_inputs, data_inputs, output_of, source_of
 
 
@@ -139,8 +140,7 @@ class GraphWriter:
         made = self.function.node_def.add()
         made.CopyFrom(node)
         made.name, made.device = self._named(self.origins.get(node.name, node.name), tower), device
-        del made.input[:]
-        made.input.extend(inputs)
+        set_inputs(made, inputs)
         self._results[made.name] = results_of(made)
         return str(made.name)
 
@@ -156,9 +156,8 @@ class GraphWriter:
         axis = self.function.node_def.add(op="Const", name=self.unique(f"{node.name}/axis"), device=node.device)
         axis.attr["dtype"].type = tf.int32.as_datatype_enum
         axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(0, tf.int32))
-        inputs = [f"{stacked.name}:output:0", f"{axis.name}:output:0", *(f"^{name}" for name in control_inputs(node))]
-        del node.input[:]
-        node.input.extend(inputs)
+        controls = [f"^{name}" for name in control_inputs(node)]
+        set_inputs(node, [f"{stacked.name}:output:0", f"{axis.name}:output:0", *controls])
         node.op = "Sum"
         del node.attr["N"]
         node.attr["Tidx"].type, node.attr["keep_dims"].b = tf.int32.as_datatype_enum, False
@@ -189,9 +188,7 @@ class GraphWriter:
         node.name, node.device = name, full_name(device)
         if operation:
             node.op = operation
-        del node.input[:]
-        node.input.extend(map(self._input, inputs))
-        node.input.extend(sorted(set(controls)))
+        set_inputs(node, [*map(self._input, inputs), *sorted(set(controls))])
         self._count_rounds(name, [*inputs, *controls])
         return node
 

@@ -19,9 +19,9 @@ from keras_dp.partition.inspecting.changes import Change, below_rounding
 from keras_dp.partition.inspecting.rounding import LAST_PLACES, Rounding
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.step import Argument, build, given, propagate, run
-from keras_dp.partition.tracing.graph import Traced, traced_step
 from keras_dp.partition.tracing.names import Output, name_of, output_of, source_of
 from keras_dp.partition.tracing.trace import Trace
+from keras_dp.partition.tracing.traced import Traced, traced_step
 
 Tensor = Any
 

@@ -9,6 +9,7 @@ from keras_dp.partition.facts.placements import Partial, Replicate, Shard
 from keras_dp.partition.inspecting.agreement import Comparison, Difference
 from keras_dp.partition.inspecting.both_ways import BothWays, agreement_of
 from keras_dp.partition.placing.propagation import Propagation
+from keras_dp.partition.tracing.graph import reached
 from keras_dp.partition.tracing.names import Output, name_of
 from keras_dp.partition.tracing.user_lines import user_line
 
@@ -41,7 +42,7 @@ def compare(both: BothWays) -> Comparison:
         unknown = [output for output in comparable if output not in found]
         if first is not None:
             behind = _behind(first, both.propagation)
-            inputs = _behind(first, both.propagation, frozenset(comparable)).intersection(unknown)
+            inputs = _behind(first, both.propagation, frozenset(comparable)) & set(unknown)
             if not inputs:
                 break
             others = [output for output in unknown if output in behind and output not in inputs]
@@ -73,15 +74,14 @@ def _spread(outputs: Sequence[Output]) -> list[Output]:
     return list(outputs[::-1][::step][::-1])
 
 
-def _behind(output: Output, propagation: Propagation, ends: Set[Output] = frozenset()) -> set[Output]:
+def _behind(output: Output, propagation: Propagation, ends: Set[Output] = frozenset()) -> Set[Output]:
     """Returns the tensors that a tensor depends on, without what is behind some others."""
-    found: set[Output] = set()
-    waiting = [output[0]]
-    while waiting:
-        sources = set(propagation.sources.get(waiting.pop(), ())) - found
-        found |= sources
-        waiting += [name for name, port in sources if (name, port) not in ends]
-    return found
+    sources = propagation.sources
+
+    def following(of: Output) -> Sequence[Output]:
+        return () if of in ends else sources.get(of[0], ())
+
+    return reached(sources.get(output[0], ()), following)
 
 
 def _comparable(propagation: Propagation) -> list[Output]:

@@ -7,8 +7,8 @@ import tensorflow as tf
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.tracing.contents import Contents, functions_of
-from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import data_inputs, source_of
+from keras_dp.partition.tracing.traced import Traced
 from keras_dp.partition.tracing.user_lines import user_line
 
 _READING = types(

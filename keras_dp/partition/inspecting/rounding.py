@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from keras_dp.partition.facts.node import Static
 from keras_dp.partition.tensorflow_internals import is_stateful
-from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import Output, data_inputs, output_of
+from keras_dp.partition.tracing.traced import Traced
 
 # The relative size of the last place of a number.
 LAST_PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}

@@ -5,13 +5,13 @@ the rows of the gradient are gathered, and squared at home. If towers squared th
 towers and home is a minimum cut in general. Here each group of connected operations moves as a whole, or stays.
 """
 
-from collections import defaultdict
 from typing import Any, Protocol
 
 from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.facts.placements import REPLICATE, Facts, Shard
 from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
+from keras_dp.partition.tracing.graph import takers_of
 from keras_dp.partition.tracing.names import Output
 
 # These take no time of their own, or tell something of the tensor.
@@ -30,10 +30,7 @@ class Planned(Protocol):
 
 def compute_once_from_gathered_rows(planned: Planned) -> None:
     """Plans at home the operations on entries whose results are only taken at home, where fewer tensors are gathered so."""
-    takers: dict[Output, list[str]] = defaultdict(list)
-    for name, sources in planned.sources.items():
-        for output in sources:
-            takers[output].append(name)
+    takers = takers_of(planned.sources)
     movable: set[str] = set()
     for name in reversed(planned.nodes):
         taken_by = takers[name, 0]

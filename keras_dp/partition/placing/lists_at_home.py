@@ -4,12 +4,15 @@ Rows can be gathered, but a TensorList on towers cannot. If an operation that is
 fill the list are computed once, too.
 """
 
+from collections.abc import Set
+
 from keras_dp.partition.facts.placements import REPLICATE, ListOf
 from keras_dp.partition.placing.planned import Planned
+from keras_dp.partition.tracing.graph import reached
 from keras_dp.partition.tracing.names import Output
 
 
-def lists_wanted_at_home(name: str, propagation: Planned) -> set[str]:
+def lists_wanted_at_home(name: str, propagation: Planned) -> Set[str]:
     """Returns the nodes on towers that make the lists that a node takes at home, directly or from other lists.
 
     Args:
@@ -19,15 +22,15 @@ def lists_wanted_at_home(name: str, propagation: Planned) -> set[str]:
     plan, sources = propagation.plans[name], propagation.sources[name]
     needs = plan.needs or [REPLICATE] * len(sources)
     taken = zip(sources, needs, strict=True)
-    waiting = [source for source, need in taken if _is_list(source, propagation) and not isinstance(need, ListOf)]
-    wanted: set[str] = set()
-    while waiting:
-        maker = waiting.pop()[0]
-        plan = propagation.plans[maker]
-        if maker not in wanted and not plan.is_at_home and not plan.also_at_home:
-            wanted.add(maker)
-            waiting += [source for source in propagation.sources[maker] if _is_list(source, propagation)]
-    return wanted
+    begins = {source[0] for source, need in taken if _is_list(source, propagation) and not isinstance(need, ListOf)}
+
+    def is_movable(maker: str) -> bool:
+        return not (propagation.plans[maker].is_at_home or propagation.plans[maker].also_at_home)
+
+    def makers(name: str) -> set[str]:
+        return {source[0] for source in propagation.sources[name] if _is_list(source, propagation)}
+
+    return reached(filter(is_movable, begins), lambda name: filter(is_movable, makers(name)))
 
 
 def _is_list(output: Output, propagation: Planned) -> bool:

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from keras_dp.partition.facts.node import Plan, Static
 from keras_dp.partition.facts.placements import Facts
-from keras_dp.partition.tracing.graph import Traced
 from keras_dp.partition.tracing.names import Output
+from keras_dp.partition.tracing.traced import Traced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Propagate placements from the batch to the results."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,12 @@ from keras_dp.partition.placing.rules.elementwise import CHECKS
 from keras_dp.partition.placing.rules.own import with_own
 from keras_dp.partition.placing.rules.recurrent import RECURRENT
 from keras_dp.partition.tensorflow_internals import is_stateful
-from keras_dp.partition.tracing.graph import Traced, awaited_effects, traced_function
 from keras_dp.partition.tracing.names import Output, data_inputs, name_of, output_of
+from keras_dp.partition.tracing.traced import Traced, awaited_effects, traced_function
 from keras_dp.partition.tracing.user_lines import user_line
 
+_Blocks = tuple[Any, ...] | None  # the segments of the rows that a node may make; None if it makes no rows
+_Entries = Sequence[np.ndarray | None] | None  # the integers of each result, as far as they are known
 _LISTS = ("EmptyTensorList", "TensorListReserve")
 _INTEGERS = (tf.int32, tf.int64, tf.bool)
 
@@ -203,47 +205,97 @@ class Propagation:
         return propagation, results
 
     def _plan(self, definition: Any) -> Plan:
+        """Plans a node by the first of the planners that has a plan."""
         node = self.view(definition)
-        if node.type == "Const":
-            return Plan([Facts(REPLICATE, _constant(definition))])
-        if node.name in self._at_home:
-            return self._once(node, self._at_home[node.name])
         blocks = None if self._row_sources is None else self._row_sources.blocks_made(node, self.facts)
-        recomputed = self._recomputation.plan(node, self.sources[node.name])
-        if recomputed is not None:
-            return recomputed
-        if any(facts.placement == OWN for facts in node.inputs) and not is_stateful(node.type):
-            return self._with_own(node, blocks)
-        is_spread = any(facts.placement != REPLICATE for facts in node.inputs)
-        counts_rows = any(facts.counts_rows() for facts in node.inputs)
         entries = evaluate(node) if _is_small(node) else None
-        if not is_spread and entries is None and blocks is not None:
-            made = self._by_rule(node, blocks)
-            if made is not None and self._is_sound(node, made):
-                return made
-        if not is_spread and not counts_rows and node.type not in _LISTS:
-            # In loops, rules may know more of a shape than TensorFlow does.
-            shape = node.shape(0) if len(node.inputs) == len(node.results) == 1 and node.type in ("Identity", "Cast") else None
-            return Plan([Facts(REPLICATE, None if entries is None else entries[k], shape) for k in range(len(node.results))])
-        if (
-            entries is not None
-            and all(known is not None for known in entries)
-            and (node.type in SHAPES_AND_RANK or not is_spread)
-        ):
-            return Plan([Facts(REPLICATE, known) for known in entries])
-        if control_flow.is_control_flow(node):
-            found = control_flow.plan(node, self)
-            if isinstance(found, str):
-                return self._once(node, found)
-            plan: Plan | None = found
-        elif is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT, "ResourceGather"):
-            plan = None
+        planners: tuple[Callable[[Node, _Blocks, _Entries], Plan | None], ...] = (
+            self._of_constant,
+            self._of_list_at_home,
+            self._of_recomputation,
+            self._of_own,
+            self._of_new_rows,
+            self._of_same_tensors,
+            self._of_known_numbers,
+            self._of_control_flow,
+            self._of_rule,
+        )
+        plans = (planner(node, blocks, entries) for planner in planners)
+        return next(plan for plan in plans if plan is not None)
+
+    def _of_constant(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        return Plan([Facts(REPLICATE, _constant(node.definition))]) if node.type == "Const" else None
+
+    def _of_list_at_home(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        return self._once(node, self._at_home[node.name]) if node.name in self._at_home else None
+
+    def _of_recomputation(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        return self._recomputation.plan(node, self.sources[node.name])
+
+    def _of_own(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        """Plans a node that takes values that each tower has for itself."""
+        if is_stateful(node.type) or not any(facts.placement == OWN for facts in node.inputs):
+            return None
+        rule = RULES.get(node.type)
+        if node.type == "Snapshot":
+            plan = rule(node) if rule else None
         else:
-            plan = self._by_rule(node, blocks or ())
+            inputs = [
+                Facts(REPLICATE, facts.entries, facts.shape) if facts.placement == OWN else facts for facts in node.inputs
+            ]
+            as_one = node.with_inputs(inputs)
+            has_rows = any(facts.placement != REPLICATE or facts.counts_rows() for facts in inputs)
+            found = self._by_rule(as_one, blocks or ()) if has_rows or blocks is not None else None
+            plan = with_own(node, found, has_rows)
         if plan is None or not self._is_sound(node, plan):
-            return self._once(node, self._why_gathered(node, plan))
+            line = user_line(self.traced.graph, node.name)
+            raise ValueError(
+                f"{node.type} {node.name!r}{f', at {line},' if line else ''} combines a value that each tower has for itself "
+                "with rows of other towers."
+            )
+        return plan
+
+    def _of_new_rows(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        """Plans a node that makes rows although it takes none, such as random numbers for each row."""
+        if _is_spread(node) or blocks is None or entries is not None:
+            return None
+        made = self._by_rule(node, blocks)
+        return made if made is not None and self._is_sound(node, made) else None
+
+    def _of_same_tensors(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        """Plans a node that neither takes rows nor counts them."""
+        if _is_spread(node) or any(facts.counts_rows() for facts in node.inputs) or node.type in _LISTS:
+            return None
+        # In loops, rules may know more of a shape than TensorFlow does.
+        shape = node.shape(0) if len(node.inputs) == len(node.results) == 1 and node.type in ("Identity", "Cast") else None
+        return Plan([Facts(REPLICATE, None if entries is None else entries[k], shape) for k in range(len(node.results))])
+
+    def _of_known_numbers(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        if (
+            entries is None
+            or any(known is None for known in entries)
+            or (_is_spread(node) and node.type not in SHAPES_AND_RANK)
+        ):
+            return None
+        return Plan([Facts(REPLICATE, known) for known in entries])
+
+    def _of_control_flow(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+        if not control_flow.is_control_flow(node):
+            return None
+        found = control_flow.plan(node, self)
+        return self._once(node, found) if isinstance(found, str) else self._if_sound(node, found)
+
+    def _of_rule(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan:
+        has_effects = is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT, "ResourceGather")
+        plan = self._if_sound(node, None if has_effects else self._by_rule(node, blocks or ()))
         if node.type == "Mean" and plan.outputs[0].placement == Partial() and not self.in_body:
             return self._as_variance(node, plan)
+        return plan
+
+    def _if_sound(self, node: Node, plan: Plan | None) -> Plan:
+        """Returns a plan if it is sound, or else one that computes the node at home."""
+        if plan is None or not self._is_sound(node, plan):
+            return self._once(node, self._why_gathered(node, plan))
         if plan.gathers:
             self.gathered.append(Gathered(node.type, node.name, "rows meet rows: one operand is gathered"))
         return plan
@@ -275,32 +327,6 @@ class Propagation:
             return plan
         self.sources[node.name] = [rows, mean, self.sources[node.name][1]]
         return plan_of_variance(mean, self.facts[rows], plan.outputs[0].shape, plan.instance)
-
-    def _with_own(self, node: Node, blocks: tuple[Any, ...] | None) -> Plan:
-        """Plans a node that takes values that each tower has for itself.
-
-        Args:
-            node: the node.
-            blocks: the segments of the rows that it may make; None if it makes no rows.
-        """
-        rule = RULES.get(node.type)
-        if node.type == "Snapshot":
-            plan = rule(node) if rule else None
-        else:
-            inputs = [
-                Facts(REPLICATE, facts.entries, facts.shape) if facts.placement == OWN else facts for facts in node.inputs
-            ]
-            as_one = node.with_inputs(inputs)
-            has_rows = any(facts.placement != REPLICATE or facts.counts_rows() for facts in inputs)
-            found = self._by_rule(as_one, blocks or ()) if has_rows or blocks is not None else None
-            plan = with_own(node, found, has_rows)
-        if plan is None or not self._is_sound(node, plan):
-            line = user_line(self.traced.graph, node.name)
-            raise ValueError(
-                f"{node.type} {node.name!r}{f', at {line},' if line else ''} combines a value that each tower has for itself "
-                "with rows of other towers."
-            )
-        return plan
 
     def _is_sound(self, node: Node, plan: Plan) -> bool:
         """Returns whether each shape that a tower takes in its own version is known to have one, and all rows can be met."""
@@ -356,6 +382,11 @@ def _without_rows(static: Static, placement: Placement, name: str) -> Static:
     shape = list(static.shape)
     shape[placement.axis] = Size.named(f"{name}[{placement.axis}]")
     return Static(static.dtype, shape)
+
+
+def _is_spread(node: Node) -> bool:
+    """Returns whether a node takes tensors that towers hold as slices or parts."""
+    return any(facts.placement != REPLICATE for facts in node.inputs)
 
 
 def _is_small(node: Node) -> bool:

@@ -7,7 +7,6 @@ cut into the towers' parts, which together are the whole. So any reading that a 
 how much of the work is shared.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from keras_dp.partition.facts.placements import REPLICATE, Facts, Shard
 from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.elementwise import BINARY
+from keras_dp.partition.tracing.graph import reached, takers_of
 from keras_dp.partition.tracing.names import Output
 
 _SOURCES = frozenset([*DRAWS, "BroadcastTo", "Fill", "Tile"])
@@ -94,11 +94,10 @@ class RowSources:
         self._nodes, self._sources, self._statics = nodes, sources, statics
         self._of_batch = {name for name, facts in arguments.items() if isinstance(facts.placement, Shard)}
         self._constant: set[str] = set()
-        self._users: dict[str, list[str]] = defaultdict(list)
+        taken = {name: [source for source, _ in sources[name]] for name in nodes}
+        self._users = takers_of(taken)
         for name, node in nodes.items():
-            inputs = [source for source, _ in sources[name]]
-            for source in inputs:
-                self._users[source].append(name)
+            inputs = taken[name]
             if not self._of_batch.isdisjoint(inputs):
                 self._of_batch.add(name)
             elif node.op == "Const" or (inputs and self._constant.issuperset(inputs)):
@@ -144,17 +143,12 @@ class RowSources:
         self, outputs: Sequence[Output], sizes: Sequence[Any] | None, facts: Mapping[Output, Facts]
     ) -> Shard | None:
         """Returns the placement of the first rows that lead to some tensors, are as long, and have a placement already."""
-        seen: set[Output] = set()
-        waiting = list(outputs)
-        while waiting:
-            output = waiting.pop()
-            placement = facts[output].placement if output in facts else None
-            if isinstance(placement, Shard):
-                return placement
-            if output not in seen and output not in facts:
-                seen.add(output)
-                waiting += [source for source in self._sources[output[0]] if self._is_as_long(source, sizes)]
-        return None
+
+        def as_long(output: Output) -> list[Output]:
+            return [] if output in facts else [one for one in self._sources[output[0]] if self._is_as_long(one, sizes)]
+
+        placements = (facts[output].placement for output in reached(outputs, as_long) if output in facts)
+        return next((placement for placement in placements if isinstance(placement, Shard)), None)
 
     def _is_as_long(self, output: Output, sizes: Sequence[Any] | None) -> bool:
         """Returns whether the first axis of a tensor has a given size."""

@@ -5,7 +5,6 @@ a number to the function's arguments. It is made of one entry of the incoming gr
 whether a boolean equals itself. Towers need not meet for that entry. Each takes one of its own.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 from keras_dp.partition.facts.node import Node, Plan
 from keras_dp.partition.facts.placements import OWN, Facts, Partial, Replicate, Shard
+from keras_dp.partition.tracing.graph import takers_of
 from keras_dp.partition.tracing.names import Output, source_of
 
 _SUMS = ("Add", "AddV2")
@@ -35,16 +35,13 @@ class Recomputation:
         equal = [name for name, node in nodes.items() if node.op == "Equal" and _is_equal_to_itself(node, sources[name])]
         if not equal:
             return
-        users: dict[str, set[str]] = defaultdict(set)
-        for name, taken in sources.items():
-            for source, _ in taken:
-                users[source].add(name)
+        users = takers_of({name: [source for source, _ in taken] for name, taken in sources.items()})
         returned = {source_of(name) for name in outputs}
         known = set(equal)
         waiting = [sources[name][0][0] for name in equal]
         while waiting:
             name = waiting.pop()
-            is_used_otherwise = name in returned or not users[name] <= known
+            is_used_otherwise = name in returned or not known.issuperset(users[name])
             if nodes[name].op in _MAKES_THE_ENTRY and not is_used_otherwise and name not in known:
                 known.add(name)
                 waiting.append(sources[name][0][0])

@@ -6,7 +6,7 @@ from keras_dp.partition.building.builder import Built
 from keras_dp.partition.building.writing import full_name
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.registry import types
-from keras_dp.partition.tracing.graph import nodes_with
+from keras_dp.partition.tracing.traced import nodes_with
 
 # XLA draws other random numbers than TensorFlow's kernels.
 _RANDOM = frozenset(

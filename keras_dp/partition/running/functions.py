@@ -1,6 +1,5 @@
 """Read a function, replace its tensors, and remove nodes."""
 
-import graphlib
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -10,23 +9,14 @@ from tensorflow.core.framework import function_pb2, graph_pb2
 
 from keras_dp.partition.tensorflow_internals import handle_data, placeholder, results_of
 from keras_dp.partition.tracing.contents import functions_of
+from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 
-def in_order(nodes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of nodes in topological order."""
-    sources = {name: [source for source in map(source_of, node.input) if source in nodes] for name, node in nodes.items()}
-    return list(graphlib.TopologicalSorter(sources).static_order())
-
-
-def conditional_nodes(nodes: Mapping[str, Any], order: Sequence[str]) -> set[str]:
+def conditional_nodes(graph: Graph) -> Set[str]:
     """Returns the nodes that run in some steps only."""
-    found: set[str] = set()
-    for name in order:
-        node = nodes[name]
-        if node.op == "Switch" or (node.op != "Merge" and not found.isdisjoint(map(source_of, node.input))):
-            found.add(name)
-    return found
+    switches = (name for name, node in graph.nodes.items() if node.op == "Switch")
+    return graph.after(switches, lambda name: graph.nodes[name].op != "Merge")
 
 
 def names_of(function: Any) -> dict[str, str]:
@@ -79,12 +69,6 @@ def bytes_of(spec: tf.TensorSpec) -> int:
     return math.prod(spec.shape) * int(spec.dtype.size)
 
 
-def set_inputs(node: Any, names: Sequence[str]) -> None:
-    """Gives a node other inputs."""
-    del node.input[:]
-    node.input.extend(names)
-
-
 def replace_tensors(function: Any, replaced: Mapping[str, str]) -> None:
     """Replaces tensors wherever they are taken, by their names inside a function."""
     for node in function.node_def:
@@ -101,14 +85,9 @@ def remove_unneeded(function: Any, removable: Set[str]) -> None:
         function: the function.
         removable: the names of the nodes that may be removed.
     """
-    needed = {*map(source_of, function.ret.values()), *function.control_ret.values()}
-    needed.update(source_of(name) for node in function.node_def if node.name not in removable for name in node.input)
-    nodes = {node.name: node for node in function.node_def if node.name in removable}
-    for name in reversed(in_order(nodes)):
-        if name in needed:
-            needed.update(map(source_of, nodes[name].input))
-    kept = [node for node in function.node_def if node.name in needed or node.name not in removable]
-    if len(kept) < len(function.node_def):
-        body = function_pb2.FunctionDef(node_def=kept)
-        del function.node_def[:]
-        function.node_def.extend(body.node_def)
+    graph = Graph(function.node_def)
+    staying = graph.nodes.keys() - removable
+    needed = graph.before([*map(source_of, function.ret.values()), *function.control_ret.values(), *staying])
+    body = function_pb2.FunctionDef(node_def=[node for name, node in graph.nodes.items() if name in needed])
+    del function.node_def[:]
+    function.node_def.extend(body.node_def)

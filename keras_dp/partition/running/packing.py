@@ -17,7 +17,6 @@ tensors, and those that begin after it. Either waits only if all copies that it 
 message meets messages of later rounds alone, and never returns. The packed function is checked all the same.
 """
 
-import graphlib
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,9 +28,10 @@ from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running.crossings import Copy, Crossings
-from keras_dp.partition.running.functions import bytes_of, conditional_nodes, in_order, names_of, set_inputs
+from keras_dp.partition.running.functions import bytes_of, conditional_nodes, names_of
 from keras_dp.partition.running.messages import Layout, Message, sent_as
 from keras_dp.partition.running.stacking import stack_messages
+from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 # A full message leaves before the tensors of the next one are there. DistributedDataParallel of PyTorch fills buckets of 25 MB
@@ -58,7 +58,7 @@ def pack_copies(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variab
     apart.CopyFrom(written.function)
     devices = {argument: variable_devices[name] for name, argument in written.given.items() if name in variable_devices}
     _pack(written, types, devices)
-    cycle = find_cycle(written.function)
+    cycle = Graph(written.function.node_def).cycle
     if cycle:
         written.function.CopyFrom(apart)
         warnings.warn(
@@ -69,20 +69,11 @@ def pack_copies(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variab
         )
 
 
-def find_cycle(function: Any) -> list[str]:
-    """Returns the names of nodes of a function that wait for each other in a cycle; empty if there are none."""
-    try:
-        in_order({node.name: node for node in function.node_def})
-    except graphlib.CycleError as error:
-        return list(error.args[1])
-    return []
-
-
 def _pack(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_devices: Mapping[str, str]) -> None:
-    nodes = {node.name: node for node in written.function.node_def}
-    order = in_order(nodes)
+    graph = Graph(written.function.node_def)
+    nodes, order = graph.nodes, graph.order
     crossings = Crossings(written.function, variable_devices)
-    conditional = conditional_nodes(nodes, order)
+    conditional = conditional_nodes(graph)
     names = names_of(written.function)
     types = {name: spec for name, spec in types.items() if sent_as(spec.dtype)}
     copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]

@@ -24,15 +24,9 @@ from keras_dp.partition.facts.operations import READS
 from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.running.crossings import Crossings
-from keras_dp.partition.running.functions import (
-    bytes_of,
-    conditional_nodes,
-    in_order,
-    remove_unneeded,
-    replace_tensors,
-    set_inputs,
-)
+from keras_dp.partition.running.functions import bytes_of, conditional_nodes, remove_unneeded, replace_tensors
 from keras_dp.partition.tensorflow_internals import is_stateful, results_of
+from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.names import control_inputs, data_inputs, source_of
 
 # A tower takes at most so many bytes for a relay: a link of 25 GB/s (PCIe 4.0 x16) sends them in the 15 µs that a hop takes.
@@ -83,26 +77,18 @@ class _Relays:
 
     def __init__(self, written: GraphWriter, types: dict[str, tf.TensorSpec], variable_devices: Mapping[str, str]):
         self._written, self._types = written, types
-        self._nodes = {node.name: node for node in written.function.node_def}
-        self._order = in_order(self._nodes)
+        graph = Graph(written.function.node_def)
+        self._nodes, self._order = graph.nodes, graph.order
         self._towers = dict(written.towers)
         self._crossings = Crossings(written.function, variable_devices)
-        self._conditional = conditional_nodes(self._nodes, self._order)
-        self._waiting = self._that_wait_for_towers()
+        self._conditional = conditional_nodes(graph)
+        # The nodes at home that wait for towers.
+        self._waiting = graph.after(self._towers, lambda name: name not in self._towers) - self._towers.keys()
         self._relayed: set[str] = set()  # nodes at home: all that relays are computed by
         self._leaves: set[str] = set()  # the tensors that relays are computed from
         self._known: dict[str, int] = {}  # nodes that compute from constants alone, and the lengths of the chains to them
         self._near: dict[tuple[str, str], bool] = {}
         self._instances: dict[tuple[str, str, int], str] = {}
-
-    def _that_wait_for_towers(self) -> set[str]:
-        """Returns the nodes at home that wait for towers."""
-        found: set[str] = set()
-        for name in self._order:
-            sources = map(source_of, self._nodes[name].input)
-            if name not in self._towers and any(source in self._towers or source in found for source in sources):
-                found.add(name)
-        return found
 
     def replace(self) -> None:
         """Gives towers what they need to compute relays, and removes the nodes at home that nothing needs any more."""
@@ -175,7 +161,6 @@ class _Relays:
                 self._known[axis.name] = 1
                 renamed[f"{name}:sum:0"] = f"{name}:output:0"
         if renamed:
-            self._order = in_order(self._nodes)
             replace_tensors(self._written.function, renamed)
             self._types |= {new: self._types[old] for old, new in renamed.items() if old in self._types}
 

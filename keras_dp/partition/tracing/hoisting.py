@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
 
 from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.tracing.graph import set_inputs
 from keras_dp.partition.tracing.names import source_of
 
 _RESOURCE = tf.resource.as_datatype_enum
@@ -148,8 +149,7 @@ def _taking_values(function: Any, dtypes: Mapping[str, int]) -> Any:
         if node.name not in reads:
             kept = made.node_def.add()
             kept.CopyFrom(node)
-            del kept.input[:]
-            kept.input.extend(value(name) for name in node.input if name.removeprefix("^") not in reads)
+            set_inputs(kept, [value(name) for name in node.input if name.removeprefix("^") not in reads])
     for result, name in function.ret.items():
         made.ret[result] = value(name)
     ended = [result for result, name in function.control_ret.items() if name in reads]

@@ -1,9 +1,10 @@
 """Simplify the traced graph before it is copied."""
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.names import source_of
 
 # Some of them affect gradients only, and no more gradients are taken.
@@ -25,7 +26,7 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
         "operation".
     """
     nodes = list(nodes)
-    needed = needed_nodes(nodes, fetches)
+    needed = Graph(nodes).within(map(source_of, fetches))
     arguments = {node.name for node in nodes if node.op == "Placeholder"}
     passed: dict[str, str] = {}
     merged: dict[str, str] = {}
@@ -37,7 +38,7 @@ def simplify(nodes: Iterable[Any], fetches: Sequence[str]) -> tuple[list[Any], l
         node, colon, port = name.partition(":")
         return passed.get(name) or f"{merged.get(node, node)}{colon}{port}"
 
-    for node in in_order([node for node in nodes if node.name in needed]):
+    for node in needed.in_order():
         name, given = node.name, list(node.input)
         inputs = [resolved(source) for source in given if source[0] != "^"]
         controls = {control for source in given if source[0] == "^" for control in awaited.get(source, (source,))}
@@ -86,11 +87,9 @@ def without_waiting_results(
     for node in {source_of(name) for name in outputs} - taken - set(effects):
         if not is_stateful(by_name[node].op):
             kept = [name for name in by_name[node].input if not (name[0] == "^" and _happens(name[1:], by_name, happening))]
-            del by_name[node].input[:]
-            by_name[node].input.extend(kept)
+            set_inputs(by_name[node], kept)
     # An argument that is a constant may have been merged with another one.
-    needed = needed_nodes(nodes, [*outputs, *effects, *(name for name in arguments if name in by_name)])
-    return [node for node in nodes if node.name in needed]
+    return list(Graph(nodes).within([*map(source_of, outputs), *effects, *arguments]).nodes.values())
 
 
 def _happens(name: str, nodes: Mapping[str, Any], happening: Collection[str]) -> bool:
@@ -98,46 +97,6 @@ def _happens(name: str, nodes: Mapping[str, Any], happening: Collection[str]) ->
     if name in happening:
         return True
     return nodes[name].op == "NoOp" and all(_happens(source[1:], nodes, happening) for source in nodes[name].input)
-
-
-def in_order(nodes: Sequence[Any]) -> Iterable[Any]:
-    """Yields the nodes in topological order."""
-    by_name = {node.name: node for node in nodes}
-    places = {node.name: i for i, node in enumerate(nodes)}
-
-    def sources(node: Any) -> Iterator[str]:
-        # In the order of positions: names may differ between workers if one has made layers that others have not.
-        return iter(sorted({source_of(name) for name in node.input}, key=places.__getitem__))
-
-    seen: set[str] = set()
-    for root in nodes:
-        if root.name in seen:
-            continue
-        seen.add(root.name)
-        stack = [(root, sources(root))]
-        while stack:
-            node, inputs = stack[-1]
-            for source in inputs:
-                if source not in seen:
-                    seen.add(source)
-                    stack.append((by_name[source], sources(by_name[source])))
-                    break
-            else:
-                stack.pop()
-                yield node
-
-
-def needed_nodes(nodes: Iterable[Any], names: Iterable[str]) -> set[str]:
-    """Returns the names of the nodes that make tensors or operations, and of all nodes that these depend on."""
-    inputs_of = {node.name: node.input for node in nodes}
-    needed: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop().lstrip("^").partition(":")[0]
-        if name not in needed:
-            needed.add(name)
-            waiting.extend(inputs_of[name])
-    return needed
 
 
 def _is_identity(node: Any, inputs: Iterable[str], arguments: Container[str]) -> bool:

@@ -9,7 +9,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import config
 
 from keras_dp.partition import tensorflow_internals
-from keras_dp.partition.tracing.graph import traced_step
+from keras_dp.partition.tracing.traced import traced_step
 
 
 def test_stateful_operations():

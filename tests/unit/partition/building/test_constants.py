@@ -8,8 +8,8 @@ from partitioned_steps import partitioned_step
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.running.crossings import Crossings
 from keras_dp.partition.step import Argument, build, propagate
-from keras_dp.partition.tracing.graph import traced_step
 from keras_dp.partition.tracing.trace import Trace
+from keras_dp.partition.tracing.traced import traced_step
 
 DEVICES, HOME = ["CPU:1", "CPU:2", "CPU:3"], "CPU:1"
 ROWS = tf.TensorSpec([None, 4], tf.float64)

@@ -6,10 +6,10 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running import calling, functions, packing
+from keras_dp.partition.tracing.graph import Graph
 
 OPERATIONS = {"AddV2": np.add, "Sub": np.subtract, "Maximum": np.maximum}
 # Tensors of int32 are not packed.
@@ -102,7 +102,7 @@ def messages_of(seeds):
         values, joined, stacked = graph.run()
         for (name, expected), value in zip(graph.values.items(), values, strict=True):
             np.testing.assert_array_equal(value, expected, err_msg=f"{name}, seed {seed}")
-        assert not packing.find_cycle(graph.written.function)
+        assert not Graph(graph.written.function.node_def).cycle
         messages += joined
         stacks += stacked
     return messages, stacks
@@ -133,12 +133,3 @@ def test_a_function_that_would_wait_for_itself_is_not_packed(monkeypatch):
     monkeypatch.setattr(packing, "_last_rounds", lambda copies, rounds, latest, nodes, order: dict.fromkeys(nodes, 4))
     with pytest.warns(UserWarning, match="travel one by one, as with pack_copies=False.*a cycle of the nodes .*packed/message"):
         messages_of(range(20))
-
-
-def test_a_cycle_is_found_in_tensors_and_in_controls():
-    function = function_pb2.FunctionDef()
-    for name, inputs in {"a": ["given"], "b": ["a:z:0", "^c"], "c": ["b:z:0"], "d": ["c:z:0"]}.items():
-        function.node_def.add(name=name, input=inputs)
-    assert set(packing.find_cycle(function)) == {"b", "c"}
-    function.node_def[1].input.remove("^c")
-    assert packing.find_cycle(function) == []

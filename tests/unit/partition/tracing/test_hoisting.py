@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
-from keras_dp.partition.tracing.graph import traced_step
 from keras_dp.partition.tracing.names import data_inputs
 from keras_dp.partition.tracing.trace import Trace
+from keras_dp.partition.tracing.traced import traced_step
 
 
 def nodes_of(step):

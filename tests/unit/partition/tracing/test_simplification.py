@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 from partitioned_steps import partitioned_step, run
 
-from keras_dp.partition.tracing.graph import traced_step
-from keras_dp.partition.tracing.simplification import needed_nodes, simplify
+from keras_dp.partition.tracing.simplification import simplify
+from keras_dp.partition.tracing.traced import traced_step
 
 
 def simplified(function, *specs):
@@ -90,12 +90,6 @@ def test_what_nothing_needs_is_left_out():
 
     kinds, _, _ = simplified(function, VECTOR)
     assert kinds == ["Placeholder", "Sin"]
-
-
-def test_needed_nodes_are_those_behind_a_name():
-    graph = tf.function(lambda x: (tf.exp(x), tf.sin(x))).get_concrete_function(VECTOR).graph
-    (sine,) = [operation.name for operation in graph.get_operations() if operation.type == "Sin"]
-    assert needed_nodes(graph.as_graph_def().node, [f"{sine}:0"]) == {sine, "x"}
 
 
 def test_several_identities_of_one_operation_go():
