@@ -1,21 +1,16 @@
 """Take the programs of a page from its Markdown, run them, and compare what they print with what the page shows."""
 
-import multiprocessing
 import os
 import re
-import runpy
-import sys
-import tempfile
 import textwrap
 
 import pytest
+from forked_processes import output_of
 
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 UNNAMED = "page.py"
 COLOUR = re.compile(r"\x1b\[\d+m|\x08")
 FIGURE = r"\d+\.\d+(?:e[+-]\d+)?"
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tensorflow", "keras", "keras_dp.api"])
 
 
 def programs(page):
@@ -79,28 +74,7 @@ def logs_of(line):
 
 
 def run(directory, script, *arguments):
-    """Runs a script as a user does, in a process that has imported TensorFlow already, and returns all that it prints."""
-    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as printed:
-        process = PROCESSES.Process(target=_run_here, args=(str(directory), str(script), arguments, printed.name))
-        process.start()
-        try:
-            process.join()
-        finally:
-            process.kill()
-        output = printed.read()
-    assert process.exitcode == 0, output[-3000:]
+    """Runs a script as a user does on a machine without GPUs, and returns all that it prints."""
+    environment = {"CUDA_VISIBLE_DEVICES": "-1", "COLUMNS": "80"}  # where a file takes the output
+    output = output_of(script, *arguments, folder=str(directory), environment=environment)
     return output.replace(f"{directory}{os.sep}", "")
-
-
-def _run_here(directory, script, arguments, printed):
-    """Runs a script in this process, on a machine without GPUs, with its output in a file."""
-    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(file, stream.fileno())
-        stream.reconfigure(encoding="utf-8", write_through=True)
-    os.chdir(directory)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    os.environ.pop("COLUMNS", None)  # set for the tests
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")

@@ -2,18 +2,18 @@
 
 import contextlib
 import hashlib
-import multiprocessing
+import json
+import sys
 
 import keras
 import numpy as np
 import tensorflow as tf
+from forked_processes import output_of
 from keras import layers
 
 import keras_dp
 
 ROWS, BATCH, EPOCHS = 90, 22, 2  # the last batch has two rows: fewer than some numbers of towers
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tensorflow", "keras", "keras_dp.api"])
 
 
 def images():
@@ -111,11 +111,9 @@ def trained(program, towers, shuffled_by="fit", **options):
     """Trains a program, whose rows `fit` or a dataset shuffles, and returns its digests."""
     model, parallel = built(program, towers, **options)
     x, y = PROGRAMS[program][1]()
-    if shuffled_by == "dataset":
-        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS).batch(BATCH)
-        history = parallel.fit(dataset, epochs=EPOCHS, verbose=0).history
-    else:
-        history = parallel.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0).history
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS).batch(BATCH)
+    data = {"x": dataset} if shuffled_by == "dataset" else {"x": x, "y": y, "batch_size": BATCH}
+    history = parallel.fit(**data, epochs=EPOCHS, verbose=0).history
     return digests(model, history, parallel.evaluate(x, y, batch_size=BATCH, verbose=0))
 
 
@@ -132,22 +130,17 @@ def trained_from_a_file(program, towers, path, ends):
     return digests(model, history)
 
 
-class Stop(keras.callbacks.Callback):
-    """Ends a run in the middle of an epoch, without a word to other callbacks."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.epoch == 1 and batch == 1:
-            raise InterruptedError
-
-
 def trained_with_backups(program, towers, folder, stops):
     """Trains for three epochs, or goes on to their end from the backup in a folder, and returns its digests."""
     model, parallel = built(program, towers)
     x, y = PROGRAMS[program][1]()
-    callbacks = [keras.callbacks.BackupAndRestore(folder), *([Stop()] if stops else [])]
+
+    def stop(batch, logs):
+        """Ends a run in the middle of its second epoch, without a word to other callbacks."""
+        if stops and int(model.optimizer.iterations) == 7:
+            raise InterruptedError
+
+    callbacks = [keras.callbacks.BackupAndRestore(folder), keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
     with contextlib.suppress(InterruptedError):
         parallel.fit(x, y, batch_size=BATCH, shuffle=False, epochs=3, callbacks=callbacks, verbose=0)
     return digests(model, {})
@@ -160,38 +153,29 @@ def called_after_op_determinism(steps_per_execution):
     tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(3)
     x, y = images()
-    calls = {
-        "train_on_batch": lambda: parallel.train_on_batch(x[:8], y[:8]),
-        "evaluate": lambda: parallel.evaluate(x, y, batch_size=8, verbose=0),
-        "predict": lambda: parallel.predict(x, batch_size=8, verbose=0),
-        "fit": lambda: parallel.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"],
-    }
-    return {name: len(call()) for name, call in calls.items()}
+    results = [parallel.train_on_batch(x[:8], y[:8]), parallel.evaluate(x, y, batch_size=8, verbose=0)]
+    results += [parallel.predict(x, batch_size=8, verbose=0), parallel.fit(x, y, batch_size=8, epochs=3, verbose=0).epoch]
+    return list(map(len, results))
 
 
 def digests(model, *results):
     """Returns digests of the weights, of the optimizer's state and of the results."""
-    return {
-        "weights": digest(model.get_weights()),
-        "optimizer": digest([variable.numpy() for variable in model.optimizer.variables]),
-        "results": digest(tf.nest.flatten(results)),
-    }
+    state = [variable.numpy() for variable in model.optimizer.variables]
+    return {"weights": digest(model.get_weights()), "optimizer": digest(state), "results": digest(tf.nest.flatten(results))}
 
 
 def digest(arrays):
-    found = hashlib.sha256()
-    for array in map(np.asarray, arrays):
-        found.update(array.tobytes())
-    return found.hexdigest()
+    return hashlib.sha256(b"".join(np.asarray(array).tobytes() for array in arrays)).hexdigest()
 
 
-def in_a_new_process(train, *arguments, op_determinism=False, **named):
+def in_a_new_process(train, *arguments, server=0, **named):
     """Returns what a function of this module returns in a process of its own, with four logical CPUs."""
-    with processes.Pool(1, initializer=begin, initargs=(op_determinism,)) as pool:
-        return pool.apply(train, arguments, named)
+    return json.loads(output_of(__file__, train.__name__, json.dumps([arguments, named]), server=server).splitlines()[-1])
 
 
-def begin(op_determinism):
+if __name__ == "__main__":
     keras_dp.use_logical_cpus(4)
-    if op_determinism:
+    given, options = json.loads(sys.argv[2])
+    if options.pop("op_determinism", False):
         tf.config.experimental.enable_op_determinism()
+    print(json.dumps(globals()[sys.argv[1]](*given, **options)))

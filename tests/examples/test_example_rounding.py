@@ -1,7 +1,6 @@
 """The example that measures rounding compares what it says, sees a fault, and goes on after an interruption."""
 
 import importlib
-import json
 from pathlib import Path
 
 import keras
@@ -67,29 +66,28 @@ def test_the_measurement_goes_on_where_it_was_interrupted(example, tmp_path, mon
             if len(measured) == interrupted_after:
                 raise KeyboardInterrupt
             measured.append((*self.name, seed))
-            towers = 1e-7 * (1 + seed)
-            after_a_step = {example.PERMUTED: 1e-7, example.WRONG: 0.5, "2 towers": towers, "4 towers": towers}
-            distances = {run: [distance] * 2 for run, distance in after_a_step.items()}
+            towers = dict.fromkeys(("2 towers", "4 towers"), [1e-7 * (1 + seed)] * 2)
+            distances = {example.PERMUTED: [1e-7] * 2, example.WRONG: [0.5] * 2} | towers
             return {"distances": distances, "accuracies": dict.fromkeys(("one device", *distances), 0.75)}
+
+    def measure(steps, *arguments):
+        monkeypatch.setattr("sys.argv", ["rounding.py", "--steps", steps, "--out", str(tmp_path), *arguments])
+        example.main()
 
     monkeypatch.setattr(example, "Measurement", Measurement)
     monkeypatch.setattr(example.mnist, "load", lambda source: [(np.zeros((4, 28, 28, 1)), np.zeros(4))] * 2)
-    arguments = ["rounding.py", "--steps", "3", "--seeds", "3", "--other-seeds", "1", "--networks", "perceptron", "lstm"]
-    monkeypatch.setattr("sys.argv", [*arguments, "--dtypes", "float32", "bfloat16", "--out", str(tmp_path)])
+    arguments = ["3", "--seeds=3", "--other-seeds=1", "--networks", "perceptron", "lstm", "--dtypes", "float32", "bfloat16"]
     interrupted_after = 4
     with pytest.raises(KeyboardInterrupt):
-        example.main()
+        measure(*arguments)
     interrupted_after = None
-    example.main()
-    networks = ("perceptron", "lstm")
-    all_runs = [(network, "float32", seed) for network in networks for seed in range(3)]
+    measure(*arguments)
+    all_runs = [(network, "float32", seed) for network in ("perceptron", "lstm") for seed in range(3)]
     assert measured == [*all_runs, ("perceptron", "bfloat16", 0)]
-    assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 7
     table = (tmp_path / "table.md").read_text()
     assert "| perceptron | 2 | 2 (1 to 3) |" in table
     assert "| perceptron | bfloat16 | 1e-07 | 1e-07 | 1e-07 | 5e-01 | 75.0 | 0.0 | 0.0 |" in table
     assert (tmp_path / "rounding.png").stat().st_size > 10_000
     assert capsys.readouterr().out.endswith("test accuracy 75.00 %\n")
-    monkeypatch.setattr("sys.argv", ["rounding.py", "--steps", "10", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="holds runs of other settings"):
-        example.main()
+        measure("10")

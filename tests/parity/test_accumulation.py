@@ -5,6 +5,7 @@ import copy
 import keras
 import numpy as np
 import pytest
+from comparison import largest_change
 from keras import layers
 
 import keras_dp
@@ -13,7 +14,9 @@ X = np.sin(np.arange(88.0)).reshape(22, 4)
 Y = np.cos(np.arange(44.0)).reshape(22, 2)
 WEIGHTS = np.linspace(0.1, 3.0, 22)
 # Eleven rows, as batches of 4, 4 and 3, are one step.
-ROWS, BATCH_SIZE, STEPS = 11, 4, 3
+STEPS = 3
+WINDOWS = [range(11), range(11, 22)] * 2
+PARTS = [rows[begin : begin + 4] for rows in WINDOWS for begin in (0, 4, 8)]
 
 OPTIMIZERS = {
     "SGD": lambda **arguments: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01, **arguments),
@@ -31,26 +34,23 @@ def build():
     return keras.Sequential([keras.Input((4,)), hidden, layers.Dense(2)])
 
 
-def one_batch_at_a_time(optimizer, epochs=2, sample_weight=None):
-    """Trains plain Keras on batches of 11 rows, and returns the weights."""
-    model = build()
-    model.compile(optimizer, "mse")
-    model.fit(X, Y, ROWS, epochs, shuffle=False, verbose=0, sample_weight=sample_weight)
+def train(model, batches, x=X):
+    """Trains on batches, which are lists of rows, and returns the weights."""
+    for rows in map(list, batches):
+        model.train_on_batch(x[rows], Y[rows], WEIGHTS[rows])
     return model.get_weights()
 
 
-def train_in_parts(model, epochs=2, sample_weight=None):
-    """Trains on 22 rows as batches of 4, 4, 3, 4, 4, 3."""
-    for _ in range(epochs):
-        for begin in (0, ROWS):
-            for start in range(begin, begin + ROWS, BATCH_SIZE):
-                rows = slice(start, min(start + BATCH_SIZE, begin + ROWS))
-                model.train_on_batch(X[rows], Y[rows], None if sample_weight is None else sample_weight[rows])
+def plain(optimizer, batches, model=None, x=X):
+    """Trains plain Keras, and returns the weights."""
+    model = model or build()
+    model.compile(optimizer, "mse")
+    return train(model, batches, x)
 
 
-def accumulating(name, num_towers=2, accumulate="rows", **wrapper_arguments):
+def accumulating(name, num_towers=2, accumulate="rows", steps=STEPS, **wrapper_arguments):
     model = keras_dp.DataParallelModel(build(), devices=num_towers, **wrapper_arguments)
-    inner_optimizer = OPTIMIZERS[name](gradient_accumulation_steps=STEPS)
+    inner_optimizer = OPTIMIZERS[name](gradient_accumulation_steps=steps)
     model.compile(keras_dp.DataParallelOptimizer(inner_optimizer, accumulate=accumulate), "mse")
     return model
 
@@ -60,49 +60,35 @@ def two_batches_by_rows(learning_rate=1.0, **arguments):
     return keras_dp.DataParallelOptimizer(inner_optimizer, accumulate="rows")
 
 
-def difference(expected, received):
-    return max(np.abs(one - other).max() for one, other in zip(expected, received, strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "num_towers", "wrapper_arguments"),
     [("SGD", 1, {}), ("Adam", 3, {"parameter_device": "sharded"}), ("clipped", 3, {}), ("loss scaling", 3, {})],
 )
 def test_uneven_batches_are_one_batch(name, num_towers, wrapper_arguments):
-    model = accumulating(name, num_towers, **wrapper_arguments)
-    train_in_parts(model, sample_weight=WEIGHTS)
-    assert difference(one_batch_at_a_time(OPTIMIZERS[name](), sample_weight=WEIGHTS), model.get_weights()) < 1e-9
+    received = train(accumulating(name, num_towers, **wrapper_arguments), PARTS)
+    assert largest_change(plain(OPTIMIZERS[name](), WINDOWS), received) < 1e-9
+
+
+def test_keras_own_mean_of_means_is_another_thing():
+    received = train(accumulating("SGD", accumulate="batches"), PARTS)
+    assert largest_change(plain(OPTIMIZERS["SGD"](), WINDOWS), received) > 1e-4
 
 
 def test_through_fit_with_windows_across_epochs():
     """An epoch has three batches, of 4, 4 and 3 rows, so that a window of two batches ends in the next epoch."""
-    model = keras_dp.DataParallelModel(build(), devices=2)
-    model.compile(two_batches_by_rows(0.1), "mse")
-    model.fit(X[:ROWS], Y[:ROWS], BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
-    plain = build()
-    plain.compile(keras.optimizers.SGD(0.1), "mse")
-    for rows in ([*range(8)], [*range(8, 11), *range(4)], [*range(4, 11)]):
-        plain.train_on_batch(X[rows], Y[rows])
-    assert difference(plain.get_weights(), model.get_weights()) < 1e-9
-
-
-def test_keras_own_mean_of_means_is_another_thing():
-    model = accumulating("SGD", accumulate="batches")
-    train_in_parts(model)
-    assert difference(one_batch_at_a_time(OPTIMIZERS["SGD"]()), model.get_weights()) > 1e-4
+    model = accumulating("Adam", steps=2)
+    model.fit(X[:11], Y[:11], 4, epochs=2, shuffle=False, verbose=0, sample_weight=WEIGHTS[:11])
+    expected = plain(OPTIMIZERS["Adam"](), ([*range(8)], [*range(8, 11), *range(4)], [*range(4, 11)]))
+    assert largest_change(expected, model.get_weights()) < 1e-9
 
 
 def test_a_batch_that_overflows_is_left_out_with_its_rows():
     """The second of four batches is infinite: the loss scale falls, and the window holds the other three batches."""
-    model = accumulating("loss scaling")
-    batches = [slice(0, 4), slice(4, 8), slice(8, 11), slice(11, 13)]
-    for number, rows in enumerate(batches):
-        model.train_on_batch(X[rows] * (np.inf if number == 1 else 1), Y[rows])
-    plain = build()
-    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    rows = [*range(4), *range(8, 13)]
-    plain.train_on_batch(X[rows], Y[rows])
-    assert difference(plain.get_weights(), model.get_weights()) < 1e-9
+    model, x = accumulating("loss scaling"), X.copy()
+    x[4:8] = np.inf
+    received = train(model, (range(4), range(4, 8), range(8, 11), range(11, 13)), x)
+    expected = plain(keras.optimizers.SGD(0.1, momentum=0.9), ([*range(4), *range(8, 13)],))
+    assert largest_change(expected, received) < 1e-9
     assert model.optimizer.dynamic_scale.numpy() == 4.0
 
 
@@ -112,34 +98,46 @@ def test_embeddings_of_rows_that_occur_twice():
         return keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(6, 2), layers.Flatten(), layers.Dense(2)])
 
     x = np.arange(66).reshape(22, 3) % 6
-    plain = tokens()
-    plain.compile(keras.optimizers.SGD(0.1), "mse")
-    plain.train_on_batch(x[:7], Y[:7])
     model = keras_dp.DataParallelModel(tokens(), devices=2)
     model.compile(two_batches_by_rows(0.1), "mse")
-    for rows in (slice(0, 4), slice(4, 7)):
-        model.train_on_batch(x[rows], Y[rows])
-    assert difference(plain.get_weights(), model.get_weights()) < 1e-9
+    expected = plain(keras.optimizers.SGD(0.1), [range(7)], tokens(), x)
+    assert largest_change(expected, train(model, (range(4), range(4, 7)), x)) < 1e-9
 
 
 def test_state_that_is_restored_in_the_middle_of_a_window(tmp_path):
     """Restoring the variables discards the rows of the window in progress, in this process as from a file."""
     model, path = accumulating("Adam"), tmp_path / "middle.weights.h5"
-    arguments = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0}
-    model.fit(X[:8], Y[:8], **arguments)
+    begin, end = [range(4), range(4, 8)], [range(8, 12), range(12, 16), range(16, 20)]
+    train(model, begin)
     model.save_weights(path)
     variables = [*model.variables, *model.inner_model.optimizer.variables]
     state = [variable.numpy() for variable in variables]
-    model.fit(X[8:20], Y[8:20], **arguments)
-    expected = model.get_weights()
+    expected = train(model, end)
     for variable, value in zip(variables, state, strict=True):
         variable.assign(value)
     loaded = accumulating("Adam")
     loaded.inner_model.optimizer.build(loaded.trainable_variables)
     loaded.load_weights(path)
     for way, restored in {"assigned": model, "loaded": loaded}.items():
-        restored.fit(X[8:20], Y[8:20], **arguments)
-        assert difference(expected, restored.get_weights()) < 1e-12, way
+        assert largest_change(expected, train(restored, end)) < 1e-12, way
+
+
+@pytest.mark.parametrize(
+    ("name", "copied"), [("Adam", copy.copy), ("loss scaling", copy.deepcopy), ("Adam", keras.models.clone_model)]
+)
+def test_copies_and_clones_weight_rows_too(name, copied):
+    """A file holds no such argument, and these pass through one: a copy once averaged over batches, in silence."""
+    model = accumulating(name, batch_norm="local")
+    train(model, PARTS[:6])
+    other = copied(model)
+    assert other.optimizer.accumulate == "rows"
+    if copied is keras.models.clone_model:
+        other.set_weights(build().get_weights())
+        model = accumulating(name)
+    before = other.get_weights()
+    expected = train(model, PARTS[:6])
+    assert largest_change(before, other.get_weights()) == 0.0
+    assert largest_change(expected, train(other, PARTS[:6])) < 1e-12
 
 
 def test_in_a_loop_of_ones_own():
@@ -149,25 +147,6 @@ def test_in_a_loop_of_ones_own():
     assert weight.numpy() == [-(3 * 2 - 1 * 2) / 4]
     with pytest.raises(ValueError, match="give their number. Received: rows=None"):
         optimizer.apply_tower_gradients([[[1.0]]], [weight])
-
-
-@pytest.mark.parametrize(
-    ("name", "copied"), [("Adam", copy.copy), ("loss scaling", copy.deepcopy), ("Adam", keras.models.clone_model)]
-)
-def test_copies_and_clones_weight_rows_too(name, copied):
-    """A file holds no such argument, and these pass through one: a copy once averaged over batches, in silence."""
-    model = accumulating(name, batch_norm="local")
-    train_in_parts(model, 1)
-    other = copied(model)
-    assert other.optimizer.accumulate == "rows"
-    if copied is keras.models.clone_model:
-        other.set_weights(build().get_weights())
-        model = accumulating(name)
-    before = other.get_weights()
-    train_in_parts(model, 1)
-    assert difference(before, other.get_weights()) == 0.0
-    train_in_parts(other, 1)
-    assert difference(model.get_weights(), other.get_weights()) < 1e-12
 
 
 def test_what_overwrites_its_variable_is_not_weighted():
@@ -187,13 +166,6 @@ def test_infinite_gradients_that_keras_clips_count():
     assert weight.numpy() == [-0.75]
 
 
-def test_running_eagerly_is_refused():
-    model = accumulating("SGD")
-    model.run_eagerly = True
-    with pytest.raises(ValueError, match="weights the gradients of towers, and run_eagerly=True runs none"):
-        model.fit(X, Y, verbose=0)
-
-
 def test_bad_arguments():
     accumulates = keras.optimizers.OptimizerMap(keras.optimizers.SGD(gradient_accumulation_steps=2))
     for inner_optimizer, accumulate, message in [
@@ -203,3 +175,7 @@ def test_bad_arguments():
     ]:
         with pytest.raises(ValueError, match=message):
             keras_dp.DataParallelOptimizer(inner_optimizer, accumulate=accumulate)
+    model = accumulating("SGD")
+    model.run_eagerly = True
+    with pytest.raises(ValueError, match="weights the gradients of towers, and run_eagerly=True runs none"):
+        model.fit(X, Y, verbose=0)

@@ -3,7 +3,6 @@
 import itertools
 import math
 from pathlib import Path
-from unittest import mock
 
 import keras
 import numpy as np
@@ -20,28 +19,19 @@ from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.keras_internals import keras_batch_norms
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.steps.partitioned import on_slices
-from keras_dp.workers.collectives import Collectives
 
 rng = np.random.default_rng(0)
 
 
-def step_on_towers(function, batch, num_towers, collectives=None):
+def step_on_towers(function, batch, num_towers):
     """Returns a `tf.function` that runs `function` on the slices of a batch."""
 
     @tf.function(autograph=False)
     def run():
         devices = [f"CPU:{i}" for i in range(num_towers)]
-        index, count = (0, 1) if collectives is None else (collectives.index, collectives.count)
-        slices = cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)))
-        return on_slices(function, slices, WholeTensors(), devices, collectives).run("CPU:0")[0]
+        return on_slices(function, cut(batch, num_towers), WholeTensors(), devices).run("CPU:0")[0]
 
     return run
-
-
-def operations_on_towers(*arguments):
-    """Returns the operations of `step_on_towers`."""
-    with node_by_node():
-        return step_on_towers(*arguments).get_concrete_function().graph.get_operations()
 
 
 def moments_on_towers(x, num_towers, mask=None, mode="sync"):
@@ -83,47 +73,25 @@ def test_masked_moments_divide_by_n_plus_epsilon():
     np.testing.assert_allclose(received_variance, variance, rtol=1e-12)
 
 
-def beside_a_large_mean():
-    x = (5000 + rng.normal(size=(64, 8, 4))).astype("float32")
-    return x, x.astype("float64").var(axis=(0, 1))
-
-
-def test_keras_loses_a_variance_beside_a_large_mean():
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_large_means_do_not_cost_the_variance(mode):
     """Keras with `synchronized=True` computes E[x^2] - E[x]^2, which is 0.0 or 6.0 in float32 for a variance of 1."""
     keras.config.set_floatx("float32")
-    layer, (x, exact) = layers.BatchNormalization(synchronized=True, momentum=0.0), beside_a_large_mean()
+    x = (5000 + rng.normal(size=(64, 8, 4))).astype("float32")
+    exact = x.astype("float64").var(axis=(0, 1))
+    _, _, variance = moments_on_towers(x, 3, mode=mode)
+    np.testing.assert_allclose(variance, exact, rtol=1e-3)
+    layer = layers.BatchNormalization(synchronized=True, momentum=0.0)
     layer(x, training=True)
     assert np.abs(layer.moving_variance.numpy() / exact - 1).max() > 0.1, "Keras has mended it: say so in the docs"
 
 
-@pytest.mark.parametrize("mode", ["sync", "local"])
-def test_large_means_do_not_cost_the_variance(mode):
-    x, exact = beside_a_large_mean()
-    _, _, variance = moments_on_towers(x, 3, mode=mode)
-    np.testing.assert_allclose(variance, exact, rtol=1e-3)
-
-
 @pytest.mark.parametrize(("value", "mode", "masked"), [(-3e7, "sync", True), (0.1, "local", False)])
 def test_variance_is_never_negative(value, mode, masked):
+    keras.config.set_floatx("float32")
     x = np.full((11, 3, 2), value, "float32")
     _, _, variance = moments_on_towers(x, 4, np.ones((11, 3), bool) if masked else None, mode)
     assert np.all(variance.numpy() >= 0)
-
-
-def rounds(operations):
-    """Returns the largest number of exchanges in a row, each from towers to home and back to towers."""
-    depths = {}
-
-    def depth(operation):
-        if operation.name not in depths:
-            depths[operation.name] = 0  # Ends the recursion in a cycle.
-            is_home = not operation.name.startswith("partitioned/tower_")
-            arrives = [is_home and tensor.op.name.startswith("partitioned/tower_") for tensor in operation.inputs]
-            below = [depth(tensor.op) + arrival for tensor, arrival in zip(operation.inputs, arrives, strict=True)]
-            depths[operation.name] = max(below, default=0)
-        return depths[operation.name]
-
-    return max(depth(operation) for operation in operations if operation.name.startswith("partitioned/tower_"))
 
 
 def test_a_tower_without_rows_is_no_infinity_away():
@@ -141,10 +109,9 @@ def test_a_tower_without_rows_is_no_infinity_away():
 
 @pytest.mark.parametrize(("mask", "exchanged"), [(None, (2, 4)), (rng.random((9, 5)) < 0.6, (3, 5))], ids=["plain", "masked"])
 def test_what_the_towers_exchange(mask, exchanged):
-    """Towers combine 2C numbers forward in one round, and 2C backward in another one.
+    """Towers combine 2C numbers forward, and 2C backward. With a mask, they also sum Keras's counts of each channel.
 
-    With a mask, they also sum Keras's counts of each channel, and need two rounds each way. `exchanged` has the multiples of C
-    forward, and forward and backward together.
+    `exchanged` has the multiples of C forward, and forward and backward together.
     """
     x, channels = rng.normal(size=(9, 5, 8)), 8
     layer = layers.BatchNormalization()
@@ -161,24 +128,15 @@ def test_what_the_towers_exchange(mask, exchanged):
             loss = tf.reduce_sum(forward(batch) ** 3)
         return tape.gradient(loss, batch[0])
 
-    def sums(operations):
+    def summed(step):
+        with node_by_node():
+            operations = step_on_towers(step, (x, mask), 3).get_concrete_function().graph.get_operations()
         found = [operation for operation in operations if operation.name.startswith("partitioned/sum/")]
         variances = [operation for operation in operations if operation.name.startswith("partitioned/variance/")]
         found += [operation for operation in variances if operation.type == "Identity"]
         return sum(operation.outputs[0].shape.num_elements() for operation in found)
 
-    def messages(function):
-        with mock.patch.object(Collectives, "gather", lambda self, x: tf.range(self.count)):
-            worker = Collectives(0, 2)
-        operations = operations_on_towers(function, (x, mask), 3, worker)
-        return sum(operation.type.startswith("Collective") for operation in operations)
-
-    steps = [operations_on_towers(step, (x, mask), 3) for step in (forward, backward)]
-    assert list(map(sums, steps)) == [times * channels for times in exchanged]
-    assert list(map(rounds, steps)) == ([1, 2] if mask is None else [2, 4])
-    # Workers send each other one message each way, or one for each round with a mask. The last two have their numbers of rows
-    # and the rows of the result. The numbers that weight the moments follow from the batch.
-    assert [messages(step) for step in (forward, backward)] == ([3, 4] if mask is None else [4, 6])
+    assert [summed(step) for step in (forward, backward)] == [times * channels for times in exchanged]
 
 
 RENORM = {"renorm": True, "renorm_clipping": {"rmax": 2.0, "rmin": 0.5, "dmax": 0.5}}
@@ -221,11 +179,7 @@ def test_every_kind_of_layer(kinds):
         return keras.Model(inputs, {kind: layers.Dense(2, name=kind)(layers.Flatten()(x)) for kind, x in normalized.items()})
 
     data = rng.normal(size=(15, 4, 6)), dict.fromkeys(kinds, rng.normal(size=(15, 2)))
-    _, inner = assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
-    frozen = [layer for layer in inner.layers if isinstance(layer, layers.BatchNormalization) and not layer.trainable]
-    assert len(frozen) == ("not_trainable" in kinds)
-    for layer in frozen:
-        np.testing.assert_array_equal(layer.moving_mean.numpy(), 1.0)
+    assert_towers_match_one_device(build, compile_arguments, [(data, 7)], 3)
 
 
 AXES = [((6,), 1), ((4, 6), -2), ((3, 2, 4), 2), ((3, 2, 4), -1), ((2, 3, 2, 2), 1)]
@@ -264,24 +218,6 @@ def test_masked_layer():
     x[:, 3:] *= rng.integers(0, 2, (13, 1, 1))
     x[4:8] = 0  # A slice of which every entry is masked.
     assert_same_training(build, compile_arguments, [((x, {"axis-1": y, "axis1": y}), 12)], 3)
-
-
-def test_layers_that_call_tells_whether_to_train():
-    """The `training` that a `call` passes to its layers holds in `fit`, `evaluate` and `predict`."""
-
-    class Told(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.trained, self.fixed = (layers.BatchNormalization(moving_mean_initializer="ones") for _ in range(2))
-            self.dense = layers.Dense(1)
-
-        def call(self, x):
-            return self.dense(self.fixed(self.trained(x, training=True), training=False))
-
-    data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
-    one, _ = assert_towers_match_one_device(Told, compile_arguments, [(data, 7)], 3)
-    assert np.all(one.trained.moving_mean.numpy() != 1)
-    assert np.all(one.fixed.moving_mean.numpy() == 1)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -379,6 +315,13 @@ def test_other_modes_against_the_slices_one_after_the_other(mode):
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
 
 
+def take_a_local_step(model, x):
+    """Updates the moving statistics alone, on three towers."""
+    parallel = keras_dp.DataParallelModel(model, devices=3, batch_norm="local")
+    parallel.compile(keras.optimizers.SGD(0.0), "mse")
+    parallel.train_on_batch(x, np.zeros_like(x))
+
+
 def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
     def build():
         inputs = keras.Input((5, 3))
@@ -389,9 +332,7 @@ def test_local_statistics_of_masked_slices_are_those_of_the_global_batch():
     x[2:5] = 0
     one, inner = twins(build)
     one(x, training=True)
-    parallel = keras_dp.DataParallelModel(inner, devices=3, batch_norm="local")
-    parallel.compile(keras.optimizers.SGD(0.0), "mse")
-    parallel.train_on_batch(x, np.zeros_like(x))
+    take_a_local_step(inner, x)
     assert_same(one.get_weights(), inner.get_weights(), 1e-9)
 
 
@@ -406,13 +347,9 @@ def test_local_statistics_of_a_layer_that_is_called_twice():
         def call(self, x, training=None):
             return self.norm(2 * self.norm(x, training=training), training=training)
 
-    x = rng.normal(2, 3, size=(7, 3))
-    model = Twice()
-    parallel = keras_dp.DataParallelModel(model, devices=3, batch_norm="local")
-    parallel.compile(keras.optimizers.SGD(0.0), "mse")
-    parallel.train_on_batch(x, np.zeros_like(x))
-    parts = [x[0:2], x[2:4], x[4:7]]
-    second = np.concatenate([2 * (part - part.mean(0)) / np.sqrt(part.var(0) + 0.3) for part in parts])
+    x, model = rng.normal(2, 3, size=(7, 3)), Twice()
+    take_a_local_step(model, x)
+    second = np.concatenate([2 * (part - part.mean(0)) / np.sqrt(part.var(0) + 0.3) for part in (x[0:2], x[2:4], x[4:7])])
     np.testing.assert_allclose(model.norm.moving_mean, (0.5 * 0 + 0.5 * x.mean(0)) * 0.5 + 0.5 * second.mean(0), atol=1e-12)
     np.testing.assert_allclose(model.norm.moving_variance, (0.5 + 0.5 * x.var(0)) * 0.5 + 0.5 * second.var(0), atol=1e-12)
 
@@ -470,8 +407,10 @@ def test_unknown_mode():
 
 def test_a_layer_of_ones_own_across_the_towers():
     """Runs the worked example of docs/batch_normalization.md unchanged."""
+    page = (Path(__file__).parents[2] / "docs" / "batch_normalization.md").read_text()
+    (example,) = [block for block in page.split("```python\n") if "class BatchStandardDeviation" in block]
     namespace = {}
-    exec(worked_example(), namespace)
+    exec(example.split("```")[0], namespace)
 
     def build():
         layer = namespace["BatchStandardDeviation"]()
@@ -479,9 +418,3 @@ def test_a_layer_of_ones_own_across_the_towers():
 
     data = rng.normal(size=(15, 3)), rng.normal(size=(15, 1))
     assert_same_script(build, lambda model: fit(model, compile_arguments, [(data, 7)]), 3)
-
-
-def worked_example():
-    page = (Path(__file__).parents[2] / "docs" / "batch_normalization.md").read_text()
-    (example,) = [block for block in page.split("```python\n") if "class BatchStandardDeviation" in block]
-    return example.split("```")[0]

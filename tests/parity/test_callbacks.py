@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from comparison import assert_same
 from keras import layers
 
 import keras_dp
@@ -28,40 +29,41 @@ def compiled(num_towers, optimizer=None, **arguments):
     return model
 
 
-def slow(x, y):
-    """Returns a dataset that takes 0.3 seconds for each batch."""
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-    return dataset.map(lambda x, y: (tf.numpy_function(_sleep, [x], tf.float64), y)).map(
-        lambda x, y: (tf.ensure_shape(x, (None, 4)), y)
-    )
-
-
-def _sleep(x):
+def wait(x):
     time.sleep(0.3)
     return x
 
 
+def slow():
+    """Returns a dataset that takes 0.3 seconds for each batch."""
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    return dataset.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(wait, [x], tf.float64), (None, 4)), y))
+
+
+def waits(model, x, y=None, callbacks=(), **arguments):
+    """Fits, and returns the share of waiting in each epoch."""
+    callbacks = [keras_dp.callbacks.InputWait(), *callbacks]
+    arguments = {"epochs": 2, "verbose": 0, "shuffle": False, **arguments}
+    return model.fit(x, y, callbacks=callbacks, **arguments).history["input_wait"]
+
+
 def test_input_wait_is_the_share_of_the_time_that_steps_wait_for_slices():
-    parallel, wait = compiled(2, "sgd"), keras_dp.callbacks.InputWait()
-    parallel.fit(X, Y, verbose=0)
-    assert "input_wait" not in parallel.history.history
-    starved = parallel.fit(slow(X, Y), epochs=2, verbose=0, shuffle=False, callbacks=[wait]).history["input_wait"]
-    fed = parallel.fit(X, Y, batch_size=1, epochs=2, verbose=0, callbacks=[wait]).history["input_wait"]
+    parallel = compiled(2, "sgd")
+    assert "input_wait" not in parallel.fit(X, Y, verbose=0).history
+    starved = waits(parallel, slow())
+    fed = waits(parallel, X, Y, batch_size=1)
     assert min(starved) > 0.3
     assert 0 <= fed[-1] < min(starved)
-    parallel.fit(X, Y, verbose=0)
-    assert "input_wait" not in parallel.history.history
+    assert "input_wait" not in parallel.fit(X, Y, verbose=0).history
 
 
 def test_on_gpus_nothing_is_measured_unless_the_callback_asks():
-    parallel = keras_dp.DataParallelModel(build(), devices=2)
+    parallel = compiled(2, "sgd")
     parallel.distribute_strategy.waiting = Waiting(is_costly=True)  # as if all devices were GPUs
     seconds = parallel.distribute_strategy.waiting.seconds
-    parallel.compile("sgd", "mse")
     parallel.fit(X, Y, verbose=0)
     assert seconds.numpy() == 0
-    callbacks = [keras_dp.callbacks.InputWait()]
-    assert parallel.fit(slow(X, Y), verbose=0, shuffle=False, callbacks=callbacks).history["input_wait"][0] > 0
+    assert waits(parallel, slow())[0] > 0
     before = seconds.numpy()
     parallel.fit(X, Y, verbose=0)
     assert seconds.numpy() == before
@@ -76,9 +78,7 @@ def test_tracing_callbacks_and_predictions_are_no_wait():
             self.model.predict(X, verbose=0)
 
     data = tf.data.Dataset.from_tensors((X, Y)).cache().repeat(10)
-    arguments = {"epochs": 2, "verbose": 0, "shuffle": False, "callbacks": [keras_dp.callbacks.InputWait(), Predicts()]}
-    history = compiled(2, "sgd", steps_per_execution=5).fit(data, **arguments).history
-    assert max(history["input_wait"]) < 0.3
+    assert max(waits(compiled(2, "sgd", steps_per_execution=5), data, callbacks=[Predicts()])) < 0.3
 
 
 def test_evaluating_within_a_measured_epoch_does_not_disturb_it():
@@ -86,58 +86,58 @@ def test_evaluating_within_a_measured_epoch_does_not_disturb_it():
         def on_train_batch_end(self, batch, logs=None):
             self.model.evaluate(X, Y, verbose=0)
 
-    callbacks = [keras_dp.callbacks.InputWait(), Evaluates()]
-    history = (
-        compiled(2, "sgd").fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), verbose=0, callbacks=callbacks).history
-    )
-    assert len(history["input_wait"]) == 2
+    assert len(waits(compiled(2, "sgd"), X, Y, callbacks=[Evaluates()], batch_size=4, validation_data=(X, Y))) == 2
 
 
-def test_input_wait_needs_towers():
-    model = build()
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="measures the towers of a DataParallelModel"):
-        model.fit(X, Y, verbose=0, callbacks=[keras_dp.callbacks.InputWait()])
-
-
-def test_input_wait_is_refused_with_op_determinism(monkeypatch):
+def test_input_wait_refuses_plain_models_and_op_determinism(monkeypatch):
     """TensorFlow has no public way to end its op determinism."""
+    with pytest.raises(ValueError, match="measures the towers of a DataParallelModel"):
+        waits(compiled(None), X, Y)
     monkeypatch.setattr(input_wait, "op_determinism_is_on", lambda: True)
     with pytest.raises(ValueError, match="refuses after tf.config.experimental.enable_op_determinism"):
-        compiled(2, "sgd").fit(X, Y, verbose=0, callbacks=[keras_dp.callbacks.InputWait()])
+        waits(compiled(2), X, Y)
 
 
 def ramp(base, scale, warmup_steps, steps):
     """Returns the rates of Goyal et al. 2017, section 2.2: equal increments at each step, from the base to the scaled rate."""
-    return np.interp(np.arange(steps), [0, warmup_steps], [base, scale * base])
+    return base * np.interp(np.arange(steps), [0, warmup_steps], [1, scale]) if warmup_steps else np.full(steps, scale * base)
 
 
-class UsedRates(keras.callbacks.Callback):
-    """Collects the rate of each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.rates = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.rates.append(float(self.model.optimizer.learning_rate))
-
-
-def rates_of(model, callbacks, epochs=5, **arguments):
+def rates_of(model, callbacks, data=(X, Y), **arguments):
     """Fits with three steps in an epoch, and returns the rates of all steps and the history."""
-    used = UsedRates()
-    arguments = {"batch_size": 4, "epochs": epochs, "verbose": 0, "callbacks": [*callbacks, used], **arguments}
-    history = model.fit(X, Y, **arguments).history
-    return used.rates, history
+    rates = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
+    arguments = {"batch_size": 4, "epochs": 5, "verbose": 0, "shuffle": False, "callbacks": [*callbacks, watch], **arguments}
+    return rates, model.fit(*data, **arguments).history
 
 
-@pytest.mark.parametrize(("warmup_epochs", "num_towers"), [(2.5, 2), (0, None), (8, None)])
-def test_warmup_ramps_at_every_step_and_logs_the_rate(warmup_epochs, num_towers):
-    warmup = LearningRateWarmup(0.01, 8, warmup_epochs)
-    rates, history = rates_of(compiled(num_towers), [warmup])
-    expected = ramp(0.01, 8, 3 * warmup_epochs, 15) if warmup_epochs else np.full(15, 0.08)
-    np.testing.assert_allclose(rates, expected, rtol=1e-12)
+def assert_ramp(warmup_epochs=2, num_towers=2, initial_epoch=0, steps_per_execution=1, accumulating=False):
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=3) if accumulating else None
+    model = compiled(num_towers, optimizer, steps_per_execution=steps_per_execution)
+    rates, history = rates_of(model, [LearningRateWarmup(0.01, 8, warmup_epochs)], initial_epoch=initial_epoch)
+    expected = ramp(0.01, 8, 3 * warmup_epochs, 15)[3 * initial_epoch :]
+    are_first = np.arange(len(expected)) % 3 % steps_per_execution == 0
+    np.testing.assert_allclose(rates, expected[are_first], rtol=1e-12)
     np.testing.assert_allclose(history["learning_rate"], expected[2::3], rtol=1e-12)
+
+
+WARMUPS = {
+    "ends within an epoch": {"warmup_epochs": 2.5},
+    "has no epochs, without towers": {"warmup_epochs": 0, "num_towers": None},
+    "is longer than the training, without towers": {"warmup_epochs": 8, "num_towers": None},
+    # The rate of a new optimizer is ignored, as after `load_weights` of the weights alone.
+    "starts in its middle with a new optimizer": {"initial_epoch": 1},
+    "is over with a new optimizer": {"initial_epoch": 3},
+    "counts the batches that Adam accumulates": {"accumulating": True},
+    "sets the rate of the first of the steps that run together": {"steps_per_execution": 2},
+}
+
+
+@pytest.mark.parametrize("name", WARMUPS)
+def test_warmup_ramps_at_every_step_and_logs_the_rate(name):
+    assert_ramp(**WARMUPS[name])
 
 
 def test_the_callback_is_the_schedule():
@@ -146,21 +146,16 @@ def test_the_callback_is_the_schedule():
     one.set_weights(model.get_weights())
     rates_of(one, [LearningRateWarmup(0.01, 8, 2, momentum_correction=False)])
     rates_of(model, [])
-    for expected, received in zip(one.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(received, expected, rtol=1e-9)
+    assert_same(one.get_weights(), model.get_weights(), 1e-9)
 
 
-def test_a_rate_that_plateaus_lower_stays_lower():
-    rates = {}
-    for place in ("before", "after"):
-        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
-        warmup = LearningRateWarmup(0.01, 8, 3)
-        callbacks = [plateau, warmup] if place == "before" else [warmup, plateau]
-        rates[place], _ = rates_of(compiled(2), callbacks)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_rate_that_plateaus_lower_stays_lower(place):
+    callbacks = [LearningRateWarmup(0.01, 8, 3)]
+    callbacks.insert(place, keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9))
+    rates, _ = rates_of(compiled(2), callbacks)
     # The first epoch improves on infinity; each later epoch halves the rate.
-    factors = np.repeat([1, 1, 0.5, 0.25, 0.125], 3)
-    for received in rates.values():
-        np.testing.assert_allclose(received, ramp(0.01, 8, 9, 15) * factors, rtol=1e-6)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 9, 15) * np.repeat([1, 1, 0.5, 0.25, 0.125], 3), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("place", "epoch", "rate"), [(0, 2, 0.16), (1, 3, 0.008)])
@@ -183,13 +178,6 @@ def test_rounding_does_not_lower_the_rate():
     keras.config.set_floatx("bfloat16")
     rates, _ = rates_of(compiled(None), [LearningRateWarmup(0.01, 8, 40)], epochs=42)
     np.testing.assert_allclose(rates, ramp(0.01, 8, 120, 126), rtol=0.01)
-
-
-@pytest.mark.parametrize("initial_epoch", [1, 3])
-def test_warmup_goes_by_the_epochs_where_the_optimizer_is_new(initial_epoch):
-    """The rate of a new optimizer is ignored, as after `load_weights` of the weights alone; past the warm-up, it is full."""
-    rates, _ = rates_of(compiled(2), [LearningRateWarmup(0.01, 8, 2)], initial_epoch=initial_epoch)
-    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[3 * initial_epoch :], rtol=1e-12)
 
 
 def test_an_optimizer_that_is_warm_is_said_to_be(caplog):
@@ -219,19 +207,7 @@ def test_warmup_resumes_in_the_middle(tmp_path, caplog, num_towers, by):
     resumed, _ = rates_of(resuming, [LearningRateWarmup(0.01, 8, 4), *backup], initial_epoch=0 if by == "backup" else 3)
     assert "resumes at step 9 with the rate 0.0" in caplog.text
     np.testing.assert_allclose(resumed, expected[9:], rtol=1e-6)
-    for one, other in zip(unbroken.get_weights(), resuming.get_weights(), strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5)
-
-
-def test_warmup_of_adam_with_accumulated_gradients_counts_batches():
-    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=3)
-    rates, _ = rates_of(compiled(2, optimizer), [LearningRateWarmup(0.01, 8, 2)])
-    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15), rtol=1e-12)
-
-
-def test_warmup_of_steps_that_run_together_sets_the_rate_of_the_first():
-    rates, _ = rates_of(compiled(2, steps_per_execution=2), [LearningRateWarmup(0.01, 8, 2)])
-    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 15)[np.arange(15) % 3 != 1], rtol=1e-12)
+    assert_same(unbroken.get_weights(), resuming.get_weights(), 1e-5)
 
 
 def test_warmup_resumes_where_steps_run_together():
@@ -256,26 +232,19 @@ def test_warmup_with_mixed_precision():
 
 
 def test_warmup_in_a_list_of_callbacks():
-    model = compiled(2)
-    callbacks = keras.callbacks.CallbackList([LearningRateWarmup(0.01, 8, 2)], model=model)
+    callbacks = keras.callbacks.CallbackList([LearningRateWarmup(0.01, 8, 2)], model=compiled(2))
     with pytest.raises(ValueError, match="does not know how many steps an epoch has"):
         callbacks.on_train_begin()
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_data_of_unknown_length_needs_the_number_of_steps():
-    def batches():
-        while True:
-            yield X[:4], Y[:4]
-
     model = compiled(2)
-    types = tf.TensorSpec((None, 4)), tf.TensorSpec((None, 2))
-    data = tf.data.Dataset.from_generator(batches, output_signature=types).take(3)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).filter(lambda x, y: True)
     with pytest.raises(ValueError, match="does not know how many steps an epoch has"):
-        model.fit(data, verbose=0, shuffle=False, callbacks=[LearningRateWarmup(0.01, 8, 2)])
-    used = UsedRates()
-    model.fit(data, verbose=0, shuffle=False, callbacks=[LearningRateWarmup(0.01, 8, 2, steps_per_epoch=3), used])
-    np.testing.assert_allclose(used.rates, ramp(0.01, 8, 6, 3), rtol=1e-12)
+        rates_of(model, [LearningRateWarmup(0.01, 8, 2)], [data], batch_size=None)
+    rates, _ = rates_of(model, [LearningRateWarmup(0.01, 8, 2, steps_per_epoch=3)], [data], batch_size=None, epochs=1)
+    np.testing.assert_allclose(rates, ramp(0.01, 8, 6, 3), rtol=1e-12)
 
 
 def test_warmup_does_not_set_the_rate_of_a_schedule():

@@ -1,5 +1,6 @@
 """Every callback of Keras, and custom callbacks, see and do the same on towers as on one device."""
 
+import contextlib
 import csv
 import functools
 import importlib
@@ -31,13 +32,13 @@ HOOKS = [f"on_{phase}_{when}" for phase in ("train", "test", "predict", "epoch")
 HOOKS += [f"on_{phase}_batch_{when}" for phase in ("train", "test", "predict") for when in ("begin", "end")]
 
 
-OPTIMIZERS = {
-    "Adam": lambda: optimizers.Adam(0.05, name="adam"),
-    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.05, name="adam"), initial_scale=8.0),
-    "MultiOptimizer": lambda: optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(optimizers.SGD(0.05, name="slow"), {"head/.*": optimizers.Adam(0.05, name="fast")})
-    ),
-}
+def multi_optimizer(**options):
+    fast = optimizers.Adam(0.05, name="fast", **options)
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.05, name="slow"), {"head/.*": fast}))
+
+
+def loss_scale_optimizer(**options):
+    return optimizers.LossScaleOptimizer(optimizers.Adam(0.05, name="adam", **options), initial_scale=8.0)
 
 
 def build():
@@ -46,7 +47,7 @@ def build():
 
 
 def compiled(model, optimizer=None, **arguments):
-    model.compile(optimizer or OPTIMIZERS["Adam"](), "mse", metrics=["mae"], **arguments)
+    model.compile(optimizer or optimizers.Adam(0.05, name="adam"), "mse", metrics=["mae"], **arguments)
     return model
 
 
@@ -80,27 +81,6 @@ for name in HOOKS:
     setattr(Recorder, name, functools.partialmethod(Recorder.record, name))
 
 
-class StoppedError(Exception):
-    """Stops a training that is to be resumed."""
-
-
-class StopAt(callbacks.Callback):
-    """Stops training like a killed process, at the beginning of an epoch or after one of its batches."""
-
-    def __init__(self, epoch, batch=None):
-        super().__init__()
-        self.epoch, self.batch, self.current = epoch, batch, None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.current = epoch
-        if self.epoch == epoch and self.batch is None:
-            raise StoppedError
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epoch, self.batch) == (self.current, batch):
-            raise StoppedError
-
-
 @same_on_towers(build, 3)
 def test_callback_hooks(model):
     """Each hook is called at the same points, with the same index and logs as in plain Keras, in fit, evaluate and predict."""
@@ -119,14 +99,9 @@ def test_callback_hooks(model):
 def test_lambda_callback(model):
     """Where three of the four steps run together, hooks of batches are called twice in an epoch."""
     calls = []
-    given = callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: calls.append(epoch),
-        on_epoch_end=lambda epoch, logs: calls.append((epoch, logs)),
-        on_train_begin=lambda logs: calls.append(len(logs or {})),
-        on_train_end=lambda logs: calls.append(logs),
-        on_batch_begin=lambda batch, logs: calls.append(batch),
-        on_train_batch_end=lambda batch, logs: calls.append((batch, logs)),
-    )
+    hooks = [f"on_{phase}_{when}" for phase in ("epoch", "train", "train_batch") for when in ("begin", "end")]
+    note = {hook: lambda *given, logs=None, hook=hook: calls.append((hook, *given, logs)) for hook in hooks}
+    given = callbacks.LambdaCallback(**note)
     train(compiled(model, steps_per_execution=3), given, epochs=2)
     assert len(calls) == 2 * (1 + 2 + 2 + 1) + 2
     return calls
@@ -211,11 +186,15 @@ def test_callback_model_attributes_of_the_users_class(model):
 
 
 @same_on_towers(build, 3)
-def test_callback_model_optimizer_learning_rate_and_iterations(model):
-    """A callback reads and assigns them on every batch."""
+def test_callback_model_optimizer_is_the_users(model):
+    """A callback can read and set its settings, and find its variables. It sets the rate on every batch."""
     seen = []
 
-    class Warmup(callbacks.Callback):
+    class Sets(callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            # The step reads it once, when it is traced after this.
+            self.model.optimizer.momentum = 0.6
+
         def on_train_batch_begin(self, batch, logs=None):
             optimizer = self.model.optimizer
             step = int(optimizer.iterations.numpy())
@@ -225,19 +204,6 @@ def test_callback_model_optimizer_learning_rate_and_iterations(model):
                 optimizer.learning_rate.assign(0.02 / (step + 1))
             seen.append((step, float(optimizer.learning_rate), float(keras.ops.convert_to_numpy(optimizer.iterations))))
 
-    return train(compiled(model), Warmup()), seen
-
-
-@same_on_towers(build, 3)
-def test_callback_model_optimizer_is_the_users(model):
-    """A callback can read and set its settings, and find its variables."""
-    seen = []
-
-    class Momentum(callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            # The step reads it once, when it is traced after this.
-            self.model.optimizer.momentum = 0.6
-
         def on_epoch_end(self, epoch, logs=None):
             optimizer = self.model.optimizer
             names = ("momentum", "nesterov", "use_ema", "ema_momentum", "weight_decay", "clipnorm")
@@ -246,7 +212,7 @@ def test_callback_model_optimizer_is_the_users(model):
             seen.append({optimizer.name: len(optimizer.variables)})
 
     optimizer = optimizers.SGD(0.05, 0.9, use_ema=True, ema_momentum=0.8, weight_decay=0.01, clipnorm=0.7, name="mine")
-    return train(compiled(model, optimizer), Momentum()), seen
+    return train(compiled(model, optimizer), Sets()), seen
 
 
 @same_on_towers(build, 3)
@@ -311,14 +277,17 @@ def interrupted_and_resumed(devices, backup, batch):
     for i, number in enumerate(devices):
         keras.utils.set_random_seed(3 if i == 0 else 4)
         model = build() if number is None else keras_dp.DataParallelModel(build(), devices=number)
+        is_last = i + 1 == len(devices)
+
+        def stop(batch_now, logs, model=model, step=4 * (i + 1) + batch, is_last=is_last):
+            if int(model.optimizer.iterations) == step and not is_last:
+                raise InterruptedError
+
         part = callbacks.History()
-        given = [callbacks.BackupAndRestore(backup, **arguments), part]
-        if i + 1 == len(devices):
+        given = [callbacks.BackupAndRestore(backup, **arguments), part, callbacks.LambdaCallback(on_train_batch_begin=stop)]
+        with contextlib.nullcontext() if is_last else pytest.raises(InterruptedError):
             train(compiled(model), *given, epochs=4)
-        else:
-            with pytest.raises(StoppedError):
-                train(compiled(model), *given, StopAt(1 + i, batch), epochs=4)
-        assert backup.exists() is (i + 1 < len(devices))
+        assert backup.exists() is not is_last
         assert part.epoch[0] == i
         for name, numbers in history.items():
             numbers += part.history[name]
@@ -326,7 +295,7 @@ def interrupted_and_resumed(devices, backup, batch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "batch"), [((None, 3, 2, None), None), ((3, 2), 2)], ids=["other towers and one device", "amid an epoch"]
+    ("devices", "batch"), [((None, 3, 2, None), 0), ((3, 2), 3)], ids=["other towers and one device", "amid an epoch"]
 )
 def test_backup_and_restore(tmp_path, devices, batch):
     """Other models resume: between epochs as if never stopped, within an epoch as plain Keras, which repeats the epoch."""
@@ -348,33 +317,20 @@ def test_early_stopping(model):
     return history, stopping.best_epoch, stopping.stopped_epoch, stopping.best, model.evaluate(X, Y, verbose=0)
 
 
-@pytest.mark.parametrize("optimizer", ["LossScaleOptimizer", "MultiOptimizer"])
+@pytest.mark.parametrize("optimizer", [loss_scale_optimizer, multi_optimizer])
 @same_on_towers(build, 3)
 def test_learning_rate_scheduler_and_reduce_on_plateau(model, optimizer):
     schedule = callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.9 if epoch else 1.5))
     plateau = callbacks.ReduceLROnPlateau("mae", 0.3, patience=1, min_delta=10.0, cooldown=1, min_lr=0.002)
-    history = train(compiled(model, OPTIMIZERS[optimizer]()), schedule, plateau, epochs=7)
+    history = train(compiled(model, optimizer()), schedule, plateau, epochs=7)
     rates = [history[name] for name in history if "learning_rate" in name]
-    names = {"learning_rate_slow", "learning_rate_fast"} if optimizer == "MultiOptimizer" else {"learning_rate"}
+    names = {"learning_rate_slow", "learning_rate_fast"} if optimizer is multi_optimizer else {"learning_rate"}
     assert names < set(history)
     assert all(min(each) < 0.5 * 0.9**7 * max(each) for each in rates)
     return history
 
 
-AVERAGED = {
-    "MultiOptimizer": lambda: optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(optimizers.SGD(0.05), {"head/.*": optimizers.Adam(0.05, use_ema=True, ema_momentum=0.7)})
-    ),
-    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(
-        optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7), initial_scale=8.0
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "swap_on_epoch"),
-    [("LossScaleOptimizer", False), ("MultiOptimizer", True)],
-)
+@pytest.mark.parametrize(("optimizer", "swap_on_epoch"), [(loss_scale_optimizer, False), (multi_optimizer, True)])
 @same_on_towers(build, 3)
 def test_swap_ema_weights(model, optimizer, swap_on_epoch):
     """Validation, evaluation and prediction see the moving averages; with `swap_on_epoch`, later callbacks do as well."""
@@ -384,7 +340,9 @@ def test_swap_ema_weights(model, optimizer, swap_on_epoch):
         on_test_begin=lambda logs: seen.append(model.get_weights()),
         on_epoch_end=lambda epoch, logs: seen.append(model.get_weights()),
     )
-    history = train(compiled(model, AVERAGED[optimizer]()), swap, watch, validation_data=VALIDATION, epochs=2)
+    history = train(
+        compiled(model, optimizer(use_ema=True, ema_momentum=0.7)), swap, watch, validation_data=VALIDATION, epochs=2
+    )
     batch, validation, epoch = seen[-3:]
     assert largest_change(batch, validation) > 1e-3
     assert bool(largest_change(batch, epoch) > 1e-3) is swap_on_epoch
@@ -423,7 +381,7 @@ def tensorboard_events(path, evaluate=False, **arguments):
 
     def script(model):
         folder = folder_of(model, path)
-        compiled(model, OPTIMIZERS["LossScaleOptimizer"]())
+        compiled(model, loss_scale_optimizer())
         history = train(model, callbacks.TensorBoard(folder, **arguments), validation_data=VALIDATION if evaluate else None)
         if evaluate:
             evaluation = folder / "evaluation"
@@ -440,8 +398,11 @@ def tensorboard_events(path, evaluate=False, **arguments):
 
 def test_tensorboard_scalars_histograms_images_and_embeddings(tmp_path, summaries):
     (expected, files, _), (received, other_files, _) = tensorboard_events(
-        tmp_path, evaluate=True, histogram_freq=1, write_images=True, embeddings_freq=2, write_graph=False
+        tmp_path, evaluate=True, histogram_freq=1, write_images=True, embeddings_freq=2, write_graph=True
     )
+    graph, other = (json.loads(found.pop("train keras 0").item()) for found in (expected, received))
+    assert graph == other
+    assert graph["config"]["name"] == "users"
     # Scalars are kept in float32.
     assert_same(expected, received, 1e-6)
     assert "keras_embedding.ckpt-2.weights.h5" in files
@@ -465,15 +426,6 @@ def test_tensorboard_batches_and_profile(tmp_path, summaries):
     assert_same(expected, received, 1e-6)
 
 
-def test_tensorboard_model_graph(tmp_path, summaries):
-    """`write_graph=True` shows the user's model, layer by layer."""
-    (expected, _, _), (received, _, _) = tensorboard_events(tmp_path, write_graph=True)
-    assert set(expected) == set(received)
-    graphs = [json.loads(found["train keras 0"].item()) for found in (expected, received)]
-    assert graphs[0] == graphs[1]
-    assert graphs[0]["config"]["name"] == "users"
-
-
 @same_on_towers(build, 3)
 def test_csv_logger(model, tmp_path):
     """Covers `append=True`, and epochs without validation."""
@@ -494,8 +446,8 @@ def test_terminate_on_nan(model, capsys):
     targets = Y.copy()
     targets[8] = 1e200  # Its square is infinite, but its gradient is finite.
     seen = Recorder()
-    arguments = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
-    compiled(model, optimizers.SGD(1e-3)).fit(X, targets, callbacks=[callbacks.TerminateOnNaN(), seen], **arguments)
+    given = {"batch_size": 7, "epochs": 2, "shuffle": False, "callbacks": [callbacks.TerminateOnNaN(), seen]}
+    compiled(model, optimizers.SGD(1e-3)).fit(X, targets, verbose=0, **given)
     assert "Batch 1: Invalid loss, terminating training" in capsys.readouterr().out
     assert any("on_train_end" in key for key in seen.calls)
     return seen.calls

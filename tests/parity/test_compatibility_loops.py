@@ -7,7 +7,7 @@ import inspect
 import keras
 import numpy as np
 import tensorflow as tf
-from comparison import assert_same_script
+from comparison import assert_same_script, same_on_towers
 from keras import layers
 
 import keras_dp
@@ -33,12 +33,20 @@ def compiled(model):
     return model
 
 
-def batches(batch_size=8):
-    return [(tf.constant(X[i : i + batch_size]), tf.constant(Y[i : i + batch_size])) for i in range(0, len(X), batch_size)]
+def fitted(model, **arguments):
+    return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, **arguments).history
 
 
-def numbers(logs):
-    return {name: float(value) for name, value in logs.items()}
+def batches():
+    return [(tf.constant(X[i : i + 8]), tf.constant(Y[i : i + 8])) for i in range(0, len(X), 8)]
+
+
+def learned(model, loss_of):
+    """Updates all weights by the gradient of a loss, and returns it."""
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return loss
 
 
 class Preprocessing(Network):
@@ -58,20 +66,12 @@ class Preprocessing(Network):
     def train_on_batch(self, x, y, **arguments):
         return super().train_on_batch(x - self.shift, y, **arguments)
 
-    def test_on_batch(self, x, y, **arguments):
-        return super().test_on_batch(x - self.shift, y, **arguments)
-
-    def predict_on_batch(self, x):
-        return super().predict_on_batch(x - self.shift)
-
 
 def test_calls_that_end_in_those_of_super():
     def script(model):
-        compiled(model)
-        history = model.fit(X, Y, shift=0.5, validation_data=(X, Y), batch_size=8, shuffle=False, verbose=0)
-        results = [history.history, model.shift, model.evaluate(X, Y, batch_size=8, verbose=0)]
-        results += [model.train_on_batch(X, Y), model.test_on_batch(X, Y), model.predict_on_batch(X)]
-        return [*results, model.predict(X, batch_size=8, verbose=0)]
+        history = fitted(compiled(model), shift=0.5, validation_data=(X, Y))
+        results = [history, model.shift, model.evaluate(X, Y, batch_size=8, verbose=0)]
+        return [*results, model.train_on_batch(X, Y), model.predict(X, batch_size=8, verbose=0)]
 
     _, parallel = assert_same_script(Preprocessing, script, 3)
     assert list(inspect.signature(parallel.fit).parameters) == ["x", "y", "shift", "arguments"]
@@ -98,27 +98,29 @@ class Logging(Network):
         self.train_function = logged
 
 
-def test_a_train_function_around_that_of_super():
-    def script(model):
-        compiled(model).fit(X, Y, batch_size=8, shuffle=False, verbose=0)
-        assert len(model.losses_seen) == 3
-        return model.losses_seen
-
-    assert_same_script(Logging, script, 3)
+@same_on_towers(Logging, 3)
+def test_a_train_function_around_that_of_super(model):
+    fitted(compiled(model))
+    assert len(model.losses_seen) == 3
+    return model.losses_seen
 
 
-class CompilingItsStep(Network):
-    """Makes its train function from its step, without Keras's."""
+class CompilingItsSteps(Network):
+    """Makes its functions from its steps, without Keras's."""
 
     def make_train_function(self, force=False):
-        self.train_function = tf.function(lambda iterator: self.train_step(next(iterator)))
+        if self.train_function is None or force:
+            run = self.distribute_strategy.run
+            self.train_function = tf.function(lambda iterator: run(self.train_step, args=(next(iterator),), kwargs={}))
+
+    def make_test_function(self, force=False):
+        step = tf.function(lambda x, y: self.test_step((x, y)), reduce_retracing=True)
+        self.test_function = lambda iterator: step(*next(iterator))
 
 
-def test_a_train_function_from_the_step():
-    def script(model):
-        return compiled(model).fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
-
-    assert_same_script(CompilingItsStep, script, 3)
+@same_on_towers(CompilingItsSteps, 3)
+def test_a_train_function_from_the_step(model):
+    return fitted(compiled(model)), model.evaluate(X, Y, batch_size=8, verbose=0)
 
 
 class LoopOverSteps(Network):
@@ -126,8 +128,8 @@ class LoopOverSteps(Network):
         compiled_step = tf.function(lambda x, y: self.train_step((x, y)), reduce_retracing=True)
         logs = []
         for _ in range(epochs):
-            logs += [numbers(self.train_step(batch)) for batch in batches()]
-            logs += [numbers(compiled_step(*batch)) for batch in batches()]
+            logs += [self.train_step(batch) for batch in batches()]
+            logs += [compiled_step(*batch) for batch in batches()]
             self.reset_metrics()
             logs += [self.train_on_batch(*batch, return_dict=True) for batch in batches()]
         return logs
@@ -150,11 +152,8 @@ class LoopOfItsOwn(Network):
     def fit(self, epochs):
         for _ in range(epochs):
             for x, y in batches():
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-                gradients = tape.gradient(loss, self.trainable_variables)
-                self.optimizer.apply(gradients, self.trainable_variables)
-        return float(loss)
+                loss = learned(self, lambda x=x, y=y: tf.reduce_mean((self(x, training=True) - y) ** 2))
+        return loss
 
 
 def test_a_loop_that_computes_by_itself_runs_as_it_is_and_says_so(caplog):
@@ -187,10 +186,8 @@ class Adversaries(keras.Model):
 
     def train_step(self, data):
         x, y, a, b = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(a * (self.one(x) - y) ** 2) + tf.reduce_mean(b * (self.other(x) - self.one(x)) ** 2)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss}
+        one, other = self.one, self.other
+        return {"loss": learned(self, lambda: tf.reduce_mean(a * (one(x) - y) ** 2 + b * (other(x) - one(x)) ** 2))}
 
     def step(self, x, y, a, b=1.0):
         self.steps = getattr(self, "steps", 0) + 1
@@ -231,7 +228,10 @@ def test_methods_of_ones_own_train_by_steps_on_towers(caplog):
 
 
 class AdversariesWithTapes(Adversaries):
-    """Updates by itself, in a method that calls no step."""
+    """Updates by itself, in a method that calls no step, with an optimizer that Keras does not know."""
+
+    def compile(self, optimizer):
+        self.optimizers = {"one": optimizer}
 
     def update(self, x, y):
         with tf.GradientTape() as tape:
@@ -240,7 +240,6 @@ class AdversariesWithTapes(Adversaries):
         return float(loss)
 
     def train(self, data):
-        self.optimizers = {"one": keras.optimizers.SGD(0.1)}
         return [self.update(x, y) for x, y, _, _ in data]
 
 
@@ -248,7 +247,7 @@ def test_methods_of_ones_own_that_compute_by_themselves_say_so(caplog):
     """The warning names the method that was called, once, wherever the model keeps its optimizer."""
 
     def script(model):
-        model.compile("sgd")
+        model.compile(keras.optimizers.SGD(0.1))
         return [model.train(four_arguments()), model.train(four_arguments()), model.get_weights()]
 
     assert_same_script(AdversariesWithTapes, script, 3)
@@ -286,18 +285,13 @@ class Distilled(Network):
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(((self(x, training=True) - y) / self.temperature) ** 2)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss}
+        return {"loss": learned(self, lambda: tf.reduce_mean(((self(x, training=True) - y) / self.temperature) ** 2))}
 
 
-def test_a_fit_and_a_step():
-    def script(model):
-        model.compile("adam")
-        return model.fit(X, Y, temperature=2.0, batch_size=8, shuffle=False, verbose=0).history
-
-    assert_same_script(Distilled, script, 3)
+@same_on_towers(Distilled, 3)
+def test_a_fit_and_a_step(model):
+    model.compile("adam")
+    return fitted(model, temperature=2.0)
 
 
 class Saving(Network):
@@ -313,12 +307,12 @@ class Saving(Network):
 
 
 def test_a_loop_that_compiles_and_saves(tmp_path):
-    paths = iter([tmp_path / "plain.weights.h5", tmp_path / "parallel.weights.h5"])
-    _, parallel = assert_same_script(Saving, lambda model: compiled(model).fit(next(paths)), 3)
+    path = tmp_path / "model.weights.h5"
+    _, parallel = assert_same_script(Saving, lambda model: compiled(model).fit(path), 3)
     assert isinstance(parallel.inner_model.optimizer, keras.optimizers.Adam)
     again = Saving()
     again(X)
-    again.load_weights(tmp_path / "parallel.weights.h5")
+    again.load_weights(path)
 
 
 def test_what_is_saved_during_an_own_fit_is_the_plain_model(tmp_path):

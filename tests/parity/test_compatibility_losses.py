@@ -11,13 +11,12 @@ import keras_dp
 rng = np.random.default_rng(0)
 X = rng.normal(size=(23, 5))
 Y = rng.normal(size=(23, 3))
-ONE_HOT = np.eye(3)[rng.integers(0, 3, 23)]
 WEIGHTS = rng.uniform(size=23)
 TOKENS = np.where(np.arange(6) < rng.integers(1, 7, 23)[:, None], rng.integers(1, 9, (23, 6)), 0)
 
 
-def dense():
-    return keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(3)])
+def dense(kind=keras.Sequential):
+    return kind([keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(3)])
 
 
 def with_heads(**units):
@@ -42,11 +41,12 @@ def tagger(names=("out",)):
 
 
 def targets():
-    return {"a": rng.normal(size=(23, 3)), "b": rng.normal(size=(23, 1))}
+    return {"a": Y, "b": rng.normal(size=(23, 1))}
 
 
-def compiled(loss, **arguments):
-    return lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss, **arguments}
+def assert_exact(build, loss, x, *targets_and_weights, compared=assert_same_training, **arguments):
+    """Trains with a loss and further arguments of `compile`, on batches of 9, 9 and 5 rows."""
+    compared(build, lambda: {"optimizer": "sgd", "loss": loss, **arguments}, [((x, *targets_and_weights), 9)], 3)
 
 
 def rmse(y_true, y_pred):
@@ -59,44 +59,39 @@ REDUCTIONS = ["sum", "sum_over_batch_size", "mean", "mean_with_sample_weight"]
 @pytest.mark.parametrize("weighted", [True, False])
 def test_reductions(weighted):
     """Each of several outputs has the loss of one reduction. A loss that is not reduced stands alone."""
-    arguments = compiled({name: losses.MeanSquaredError(reduction=name) for name in REDUCTIONS})
-    data = (X, dict.fromkeys(REDUCTIONS, Y), *([dict.fromkeys(REDUCTIONS, WEIGHTS)] if weighted else []))
-    assert_same_training(with_heads(**dict.fromkeys(REDUCTIONS, 3)), arguments, [(data, 9)], 3)
-    data = (X, Y, *([WEIGHTS] if weighted else []))
-    assert_same_training(dense, compiled(losses.MeanSquaredError(reduction="none")), [(data, 9)], 3)
+    of_each = {name: losses.MeanSquaredError(reduction=name) for name in REDUCTIONS}
+    weights = [dict.fromkeys(REDUCTIONS, WEIGHTS)] if weighted else []
+    assert_exact(with_heads(**dict.fromkeys(REDUCTIONS, 3)), of_each, X, dict.fromkeys(REDUCTIONS, Y), *weights)
+    assert_exact(dense, losses.MeanSquaredError(reduction="none"), X, Y, *([WEIGHTS] if weighted else []))
 
 
 def test_masked_losses():
     """tf.distribute averages the replicas' masked means, and silently trains other weights."""
-    loss = {name: losses.SparseCategoricalCrossentropy(from_logits=True, reduction=name) for name in REDUCTIONS}
-    arguments = compiled(loss, metrics={"sum": ["accuracy"]}, weighted_metrics={"sum": ["accuracy"]})
-    targets, weights = rng.integers(0, 4, (23, 6)), rng.uniform(size=(23, 6))
-    data = (TOKENS, dict.fromkeys(REDUCTIONS, targets), dict.fromkeys(REDUCTIONS, weights))
-    assert_same_training(lambda: tagger(REDUCTIONS), arguments, [(data, 9)], 3)
+    of_each = {name: losses.SparseCategoricalCrossentropy(from_logits=True, reduction=name) for name in REDUCTIONS}
+    metrics = {"metrics": {"sum": ["accuracy"]}, "weighted_metrics": {"sum": ["accuracy"]}}
+    labels, weights = (dict.fromkeys(REDUCTIONS, values) for values in (rng.integers(0, 4, (23, 6)), rng.uniform(size=(23, 6))))
+    assert_exact(lambda: tagger(REDUCTIONS), of_each, TOKENS, labels, weights, **metrics)
 
 
 def test_masks_that_leave_a_tower_or_a_batch_nothing():
     tokens = TOKENS.copy()
     tokens[:4] = 0  # Covers the first tower's slice.
     tokens[9:18] = 0  # Covers the second batch.
-    data = (tokens, {"out": rng.integers(0, 4, (23, 6))})
-    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    assert_same_training(tagger, compiled(loss), [(data, 9)], 3)
+    assert_exact(tagger, losses.SparseCategoricalCrossentropy(from_logits=True), tokens, {"out": rng.integers(0, 4, (23, 6))})
 
 
 def test_weights_that_are_zero_for_a_tower():
-    data = (X, Y, np.r_[np.zeros(3), WEIGHTS[3:]])
-    assert_same_training(dense, compiled(losses.MeanSquaredError(reduction="mean_with_sample_weight")), [(data, 9)], 3)
+    assert_exact(dense, losses.MeanSquaredError(reduction="mean_with_sample_weight"), X, Y, np.r_[np.zeros(3), WEIGHTS[3:]])
 
 
 def test_ignored_classes():
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
-    assert_same_training(dense, compiled(loss), [((X, rng.integers(-1, 3, 23)), 9)], 3)
+    assert_exact(dense, loss, X, rng.integers(-1, 3, 23))
 
 
 def test_label_smoothing():
-    loss = losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
-    assert_same_training(dense, compiled(loss), [((X, ONE_HOT), 9)], 3)
+    one_hot = np.eye(3)[rng.integers(0, 3, 23)]
+    assert_exact(dense, losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1), X, one_hot)
 
 
 def test_outputs_without_an_axis_of_their_own():
@@ -106,13 +101,13 @@ def test_outputs_without_an_axis_of_their_own():
         inputs = keras.Input((5,))
         return keras.Model(inputs, layers.Reshape(())(layers.Dense(1)(inputs)))
 
-    assert_same_training(build, compiled("mse", metrics=["mae"]), [((X, Y[:, 0]), 9)], 3)
+    assert_exact(build, "mse", X, Y[:, 0], metrics=["mae"])
 
 
 def test_binary_labels_are_decided_by_the_whole_batch():
-    """A hinge maps labels 0 and 1 to -1 and 1, unless the batch has a label -1 anywhere."""
-    y = np.r_[np.zeros((8, 3)), np.ones((8, 3)), -np.ones((7, 3))]
-    assert_same_training(dense, compiled("hinge", metrics=["squared_hinge"]), [((X, y), 23)], 3)
+    """A hinge maps labels 0 and 1 to -1 and 1, unless the batch has a label -1 anywhere: here in the last tower's rows."""
+    labels = np.r_[np.zeros((4, 3)), np.ones((4, 3)), -np.ones((15, 3))]
+    assert_exact(dense, "hinge", X, labels, metrics=["squared_hinge"])
 
 
 def contrastive(y_true, y_pred):
@@ -127,14 +122,14 @@ class PerRow(losses.Loss):
 
 
 def test_losses_of_ones_own_with_a_value_for_each_row():
-    data = (X, targets(), {"a": WEIGHTS, "b": WEIGHTS})
-    assert_same_training(two_headed, compiled({"a": PerRow(), "b": lambda a, b: (a - b) ** 2}), [(data, 9)], 3)
+    loss = {"a": PerRow(), "b": lambda a, b: (a - b) ** 2}
+    assert_exact(two_headed, loss, X, targets(), {"a": WEIGHTS, "b": WEIGHTS})
 
 
 def test_losses_that_couple_rows():
     """tf.distribute averages the replicas' losses."""
-    arguments = compiled({"a": contrastive, "b": rmse}, weighted_metrics={"a": ["mae"], "b": ["mae"]})
-    assert_towers_match_one_device(two_headed, arguments, [((X, targets()), 9)], 3)
+    compared = {"compared": assert_towers_match_one_device, "weighted_metrics": {"a": ["mae"], "b": ["mae"]}}
+    assert_exact(two_headed, {"a": contrastive, "b": rmse}, X, targets(), **compared)
 
 
 def test_losses_of_ones_own_for_several_rows_an_input():
@@ -148,13 +143,20 @@ def test_losses_of_ones_own_for_several_rows_an_input():
         places = ops.cast(ops.arange(ops.shape(y_pred)[0]), y_pred.dtype)
         return ops.mean((ops.reshape(y_true, (-1, 3)) - y_pred) ** 2 * ops.expand_dims(places, 1))
 
-    x, y = rng.normal(size=(23, 4, 5)), rng.normal(size=(23, 4, 3))
-    assert_same_training(build, compiled(loss), [((x, y), 5)], 3)
+    assert_exact(build, loss, rng.normal(size=(23, 4, 5)), rng.normal(size=(23, 4, 3)))
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 def test_several_outputs():
-    arguments = compiled({"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 2.0}, metrics={"b": ["mse"]})
-    assert_towers_match_one_device(two_headed, arguments, [((X, targets()), 9)], 3)
+    """Each has weights of its own, for its loss and for its rows; one has no loss."""
+    of_each = {
+        "loss_weights": {"a": 0.3, "b": 2.0, "c": 1.0},
+        "metrics": {"b": ["mse"]},
+        "weighted_metrics": {"a": ["mae"], "b": ["mae"]},
+        "compared": assert_towers_match_one_device,
+    }
+    weights = {"a": WEIGHTS, "b": WEIGHTS**2, "c": WEIGHTS}
+    assert_exact(with_heads(a=3, b=1, c=3), {"a": "mse", "b": "mae", "c": None}, X, targets() | {"c": Y}, weights, **of_each)
 
 
 def test_a_list_of_losses():
@@ -162,20 +164,8 @@ def test_a_list_of_losses():
         inputs = keras.Input((5,))
         return keras.Model(inputs, [layers.Dense(3)(inputs), layers.Dense(2)(inputs)])
 
-    arguments = compiled(["mse", losses.Huber(0.1)], loss_weights=[0.3, 2.0], metrics=[["mae"], None])
-    assert_same_training(build, arguments, [((X, [Y, Y[:, :2]]), 9)], 3)
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
-def test_an_output_without_a_loss():
-    arguments = compiled({"a": losses.MeanSquaredError(reduction="sum"), "b": None})
-    assert_same_training(two_headed, arguments, [((X, targets()), 9)], 3)
-
-
-def test_several_outputs_with_weights_of_their_own():
-    weights = {"a": rng.uniform(size=23), "b": rng.uniform(size=23)}
-    arguments = compiled({"a": "mse", "b": "mae"}, weighted_metrics={"a": ["mae"], "b": ["mae"]})
-    assert_same_training(two_headed, arguments, [((X, targets(), weights), 9)], 3)
+    arguments = {"loss_weights": [0.3, 2.0], "metrics": [["mae"], None]}
+    assert_exact(build, ["mse", losses.Huber(0.1)], X, [Y, Y[:, :2]], **arguments)
 
 
 def test_weight_regularizers():
@@ -188,7 +178,7 @@ def test_weight_regularizers():
         regularized = layers.Dense(3, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.1), bias_regularizer=own)
         return keras.Sequential([keras.Input((5,)), regularized])
 
-    assert_same_training(build, compiled("mse"), [((X, Y, WEIGHTS), 9)], 3)
+    assert_exact(build, "mse", X, Y, WEIGHTS)
 
 
 def test_activity_regularizers():
@@ -198,65 +188,47 @@ def test_activity_regularizers():
         regularized = layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.1))
         return keras.Sequential([keras.Input((5,)), layers.ActivityRegularization(l1=0.05, l2=0.02), regularized])
 
-    assert_same_training(build, compiled("mse"), [((X, Y), 9)], 3)
+    assert_exact(build, "mse", X, Y)
 
 
-class OneLayer(keras.Model):
-    def __init__(self):
+class Adding(layers.Layer):
+    """Adds losses that are functions of the outputs."""
+
+    def __init__(self, *penalties):
         super().__init__()
-        self.dense = layers.Dense(3)
+        self.penalties = penalties
 
     def call(self, x):
-        return self.dense(x)
+        for penalty in self.penalties:
+            self.add_loss(penalty(x))
+        return x
 
 
-class Adding(OneLayer):
-    """Adds a loss that is a function of the outputs."""
-
-    def __init__(self, penalty):
-        super().__init__()
-        self.penalty = penalty
-
-    def call(self, x):
-        outputs = self.dense(x)
-        self.add_loss(self.penalty(outputs))
-        return outputs
+def adding(*penalties):
+    return lambda: keras.Sequential([keras.Input((5,)), layers.Dense(3), Adding(*penalties)])
 
 
-PENALTIES = {
-    "mean": lambda y: 0.1 * ops.mean(y**2),
-    "mean of each column": lambda y: 0.1 * ops.mean(y**2, axis=0),
-    "one for each row": lambda y: 0.1 * ops.sum(y**2, axis=-1),
-}
-
-
-@pytest.mark.parametrize("penalty", PENALTIES)
-def test_added_losses(penalty):
+def test_added_losses():
     """Scalars, and values for each column or row, are added as in Keras."""
-    assert_same_training(lambda: Adding(PENALTIES[penalty]), compiled("mse"), [((X, Y), 9)], 3)
+    each_column, each_row = (lambda y, axis=axis: 0.1 * ops.mean(y**2, axis=axis) for axis in (0, -1))
+    assert_exact(adding(lambda y: 0.1 * ops.mean(y**2), each_column, each_row), "mse", X, Y)
 
 
 def test_sums_over_the_rows_as_added_losses():
     """There is no other loss here."""
-    assert_same_training(lambda: Adding(lambda y: 0.1 * ops.sum(y**2)), compiled(None), [((X,), 9)], 3)
+    assert_exact(adding(lambda y: 0.1 * ops.sum(y**2)), None, X)
 
 
-class OwnComputeLoss(OneLayer):
-    def __init__(self):
-        super().__init__()
-        self.largest = keras.metrics.Mean(name="largest")
-
+class OwnComputeLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        scale = ops.max(ops.abs(x))  # The maximum over the whole batch.
-        self.largest.update_state(scale)
-        return ops.mean((y - y_pred) ** 2) / scale
+        return ops.mean((y - y_pred) ** 2) / ops.max(ops.abs(x))  # The maximum over the whole batch.
 
 
 def test_overridden_compute_loss():
-    assert_same_training(OwnComputeLoss, compiled(None), [((X, Y), 9)], 3)
+    assert_exact(lambda: dense(OwnComputeLoss), None, X, Y)
 
 
-class OldComputeLoss(OneLayer):
+class OldComputeLoss(keras.Sequential):
     """Overrides compute_loss as before Keras 3.3, without `training`."""
 
     def compute_loss(self, x, y, y_pred, sample_weight):
@@ -264,7 +236,7 @@ class OldComputeLoss(OneLayer):
 
 
 def test_overridden_compute_loss_without_training():
-    assert_same_training(OldComputeLoss, compiled("mse"), [((X, Y), 9)], 3)
+    assert_exact(lambda: dense(OldComputeLoss), "mse", X, Y)
 
 
 def test_no_loss_at_all():

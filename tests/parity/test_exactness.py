@@ -23,19 +23,9 @@ def sequences(rows):
 
 
 def conv_with_batch_norm():
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 3)),
-            layers.Conv2D(6, 3, use_bias=False),
-            layers.BatchNormalization(),
-            layers.ReLU(),
-            layers.MaxPooling2D(),
-            layers.Conv2D(6, 3),
-            layers.BatchNormalization(scale=False),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(4),
-        ]
-    )
+    stack = [layers.Conv2D(6, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D()]
+    stack += [layers.Conv2D(6, 3), layers.BatchNormalization(scale=False), layers.GlobalAveragePooling2D()]
+    return keras.Sequential([keras.Input((8, 8, 3)), *stack, layers.Dense(4)])
 
 
 def recurrent():

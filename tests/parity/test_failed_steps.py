@@ -1,20 +1,28 @@
 """A step that fails leaves the weights of the last good step, and its error names the tower and the user's line."""
 
+import inspect
 import re
 import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same_training, largest_change
+from comparison import largest_change
 
 import keras_dp
 from keras_dp.partition import step
 
 rng = np.random.default_rng(0)
 X, Y = np.abs(rng.normal(size=(8, 3))), rng.normal(size=(8, 2))
+
+
+def slow(x):
+    """Returns zero, after some time."""
+    square = tf.zeros([700, 700], x.dtype) + x[:, :1][0, 0]
+    for _ in range(3):
+        square = square @ square / 700.0
+    return 0 * square[0, 0]
 
 
 class Watched(keras.Model):
@@ -26,67 +34,36 @@ class Watched(keras.Model):
 
     def call(self, x):
         watched = tf.math.log(x[:, :1])
-        square = tf.zeros([700, 700], x.dtype) + watched[0, 0]
-        for _ in range(3):
-            square = square @ square / 700.0
-        return {
-            "y": self.dense(x),
-            "watched": watched * tf.gather(tf.ones([1], x.dtype), 9 * tf.cast(tf.math.is_nan(square[0, 0]), tf.int32)),
-        }
+        is_bad = tf.cast(tf.math.is_nan(slow(watched)), tf.int32)
+        return {"y": self.dense(x), "watched": watched * tf.gather(tf.ones([1], x.dtype), 9 * is_bad)}
 
 
-def one_good_and_some_failed_steps():
+def change_by_failed_steps(parallel, targets, bad, message):
     """Returns the largest change of a weight by failed steps after a good one."""
-    inner = Watched()
-    parallel = keras_dp.DataParallelModel(inner, devices=2)
-    parallel.compile("adam", {"y": "mse", "watched": None}, metrics={"watched": ["mse"]})
-    targets = {"y": Y, "watched": np.zeros((8, 1))}
     parallel.train_on_batch(X, targets)
-    before = inner.get_weights()
+    before = parallel.get_weights()
     for _ in range(5):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="indices = 9"):
-            parallel.train_on_batch(-np.ones_like(X), targets)
-    change = largest_change(before, inner.get_weights())
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            parallel.train_on_batch(bad, targets)
+    change = largest_change(before, parallel.get_weights())
     parallel.train_on_batch(X, targets)
-    assert largest_change(before, inner.get_weights()) > 1e-6
+    assert largest_change(before, parallel.get_weights()) > 1e-6
     return change
 
 
-def test_nothing_is_written_before_all_towers_have_met():
-    assert one_good_and_some_failed_steps() == 0
+@pytest.mark.parametrize("is_held_back", [True, False])
+def test_nothing_is_written_before_all_towers_have_met(is_held_back, monkeypatch):
+    """Weights would be written otherwise."""
+    if not is_held_back:
+        monkeypatch.setattr(step, "hold_back_writes", lambda built: None)
+    parallel = keras_dp.DataParallelModel(Watched(), devices=2)
+    parallel.compile("adam", {"y": "mse", "watched": None}, metrics={"watched": ["mse"]})
+    targets = {"y": Y, "watched": np.zeros((8, 1))}
+    assert (change_by_failed_steps(parallel, targets, -np.ones_like(X), "indices = 9") == 0) == is_held_back
 
 
-def test_weights_would_be_written_otherwise(monkeypatch):
-    monkeypatch.setattr(step, "hold_back_writes", lambda built: None)
-    assert one_good_and_some_failed_steps() > 0
-
-
-def test_a_second_update_in_a_step_does_not_wait_for_itself():
-    """The towers meet again after the first update, so that it cannot wait until all of them have met."""
-
-    class Twice(keras.Sequential):
-        def train_step(self, data):
-            for _ in range(2):
-                logs = super().train_step(data)
-            return logs
-
-    def build():
-        return Twice([keras.Input((3,)), keras.layers.Dense(2)])
-
-    assert_same_training(build, lambda: {"optimizer": "sgd", "loss": "mse"}, [((X, Y), 5)], 3, epochs=1)
-
-
-class Checked(keras.layers.Layer):
-    def call(self, x):
-        return tf.debugging.check_numerics(x, "broken")  # This line.
-
-
-def slow(x):
-    """Returns zero, after some time."""
-    square = tf.zeros([700, 700], x.dtype) + x[:, :1][0, 0]
-    for _ in range(3):
-        square = square @ square / 700.0
-    return 0 * square[0, 0]
+def checked(x):
+    return tf.debugging.check_numerics(x, "broken")
 
 
 def asserted(x):
@@ -108,7 +85,7 @@ def looked_up(x):
 
 
 CHECKS = {
-    "numbers": (lambda x: tf.debugging.check_numerics(x, "broken"), np.nan, "broken"),
+    "numbers": (checked, np.nan, "broken"),
     "assertion": (asserted, 1000.0, "broken"),
     "assertion in a loop": (asserted_in_a_loop, 1000.0, "broken"),
     "lookup": (looked_up, 1000.0, r"not in \[0, 1\)"),
@@ -137,10 +114,10 @@ def with_row_6(value):
     return x
 
 
-def failing(layer, loss="mse"):
+def failing(layer):
     model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(2)])
     parallel = keras_dp.DataParallelModel(model, devices=2)
-    parallel.compile("sgd", loss)
+    parallel.compile("sgd", "mse")
     return parallel
 
 
@@ -151,44 +128,45 @@ def note_of(call, *arguments, **named):
     return "".join(getattr(error.value, "__notes__", []))
 
 
-needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
+def in_a_scope_like_a_place(x):
+    with tf.name_scope("tower_0"):
+        return checked(x)
 
 
-@needs_notes
-@pytest.mark.parametrize("method", ["fit", "predict_on_batch"])
-def test_an_error_names_the_operation_the_tower_and_the_users_line(method):
+def bounded(x):
+    asserted(x)
+    return x
+
+
+def mixed(x):
+    return tf.gather(x, tf.argsort(x, axis=0) + 9, axis=0)[:, :, 0]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
+@pytest.mark.parametrize(
+    ("function", "method", "bad", "failed"),
+    [
+        (checked, "fit", np.nan, r"^keras_dp: \S+/CheckNumerics failed on tower 1 \(CPU:1\)"),
+        (checked, "predict_on_batch", np.nan, r"^keras_dp: \S+/CheckNumerics failed on tower 1 \(CPU:1\)"),
+        (
+            in_a_scope_like_a_place,
+            "train_on_batch",
+            np.nan,
+            r"/tower_0/\S*CheckNumerics failed on tower 1 \(CPU:1\)",
+        ),
+        (bounded, "train_on_batch", 1000.0, "/Assert failed"),  # in a branch
+        (mixed, "train_on_batch", 0.0, "/GatherV2 failed on all rows, for which it is computed once"),
+    ],
+)
+def test_an_error_names_the_operation_the_tower_and_the_users_line(function, method, bad, failed):
     """TensorFlow alone says of a function's nodes: <stack traces unavailable>."""
-    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# This line."))
-    arguments = {"y": Y, "shuffle": False} if method == "fit" else {}
-    note = note_of(getattr(failing(Checked()), method), with_row_6(np.nan), **arguments)
-    where = rf"{re.escape(__file__)}, line {line}"
-    assert re.search(rf"^keras_dp: \S+/CheckNumerics failed on tower 1 \(CPU:1\), at {where}\.", note)
+    called = {in_a_scope_like_a_place: checked, bounded: asserted}.get(function, function)
+    source, start = inspect.getsourcelines(called)
+    arguments = {"fit": {"y": Y, "shuffle": False}, "train_on_batch": {"y": Y}, "predict_on_batch": {}}[method]
+    note = note_of(getattr(failing(keras.layers.Lambda(function)), method), with_row_6(bad), **arguments)
+    line = start + len(source) - 1
+    assert re.search(rf"{failed}, at {re.escape(__file__)}, line {line}\.", note)
     assert note.endswith("To run the step line by line on one device, compile with run_eagerly=True.")
-
-
-@needs_notes
-def test_an_assertion_inside_a_branch_is_named():
-    bounded = keras.layers.Lambda(lambda x: asserted(x) or x)
-    note = note_of(failing(bounded).fit, with_row_6(1000.0), Y)
-    assert re.search(rf"/Assert failed, at {re.escape(__file__)}, line \d+\.", note)
-
-
-@needs_notes
-def test_an_operation_in_a_scope_that_is_called_like_a_place_is_named():
-    class Scoped(Checked):
-        def call(self, x):
-            with tf.name_scope("tower_0"):
-                return super().call(x)
-
-    note = note_of(failing(Scoped()).fit, with_row_6(np.nan), Y, shuffle=False)
-    assert re.search(rf"/tower_0/\S*CheckNumerics failed on tower 1 \(CPU:1\), at {re.escape(__file__)}, line \d+\.", note)
-
-
-@needs_notes
-def test_an_operation_that_is_computed_once_belongs_to_no_tower():
-    sorting = keras.layers.Lambda(lambda x: tf.gather(x, tf.argsort(x, axis=0) + 9, axis=0)[:, :, 0])
-    note = note_of(failing(sorting).fit, X, Y)
-    assert re.search(r"/GatherV2 failed on all rows, for which it is computed once, at ", note)
 
 
 def test_an_error_of_the_data_gets_no_note():
@@ -199,12 +177,4 @@ def test_an_error_of_the_data_gets_no_note():
 @pytest.mark.parametrize("check", CHECKS)
 def test_nothing_is_written_before_a_check_that_no_gradient_needs(check):
     function, bad, message = CHECKS[check]
-    parallel = failing(CheckedAside(function))
-    parallel.train_on_batch(X, Y)
-    before = parallel.get_weights()
-    for _ in range(5):
-        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-            parallel.train_on_batch(with_row_6(bad), Y)
-    assert largest_change(before, parallel.get_weights()) == 0
-    parallel.train_on_batch(X, Y)
-    assert largest_change(before, parallel.get_weights()) > 1e-6
+    assert change_by_failed_steps(failing(CheckedAside(function)), Y, with_row_6(bad), message) == 0

@@ -1,4 +1,4 @@
-"""A large table is looked up where it lives: what is sent grows with the batch, not with the table."""
+"""A large table is looked up, and bags of its entries combined, where it lives: what is sent grows with the batch alone."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ LENGTH, WIDTH = 5, 4
 rng = np.random.default_rng(0)
 
 
-def build(vocabulary, optimizer="adam", times=1, is_tied=False):
+def build(vocabulary, times=1, is_tied=False):
     """Builds a model that looks up each of the tokens in a table, and may also multiply by the whole table."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     table = layers.Embedding(vocabulary, WIDTH)
@@ -23,16 +23,20 @@ def build(vocabulary, optimizer="adam", times=1, is_tied=False):
     return keras.Model(tokens, outputs)
 
 
-def batch(vocabulary, rows):
-    return rng.integers(vocabulary, size=(rows, LENGTH)), rng.normal(size=(rows, 2))
+def batch(vocabulary, rows, length=LENGTH):
+    return rng.integers(vocabulary, size=(rows, length)), rng.normal(size=(rows, 2))
 
 
-def sent(vocabulary, rows=9, num_towers=3, optimizer="sgd", **model):
-    """Returns the bytes of weights that are sent in a step, and all bytes."""
-    parallel = keras_dp.DataParallelModel(build(vocabulary, **model), devices=num_towers)
+def report(model, *of_batch, optimizer="sgd"):
+    parallel = keras_dp.DataParallelModel(model, devices=3)
     parallel.compile(optimizer, "mse")
-    report = keras_dp.communication_report(parallel, batch(vocabulary, rows))
-    return report.bytes_of("weights"), report.total_bytes
+    return keras_dp.communication_report(parallel, batch(*of_batch))
+
+
+def sent(vocabulary, rows=9, optimizer="sgd", **model):
+    """Returns the bytes of weights that are sent in a step, and all bytes."""
+    found = report(build(vocabulary, **model), vocabulary, rows, optimizer=optimizer)
+    return found.bytes_of("weights"), found.total_bytes
 
 
 def table_bytes(vocabulary):
@@ -43,9 +47,8 @@ def table_bytes(vocabulary):
     ("optimizer", "arguments"), [("sgd", {}), ("adam", {"parameter_device": "sharded"}), ("rmsprop", {"pack_copies": True})]
 )
 def test_a_large_table_trains_as_on_one_device(optimizer, arguments):
-    vocabulary = 400
-    data = [(batch(vocabulary, rows), 4) for rows in (11, 2)]
-    assert_same_training(lambda: build(vocabulary), lambda: {"optimizer": optimizer, "loss": "mse"}, data, 3, arguments)
+    data = [(batch(400, rows), 4) for rows in (11, 2)]
+    assert_same_training(lambda: build(400), lambda: {"optimizer": optimizer, "loss": "mse"}, data, 3, arguments)
 
 
 def test_bytes_grow_with_the_batch_and_not_with_the_table():
@@ -53,6 +56,9 @@ def test_bytes_grow_with_the_batch_and_not_with_the_table():
     assert small == large
     assert large[1] < table_bytes(20_000) / 20
     assert large[0] < more_rows[0] < table_bytes(20_000)
+    # The rows of a sparse gradient and their indices are sent, and not their squares beside them.
+    for optimizer in ("adam", "rmsprop"):
+        assert sent(2_000, optimizer=optimizer)[1] <= small[1], optimizer
 
 
 def test_a_small_table_is_sent_once_for_all_lookups():
@@ -64,10 +70,8 @@ def test_a_small_table_is_sent_once_for_all_lookups():
 
 def test_a_table_that_is_multiplied_as_well_is_sent_once():
     """The product needs the whole table on each tower, so that the lookup has it there, too."""
-    vocabulary = 400
-    data = [(batch(vocabulary, 9), 4)]
-    assert_same_training(lambda: build(vocabulary, is_tied=True), lambda: {"optimizer": "sgd", "loss": "mse"}, data, 3)
-    assert sent(vocabulary, is_tied=True)[1] < 4.5 * table_bytes(vocabulary)
+    assert_same_training(lambda: build(400, is_tied=True), lambda: {"optimizer": "sgd", "loss": "mse"}, [(batch(400, 9), 4)], 3)
+    assert sent(400, is_tied=True)[1] < 4.5 * table_bytes(400)
 
 
 @pytest.mark.parametrize(("batch_size", "is_sent"), [(6, False), (90, True)])
@@ -84,8 +88,79 @@ def test_fit_knows_the_rows_of_batches_of_any_number(batch_size, is_sent):
     assert all((node in partition.towers) == is_sent for node in looked_up)
 
 
-def test_the_squares_of_a_sparse_gradient_are_not_sent_beside_it():
-    """The rows of the gradient and their indices are sent, and nothing more: no more than for SGD."""
-    most = sent(2_000)[1]
-    assert sent(2_000, optimizer="adam")[1] <= most
-    assert sent(2_000, optimizer="rmsprop")[1] <= most
+# Bags are combined where their table is, and their gradients repeated there: one entry a bag is sent.
+
+
+VOCABULARY = 2_000
+
+
+def table(**arguments):
+    return layers.Embedding(VOCABULARY, WIDTH, **arguments)
+
+
+def mean(tokens):
+    return layers.GlobalAveragePooling1D()(table()(tokens))
+
+
+def masked_mean(tokens):
+    return layers.GlobalAveragePooling1D()(table(mask_zero=True)(tokens))
+
+
+def weighted_sum(tokens):
+    """Weighs the entries by numbers that are computed from the rows."""
+    weights = ops.expand_dims(ops.cast(tokens % 7, keras.config.floatx()) / 7, -1)
+    return ops.sum(table()(tokens) * weights, axis=1)
+
+
+def largest(tokens):
+    return layers.GlobalMaxPooling1D()(table()(tokens))
+
+
+def of_two_fields(tokens):
+    """Two bags from one table, and a third one from another."""
+    one, other = table(), table()
+    return layers.Concatenate()([ops.mean(one(tokens), 1), ops.sum(one(tokens[:, :9]), 1), ops.mean(other(tokens[:, 5:]), 1)])
+
+
+def regularized_mean(tokens):
+    """Takes the entries for something else, too, so that they are sent."""
+    return layers.GlobalAveragePooling1D()(layers.ActivityRegularization(0.1)(table()(tokens)))
+
+
+def build_bags(bag, length=30):
+    tokens = keras.Input((length,), dtype="int32")
+    return keras.Model(tokens, layers.Dense(2)(layers.Dropout(0.2)(bag(tokens))))
+
+
+BAGS = [
+    (masked_mean, "adam", {"parameter_device": "sharded"}),
+    (weighted_sum, "adam", {}),
+    (largest, "sgd", {}),
+    (of_two_fields, "adam", {"pack_copies": True}),
+    (regularized_mean, "adam", {}),
+]
+
+
+@pytest.mark.parametrize(("bag", "optimizer", "arguments"), BAGS)
+def test_bags_train_as_on_one_device(bag, optimizer, arguments):
+    data = [(batch(VOCABULARY, rows, 30), 4) for rows in (11, 2)]
+    assert_same_training(lambda: build_bags(bag), lambda: {"optimizer": optimizer, "loss": "mse"}, data, 3, arguments)
+
+
+@pytest.mark.parametrize("bag", [mean, masked_mean])
+def test_bags_of_any_length_train_as_on_one_device(bag):
+    data = [(batch(VOCABULARY, rows, length), 4) for rows, length in ((11, 30), (8, 12))]
+    assert_same_training(lambda: build_bags(bag, None), lambda: {"optimizer": "adam", "loss": "mse"}, data, 3)
+
+
+@pytest.mark.parametrize("bag", [mean, weighted_sum, regularized_mean])
+def test_one_entry_a_bag_is_sent(bag):
+    """So bags that grow by 170 entries add indices, and masks or weights of one number an entry. An entry has 32 bytes."""
+    grown = 0
+    for sign, length in ((1, 200), (-1, 30)):
+        found = report(build_bags(bag, length), VOCABULARY, 12, length, optimizer="adam")
+        grown += sign * (found.total_bytes - found.bytes_of("inputs"))
+    if bag is regularized_mean:
+        assert grown >= 8 * 170 * WIDTH * 8
+    else:
+        assert grown <= 8 * 170 * 24

@@ -49,6 +49,14 @@ def fit(model, rows=16, **arguments):
     return model.fit(X[:rows], Y[:rows], **{"batch_size": 8, "shuffle": False, "verbose": 0, **arguments}).history
 
 
+def evaluate(model, rows=21):
+    return model.evaluate(X[:rows], Y[:rows], batch_size=8, verbose=0)
+
+
+def predict(model, rows=21):
+    return model.predict(X[:rows], batch_size=8, verbose=0)
+
+
 def state(model):
     """Returns the variables of a model and of its optimizer, or None where it has none."""
     inner = getattr(model, "inner_model", model)
@@ -145,59 +153,36 @@ def a_tracker_that_a_step_makes():
     return lambda: Tracking([keras.Input((3,)), layers.Dense(2)]), fits()
 
 
-# Layers that only a loss or a step calls.
-
-
-class Recommender(keras.Model):
-    """Compares the tower of a query, which `call` calls, with the tower of a candidate, which only the loss calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.query = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(3)])
-        self.candidate = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(3)])
-
-    def call(self, x):
-        return self.query(x)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return ops.mean((y_pred - self.candidate(y)) ** 2) + 0.1 * ops.mean(y_pred @ ops.transpose(self.candidate(y)))
+# Layers that only a loss calls.
 
 
 @case
 def a_candidate_tower_of_a_loss():
     """The prediction does not call it."""
 
+    class Recommender(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.query, self.candidate = unbuilt(), unbuilt()
+
+        def call(self, x):
+            return self.query(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return ops.mean((y_pred - self.candidate(y)) ** 2) + 0.1 * ops.mean(y_pred @ ops.transpose(self.candidate(y)))
+
     def script(model):
         compiled(model, None)
-        predicted = model.predict(X, batch_size=8, verbose=0)
-        return [predicted, state(model), fit(model), state(model), fit(model, 21), state(model)]
+        return [predict(model), state(model), fit(model), state(model), fit(model, 21), state(model)]
 
     return Recommender, script
-
-
-@case
-def a_candidate_tower_of_a_step():
-    class Model(Recommender):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x, training=True) - self.candidate(y, training=True)) ** 2)
-            variables = self.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-            return {"loss": loss}
-
-    def script(model):
-        compiled(model, None)
-        return [fit(model), state(model), model.predict(X, batch_size=8, verbose=0), state(model)]
-
-    return Model, script
 
 
 # What evaluations and predictions make.
 
 CALLED_FIRST = {
-    "evaluate": lambda model: model.evaluate(X, Y, batch_size=8, verbose=0),
-    "predict": lambda model: model.predict(X, batch_size=8, verbose=0),
+    "evaluate": lambda model: evaluate(model),
+    "predict": lambda model: predict(model),
     "train_on_batch": lambda model: model.train_on_batch(X[:8], Y[:8]),
 }
 
@@ -215,7 +200,7 @@ def test_a_call_before_fit_makes_what_plain_keras_makes(first):
 
 
 def test_predict_makes_no_optimizer():
-    assert_same_run(unbuilt, lambda model: [model.predict(X, batch_size=8, verbose=0), described(model.variables)])
+    assert_same_run(unbuilt, lambda model: [predict(model), described(model.variables)])
 
 
 # What Python and NumPy draw while a step is traced, and how often a function runs.
@@ -239,8 +224,8 @@ def counts(build, loss="mse", metrics=None):
         for call in (
             lambda: fit(model, epochs=2),
             lambda: fit(model),
-            lambda: model.evaluate(X[:16], Y[:16], batch_size=8, verbose=0),
-            lambda: model.predict(X[:16], batch_size=8, verbose=0),
+            lambda: evaluate(model, 16),
+            lambda: predict(model, 16),
             lambda: fit(model, 21),
             lambda: model.train_on_batch(X[:8], Y[:8]),
         ):
@@ -267,11 +252,6 @@ def calls_and_draws_of_a_layer():
         return build()
 
     return begin, lambda model: [script(model), own[0].uniform()]
-
-
-@case
-def calls_and_draws_of_a_layer_of_a_built_model():
-    return counts(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4), Counted(), layers.Dense(2)]))
 
 
 @case
@@ -329,18 +309,6 @@ def a_permutation_that_a_step_draws_while_traced():
 
 
 @case
-def weights_made_after_training():
-    def script(model):
-        results = [fit(compiled(model, metrics=["mae"]), epochs=2), model.predict(X, batch_size=8, verbose=0)]
-        second = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Dropout(0.5), layers.Dense(1)])
-        noise = keras.random.normal((2,)), tf.random.normal((2,)), np.random.normal(size=2), random.random()
-        third = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-        return [*results, second.get_weights(), noise, third.get_weights(), next_draws()]
-
-    return unbuilt, script
-
-
-@case
 def draws_of_the_global_generator():
     """A layer makes weights from draws in its first trace, and draws in each step; so does the loss."""
 
@@ -355,45 +323,34 @@ def draws_of_the_global_generator():
     return lambda: with_layer(Noise()), fits(lambda y, p: ops.mean((y - p + 0.1 * keras.random.uniform(ops.shape(p))) ** 2, -1))
 
 
-# Builds that know the rows.
+# Several calls.
 
 
 @case
-def a_build_that_makes_a_weight_for_each_row():
-    class Model(keras.Model):
-        def build(self, shape):
-            self.rows = self.add_weight(shape=(shape[0], 1), initializer="ones", name="rows")
-            self.a = layers.Dense(2)
-            self.a.build(shape)
+def builds_that_know_the_rows():
+    """The model makes a weight for each row, and its layer remembers its shape."""
 
-        def call(self, x):
-            return self.a(x) * self.rows
-
-    def script(model):
-        compiled(model)
-        return [fit(model), state(model), model.evaluate(X[:16], Y[:16], batch_size=8, verbose=0), state(model)]
-
-    return Model, script
-
-
-@case
-def a_build_that_remembers_its_shape():
     class Remembering(layers.Layer):
         def build(self, shape):
             CALLS.append(shape)
-            self.shift = self.add_weight(shape=shape[-1:], initializer="ones", name="shift")
 
         def call(self, x):
-            return x * self.shift
+            return x
+
+    class Model(keras.Model):
+        def build(self, shape):
+            self.rows = self.add_weight(shape=(shape[0], 1), initializer="ones", name="rows")
+            self.a, self.between = layers.Dense(2), Remembering()
+            self.a.build(shape)
+
+        def call(self, x):
+            return self.between(self.a(x)) * self.rows
 
     def script(model):
         CALLS.clear()
-        return [fit(compiled(model)), state(model), str(CALLS), fit(model, 21), str(CALLS)]
+        return [fit(compiled(model)), state(model), evaluate(model, 16), str(CALLS)]
 
-    return lambda: with_layer(Remembering()), script
-
-
-# Several calls.
+    return Model, script
 
 
 @case
@@ -404,23 +361,8 @@ def another_compilation_between_two_fits():
         results = [fit(compiled(model, metrics=["mae"]), 21), state(model)]
         results.append(str(getattr(model, "inner_model", model).input_shape))
         compiled(model, "mae", optimizer=optimizers.SGD(0.05, 0.9))
-        results += [state(model), model.evaluate(X, Y, batch_size=8, verbose=0), state(model)]
+        results += [state(model), evaluate(model), state(model)]
         return [*results, fit(model), state(model), next_draws()]
-
-    return unbuilt, script
-
-
-@case
-def a_compilation_by_a_callback():
-    class Recompile(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 0:
-                compiled(self.model, "mae", optimizer=optimizers.SGD(0.05, 0.9))
-                self.model.make_train_function()
-
-    def script(model):
-        compiled(model)
-        return [fit(model, epochs=3, callbacks=[Recompile()]), state(model), next_draws()]
 
     return unbuilt, script
 
@@ -434,7 +376,7 @@ def explanations_before_the_first_step():
         if hasattr(model, "explain"):
             for step in ("train", "test", "predict"):
                 model.explain((X[:8], Y[:8]), step)
-        return [fit(model, epochs=2), state(model), model.predict(X, batch_size=8, verbose=0)]
+        return [fit(model, epochs=2), state(model), predict(model)]
 
     return lambda: with_layer(layers.Dropout(0.5)), script
 

@@ -14,13 +14,8 @@ from programs.catalogue import PROGRAMS
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.steps.partitioned import StepOnSlices
 
-PAGE = (
-    Path(__file__)
-    .parents[2]
-    .joinpath("docs", "partition.md")
-    .read_text(encoding="utf-8")
-    .partition("## Which programs gather rows")[2]
-)
+PARTITION = Path(__file__).parents[2] / "docs" / "partition.md"
+PAGE = PARTITION.read_text(encoding="utf-8").partition("## Which programs gather rows")[2]
 GATHERED = {
     name: set(re.findall(r"`(\w+)`", types)) for name, types in re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE, re.MULTILINE)
 }
@@ -58,23 +53,19 @@ def even_batches(monkeypatch):
 
     def taking(method):
         @functools.wraps(method)
-        def take(self, x=None, y=None, batch_size=None, **named):
-            kept = sum(map(len, keras.tree.flatten(x)[:1])) // batch_size * batch_size if is_of_arrays(x, batch_size) else 0
-            if kept:
-                weights = {"sample_weight": named["sample_weight"]} if named.get("sample_weight") is not None else {}
-                x, y, weights = keras.tree.map_structure(lambda array: None if array is None else array[:kept], (x, y, weights))
-                named |= weights
-            given = {"x": x, "y": y, "batch_size": batch_size}
+        def take(self, x=None, y=None, batch_size=None, sample_weight=None, **named):
+            leaves = keras.tree.flatten(x)
+            if batch_size is not None and all(isinstance(leaf, np.ndarray) for leaf in leaves) and len(leaves[0]) >= batch_size:
+                kept = len(leaves[0]) // batch_size * batch_size
+                cut = lambda array: None if array is None else array[:kept]  # noqa: E731
+                x, y, sample_weight = keras.tree.map_structure(cut, (x, y, sample_weight))
+            given = {"x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight}
             return method(self, **{name: value for name, value in given.items() if value is not None}, **named)
 
         return take
 
     for name in ("fit", "evaluate"):
         monkeypatch.setattr(keras.Model, name, taking(getattr(keras.Model, name)))
-
-
-def is_of_arrays(x, batch_size):
-    return batch_size is not None and all(isinstance(leaf, np.ndarray) for leaf in keras.tree.flatten(x))
 
 
 # Two networks, masked recurrence, attention with dropout, embeddings, a queue of rows, and steps in a loop.

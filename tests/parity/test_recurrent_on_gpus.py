@@ -20,10 +20,8 @@ def with_cudnn(monkeypatch):
     keras.config.set_floatx("float32")
 
 
-def bidirectional(units, return_sequences=False, go_backwards=False):
-    forward = layers.LSTM(units, return_sequences=return_sequences, go_backwards=go_backwards)
-    backward = layers.LSTM(units, return_sequences=return_sequences, go_backwards=not go_backwards)
-    return layers.Bidirectional(forward, backward_layer=backward)
+def bidirectional(units, **options):
+    return layers.Bidirectional(layers.LSTM(units, **options))
 
 
 @pytest.mark.usefixtures("with_cudnn")
@@ -37,13 +35,12 @@ def bidirectional(units, return_sequences=False, go_backwards=False):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_towers_gather_no_rows(build, options, masked):
-    inputs = keras.Input((TIME, UNITS))
-    x = layers.Masking()(inputs) if masked else inputs
-    model = keras.Model(inputs, layers.Dense(1)(build(UNITS, **options)(x)))
+    first = [layers.Masking()] if masked else []
+    model = keras.Sequential([keras.Input((TIME, UNITS)), *first, build(UNITS, **options), layers.Dense(1)])
     parallel = keras_dp.DataParallelModel(model, devices=3)
     parallel.compile("sgd", "mse")
-    batch = np.ones((6, TIME, UNITS), "float32"), np.zeros((6, TIME, 1) if "return_sequences" in options else (6, 1), "float32")
-    steps = parallel.tower_steps
+    steps, x = parallel.tower_steps, np.ones((6, TIME, UNITS), "float32")
+    batch = x, np.zeros((6, *model.output_shape[1:]), "float32")
     partition = steps.trace("train", steps.slices_of(batch)).partition(steps.home)
     kinds = [node.op for node in partition.traced.nodes]
     assert kinds.count("CudnnRNNV3") == kinds.count("CudnnRNNBackpropV3") == (2 if build is bidirectional else 1)

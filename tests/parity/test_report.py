@@ -1,14 +1,12 @@
 """`report` tells in one screen how a step runs on the devices, with numbers that can be computed by hand."""
 
 import dataclasses
-import random
 import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same
 from keras import layers
 
 import keras_dp
@@ -73,48 +71,6 @@ def test_a_trained_model_needs_no_batch():
     assert parallel.report() == parallel.report((X, Y))
 
 
-def test_a_step_of_ones_own_with_variables_of_its_own_is_as_before():
-    """A report runs a step with two optimizers, a counter, and numbers of Python's, NumPy's and TensorFlow's generators."""
-
-    class TwoOptimizers(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.Sequential([layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(1)])
-            self.counter = tf.Variable(0)
-            self.first, self.second = keras.optimizers.Adam(), keras.optimizers.Adam()
-            self.draws = tf.random.Generator.from_seed(1)
-
-        def call(self, x, training=False):
-            return self.dense(x, training=training)
-
-        def train_step(self, data):
-            x, y = data
-            x = x * random.random() * np.random.random() + self.draws.normal((), dtype=x.dtype)
-            for optimizer in (self.first, self.second):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-                optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-            self.counter.assign_add(1)
-            return {"loss": loss}
-
-    model = TwoOptimizers()
-    model(X)
-    parallel = keras_dp.DataParallelModel(model, devices=2)
-    parallel.compile(loss=None)
-
-    def state():
-        variables = (*model.variables, *model.first.variables, *model.second.variables, model.counter, model.draws.state)
-        return [np.array(variable) for variable in variables], random.getstate(), np.random.get_state()[1].tolist()
-
-    parallel.fit(X, Y, batch_size=ROWS, verbose=0)
-    before = state()
-    parallel.report()
-    keras_dp.communication_report(parallel, (X, Y))
-    after = state()
-    assert_same(before[0], after[0], 0)
-    assert before[1:] == after[1:]
-
-
 def test_a_number_of_rows_that_is_not_known_is_said_to_be_assumed():
     parallel = wrapped(layers.Dense(1), devices=2)
     parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), shuffle=False, verbose=0)
@@ -140,26 +96,33 @@ def test_batches_of_sizes_that_differ_cannot_be_made_up():
     assert parallel.report(batches[0]).batch_rows == 4
 
 
-def test_sizes_and_indices_that_stay_whole_cannot_be_made_up():
-    """Zeros would be edges of the first node alone, and sums for no node at all."""
+class Graphs(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
 
-    class Graphs(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(1)
+    def call(self, graph):
+        from_, to = tf.unstack(graph["edges"], axis=1)
+        return self.dense(tf.math.unsorted_segment_sum(tf.gather(graph["nodes"], from_), to, graph["size"]))
 
-        def call(self, graph):
-            from_, to = tf.unstack(graph["edges"], axis=1)
-            return self.dense(tf.math.unsorted_segment_sum(tf.gather(graph["nodes"], from_), to, graph["size"]))
 
+@pytest.mark.parametrize("method", ["report", "explain", "check_step", "communication_report"])
+def test_what_has_no_towers_or_no_batch_is_refused(method):
+    """Zeros for integers that stay whole would be edges of the first node alone, and sums for no node at all."""
     parallel = keras_dp.DataParallelModel(Graphs(), devices=2, whole=["edges"])
-    parallel.compile("sgd", "mse")
+    inspect = getattr(parallel, method)
     batch = {"nodes": X, "edges": np.ones((20, 2), int), "size": np.int32(ROWS)}, Y
+    with pytest.raises(ValueError, match="Compile the model before"):
+        inspect(batch)
+    parallel.compile("sgd", "mse")
     parallel.train_on_batch(*batch)
-    for method in (parallel.report, parallel.explain, parallel.check_step, parallel.communication_report):
-        with pytest.raises(ValueError, match="a tensor that stays whole holds integers, .*: pass a batch"):
-            method()
-        method(batch)
+    with pytest.raises(ValueError, match="a tensor that stays whole holds integers, .*: pass a batch"):
+        inspect()
+    inspect(batch)
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    for given in (batch, None):
+        with pytest.raises(ValueError, match=r"\(\) looks at towers, and eager steps use one device"):
+            inspect(given)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
@@ -175,15 +138,6 @@ def test_a_step_that_refuses_ones_asks_for_a_batch():
         parallel.report()
     assert any("report((x, y))" in note for note in caught.value.__notes__)
     assert parallel.report((X / 2, Y)).batch_rows == ROWS
-
-
-def test_eager_steps_have_no_report():
-    parallel = wrapped(layers.Dense(1))
-    parallel.compile("sgd", "mse", run_eagerly=True)
-    parallel.fit(X, Y, verbose=0)
-    for batch in ((X, Y), None):
-        with pytest.raises(ValueError, match=r"report\(\) looks at towers, and eager steps use one device"):
-            parallel.report(batch)
 
 
 REPORT = Report(
@@ -230,7 +184,7 @@ def test_the_verdict(changes, verdict):
     assert " ".join(report.verdict.split()) in " ".join(str(report).split())
 
 
-def test_one_screen():
+def test_one_screen_and_a_table_in_notebooks():
     expected = """
 A training step of 8 rows on 2 devices
 
@@ -247,9 +201,6 @@ A training step of 8 rows on 2 devices
 The devices divide 100 % of the arithmetic: up to 2.0 times the speed of one
 device."""
     assert str(REPORT) == expected.strip()
-
-
-def test_a_table_in_notebooks():
     table = dataclasses.replace(REPORT, precisions=["<b>"])._repr_html_()
     assert table.count("<tr>") == 7
     assert "&lt;b&gt;" in table

@@ -5,6 +5,7 @@ a wrapper traces more seldom, or more often. What a dataset changes between epoc
 """
 
 import collections
+import functools
 import itertools
 import time
 
@@ -29,33 +30,23 @@ def normal(*shape, seed=0):
 X, Y = normal(24, 3, seed=1), normal(24, 2, seed=2)
 
 
-def on(function, is_built=True):
-    """Returns a function that builds a model with this function of its hidden layer, which counts how often it is traced."""
-
-    class Between(layers.Layer):
-        def call(self, x, training=None):
-            TRACES.append((training, *x.shape))
-            return function(x)
-
-    def build():
-        inputs = [keras.Input((3,))] if is_built else []
-        return keras.Sequential([*inputs, layers.Dense(4, "tanh"), Between(), layers.Dense(2)])
-
-    return build
-
-
 def noisy(x):
-    return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
-
-
-def noisy_in_every_way(x):
     x = tf.nn.dropout(x * tf.random.uniform((), dtype=x.dtype), 0.4)
     x += tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))) + tf.random.normal(tf.shape(x), dtype=x.dtype, seed=4)
     x += tf.random.truncated_normal(tf.shape(x), dtype=x.dtype) * tf.random.normal((4,), dtype=x.dtype)
     return x * tf.cast(tf.random.uniform(tf.shape(x), 0, 3, tf.int32), x.dtype) + keras.random.normal(ops.shape(x))
 
 
-NOISES = {"normal": noisy, "every kind": noisy_in_every_way}
+def build(is_built=True):
+    """Builds a model with noise of every kind in a layer that counts how often it is traced."""
+
+    class Between(layers.Layer):
+        def call(self, x, training=None):
+            TRACES.append((training, *x.shape))
+            return noisy(x)
+
+    inputs = [keras.Input((3,))] if is_built else []
+    return keras.Sequential([*inputs, layers.Dense(4, "tanh"), Between(), layers.Dense(2)])
 
 
 def begin(model, **arguments):
@@ -107,20 +98,22 @@ SEQUENCES = {
         *((OF_WEIGHTED_ROWS[call], size) for call, size in DATASETS_FIRST),
     ],
     "fit with known rows, then unknown": [(fit, 24), (fit, 21), (fit, 24), (fit, 12, 6)],
-    "evaluate and predict twice": [(evaluate, 10), (evaluate, 10), (evaluate, 12), (predict, 10), (predict, 10)],
-    "predict with several sizes": [(predict, 12), (predict, 12, 6), (predict, 8), (predict, 7, 7)],
+    "evaluate and predict with several sizes, and predict_on_batch": [
+        *((evaluate, 10), (evaluate, 10), (evaluate, 12), (predict, 10), (predict, 10), (predict, 12, 6), (predict, 7, 7)),
+        *((on_batch, "predict", 4), (on_batch, "predict", 3), (predict, 8)),
+    ],
     "on batch": [(on_batch, method, size) for method in ("train", "test", "predict") for size in (8, 3, 5, 8)],
     "fit and train_on_batch": [(fit, 24), (on_batch, "train", 8), (on_batch, "train", 5), (fit, 24)],
-    "predict and predict_on_batch": [(predict, 8), (on_batch, "predict", 4), (on_batch, "predict", 3), (predict, 8)],
     "fit with validation": [
         (lambda model: fit(model, 24, epochs=3, validation_data=(X[:10], Y[:10]), validation_batch_size=4),),
         (evaluate, 12),
     ],
-    "compile between": [(fit, 16), (lambda model: model.compile("sgd", "mse"),), (fit, 16), (predict, 10)],
-    "arrays, then a dataset": [
+    "arrays, datasets, and a compilation between": [
         (fit, 16),
         (fit_dataset, DATASET.batch(8)),
         (fit_dataset, DATASET.batch(8, drop_remainder=True)),
+        (lambda model: model.compile("sgd", "mse"),),
+        *((fit, 16), (predict, 10)),
     ],
     "tensors and arrays on batch": [
         (on_batch, "train", 8),
@@ -128,19 +121,21 @@ SEQUENCES = {
         (lambda model: model.train_on_batch(X[:8].astype("float32"), Y[:8].astype("float32")),),
         (lambda model: model.train_on_batch(X[:8], Y[:8], sample_weight=np.ones(8)),),
     ],
+    "several steps in one execution": [
+        (functools.partial(begin, steps_per_execution=2),),
+        *((fit, 24, 4), (fit, 24, 4), (evaluate, 20)),
+    ],
+    "a model without an input": [(predict, 10), (fit, 24), (evaluate, 10), (fit, 21)],
 }
-# Two sequences with noise of every kind.
-OF_EVERY_NOISE = ["fit with known rows, then unknown", "evaluate and predict twice"]
-PAIRS = [*((sequence, "normal") for sequence in SEQUENCES), *((sequence, "every kind") for sequence in OF_EVERY_NOISE)]
 
 
-@pytest.mark.parametrize(("sequence", "noise"), PAIRS)
-def test_a_step_is_traced_as_often(sequence, noise):
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_a_step_is_traced_as_often(sequence):
     def script(model):
         begin(model)
         return [calls_in_turn(model, *SEQUENCES[sequence]), next_draws()]
 
-    assert_same_run(on(NOISES[noise]), script)
+    assert_same_run(lambda: build(is_built=sequence != "a model without an input"), script)
 
 
 DRAW = np.random.default_rng(turn.SEED)
@@ -161,7 +156,7 @@ def test_batches_and_datasets_of_the_same_types_share_traces(calls):
         begin(model)
         return [calls_in_turn(model, *((OF_WEIGHTED_ROWS[call], int(size)) for call, size in calls)), next_draws()]
 
-    assert_same_run(on(noisy), script)
+    assert_same_run(build, script)
 
 
 def test_other_numbers_of_towers():
@@ -169,24 +164,8 @@ def test_other_numbers_of_towers():
         begin(model)
         return calls_in_turn(model, (fit, 21), (predict, 10), (fit, 3, 1), (predict, 3, 1))
 
-    expected = assert_same_run(on(noisy), script, 1)
-    assert_same_run(on(noisy), script, 4, expected)
-
-
-def test_several_steps_in_one_execution():
-    def script(model):
-        begin(model, steps_per_execution=2)
-        return calls_in_turn(model, (fit, 24, 4), (fit, 24, 4), (evaluate, 20))
-
-    assert_same_run(on(noisy), script)
-
-
-def test_an_unbuilt_model_is_traced_as_often():
-    def script(model):
-        begin(model)
-        return [calls_in_turn(model, (predict, 10), (fit, 24), (evaluate, 10), (fit, 21)), next_draws()]
-
-    assert_same_run(on(noisy, is_built=False), script)
+    expected = assert_same_run(build, script, 1)
+    assert_same_run(build, script, 4, expected)
 
 
 def test_functions_of_layers_are_traced_as_often():
@@ -287,50 +266,22 @@ def collecting():
     return keras.Sequential([keras.Input((3,)), Collecting(), layers.Dense(2)])
 
 
-READINGS = {
-    "longer than an epoch": lambda: (Changing(9), {"epochs": 3, "steps_per_epoch": 2}),
-    "infinite, in large epochs": lambda: (Changing(rows=7), {"epochs": 2, "steps_per_epoch": 8}),
-    "one batch in an epoch": lambda: (Changing(), {"epochs": 4, "steps_per_epoch": 1}),
-}
+def fits_changing(model, batches=None, rows=4, **arguments):
+    dataset = Changing(batches, rows)
+    return [reads(model, dataset, **arguments), str(dataset.read)]
 
 
-@pytest.mark.parametrize("reading", READINGS)
-def test_a_dataset_that_changes_between_epochs(reading):
-    """The batches are the same, and so is what was read when an epoch began and ended."""
-
-    def script(model):
-        begin(model)
-        dataset, arguments = READINGS[reading]()
-        history = reads(model, dataset, **arguments)
-        return [history, str(dataset.read)]
-
-    assert_same_run(collecting, script)
+def validates(model, batches, of_validation, **arguments):
+    dataset, validation = Changing(batches), Changing(of_validation)
+    history = reads(model, dataset, epochs=3, validation_data=validation, **arguments)
+    return [history, str(dataset.read), str(validation.read)]
 
 
-@pytest.mark.parametrize("reading", ["finite", "infinite"])
-def test_a_dataset_that_changes_for_validation(reading):
-    def script(model):
-        begin(model)
-        if reading == "finite":
-            dataset, validation, steps = Changing(3), Changing(2), {}
-        else:
-            dataset, validation, steps = Changing(), Changing(), {"steps_per_epoch": 3, "validation_steps": 2}
-        history = reads(model, dataset, epochs=3, validation_data=validation, **steps)
-        return [history, str(dataset.read), str(validation.read)]
-
-    assert_same_run(collecting, script)
-
-
-def test_a_dataset_that_is_evaluated_and_predicted():
-    def script(model):
-        begin(model)
-        dataset, results = Changing(), []
-        results.append(model.evaluate(dataset, steps=3, verbose=0, callbacks=[Settles()]))
-        results.append(model.predict(dataset, steps=2, verbose=0, callbacks=[Settles()]))
-        time.sleep(0.1)
-        return [results, str(dataset.read)]
-
-    assert_same_run(collecting, script)
+def evaluates_and_predicts(model):
+    dataset, named = Changing(), {"verbose": 0, "callbacks": [Settles()]}
+    results = [model.evaluate(dataset, steps=3, **named), model.predict(dataset, steps=2, **named)]
+    time.sleep(0.1)
+    return [results, str(dataset.read)]
 
 
 def counting(limit=None):
@@ -346,46 +297,54 @@ def counting(limit=None):
     return batches(), drawn
 
 
-def test_a_generator_that_counts_its_batches():
+def draws_from_a_generator(model):
     """What the generator gives after `fit` is what plain Keras leaves of it."""
-
-    def script(model):
-        begin(model)
-        generator, drawn = counting()
-        results = [reads(model, generator, epochs=2, steps_per_epoch=2), str(drawn), next(generator)]
-        return [*results, reads(model, generator, epochs=2, steps_per_epoch=2), str(drawn)]
-
-    assert_same_run(collecting, script)
+    generator, drawn = counting()
+    results = [reads(model, generator, epochs=2, steps_per_epoch=2), str(drawn), next(generator)]
+    return [*results, reads(model, generator, epochs=2, steps_per_epoch=2), str(drawn)]
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_a_generator_that_ends():
-    def script(model):
-        begin(model)
-        generator, drawn = counting(5)
-        history = reads(model, generator, epochs=2, steps_per_epoch=3)
-        return [history, str(drawn)]
-
-    assert_same_run(collecting, script)
+def draws_all_of_a_generator(model):
+    generator, drawn = counting(5)
+    return [reads(model, generator, epochs=2, steps_per_epoch=3), str(drawn)]
 
 
-def test_a_dataset_of_tensorflow_that_counts():
-    """A `tf.data` dataset without a prefetch is read batch by batch."""
+def draws_from_a_dataset_of_tensorflow(model):
+    """Without a prefetch, it is read batch by batch."""
     drawn = []
 
     def draw(i):
         drawn.append(int(i))
         return normal(4, 3, seed=int(i))
 
+    dataset = tf.data.Dataset.range(100).map(lambda i: tf.ensure_shape(tf.numpy_function(draw, [i], tf.float64), (4, 3)))
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    dataset = dataset.map(lambda x: (x, x[:, :2])).with_options(options)
+    return [reads(model, dataset, steps_per_epoch=3, epochs=2), str(drawn)]
+
+
+READINGS = {
+    "longer than an epoch": lambda model: fits_changing(model, 9, epochs=3, steps_per_epoch=2),
+    "infinite, in large epochs": lambda model: fits_changing(model, rows=7, epochs=2, steps_per_epoch=8),
+    "one batch in an epoch": lambda model: fits_changing(model, epochs=4, steps_per_epoch=1),
+    "finite, with validation": lambda model: validates(model, 3, 2),
+    "infinite, with validation": lambda model: validates(model, None, None, steps_per_epoch=3, validation_steps=2),
+    "evaluated and predicted": evaluates_and_predicts,
+    "a generator": draws_from_a_generator,
+    "a generator that ends": draws_all_of_a_generator,
+    "a dataset of TensorFlow": draws_from_a_dataset_of_tensorflow,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("reading", READINGS)
+def test_data_that_change_as_they_are_read(reading):
+    """The batches are the same, and so is what was read when an epoch began and ended."""
+
     def script(model):
         begin(model)
-        drawn.clear()
-        dataset = tf.data.Dataset.range(100).map(lambda i: tf.ensure_shape(tf.numpy_function(draw, [i], tf.float64), (4, 3)))
-        dataset = dataset.map(lambda x: (x, x[:, :2]))
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        history = reads(model, dataset.with_options(options), steps_per_epoch=3, epochs=2)
-        return [history, str(drawn)]
+        return READINGS[reading](model)
 
     assert_same_run(collecting, script)
 
@@ -412,36 +371,57 @@ def test_the_cutting_of_batches_is_traced_once_for_each_type(monkeypatch):
     assert len(types) == 3
 
 
-def test_batches_of_equal_types_and_other_structures_are_cut_by_themselves():
+Pair = collections.namedtuple("Pair", "left right")
+PAIRS, EVEN = DATASET.batch(5), DATASET.batch(4, drop_remainder=True)
+NAMED = PAIRS.map(lambda x, y: Pair(x, y))
+
+
+def is_named(data):
     """A named tuple equals a tuple. It is a model's inputs, where the tuple is inputs and targets."""
-    Pair = collections.namedtuple("Pair", "left right")
-
-    def script(model):
-        model.compile("sgd")
-        pairs = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
-        named = pairs.map(lambda x, y: Pair(x, y))
-        return [fit_dataset(model, data) for data in (pairs, named, pairs, named)]
-
-    class Sums(keras.Sequential):
-        def train_step(self, data):
-            is_named = hasattr(data, "left")
-            return {"named": tf.constant(is_named), "sum": tf.reduce_sum(data[0]) + 2 * tf.reduce_sum(data[1])}
-
-    assert_same_run(lambda: Sums([keras.Input((3,)), layers.Dense(2)]), script)
+    return {"named": tf.constant(hasattr(data, "left")), "sum": tf.reduce_sum(data[0]) + 2 * tf.reduce_sum(data[1])}
 
 
-def test_comparisons_of_other_shapes_are_one_truth_value():
+def compares(data):
     """`==` and `!=` of TensorFlow's tensors answer with one truth value where the shapes do not fit. Towers once crashed."""
+    x, y = data
+    answers = [x == x[:, :2], x != x[:, :2], x == y[:, :1], x[:, :2] != y, x == x[0], tf.reduce_sum(x) == x]
+    return {str(i): tf.reduce_sum(tf.cast(answer, tf.int32)) for i, answer in enumerate(answers)}
 
-    class Compares(keras.Sequential):
+
+@pytest.mark.parametrize(("step", "datasets"), [(is_named, [PAIRS, NAMED, PAIRS, NAMED]), (compares, [PAIRS, EVEN])])
+def test_steps_that_ask_for_structures_and_shapes(step, datasets):
+    class Asking(keras.Sequential):
         def train_step(self, data):
-            x, y = data
-            answers = [x == x[:, :2], x != x[:, :2], x == y[:, :1], x[:, :2] != y, x == x[0], tf.reduce_sum(x) == x]
-            return {str(i): tf.reduce_sum(tf.cast(answer, tf.int32)) for i, answer in enumerate(answers)}
+            return step(data)
 
     def script(model):
         model.compile("sgd")
-        batches = DATASET.batch(5), DATASET.batch(4, drop_remainder=True)
-        return [fit_dataset(model, dataset) for dataset in batches]
+        return [fit_dataset(model, dataset) for dataset in datasets]
 
-    assert_same_run(lambda: Compares([keras.Input((3,)), layers.Dense(2)]), script)
+    assert_same_run(lambda: Asking([keras.Input((3,)), layers.Dense(2)]), script)
+
+
+def test_draws_begin_again_in_functions_whose_variables_move():
+    """TensorFlow prepares such a function anew, and its stateful operations draw from their seeds again."""
+
+    def predictions(wrap):
+        keras.utils.set_random_seed(3)
+        noise = layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
+        encoder = keras.Sequential([keras.Input((3,)), layers.Dense(4), noise])
+        model = keras.Sequential([encoder, layers.Dense(2)])
+        model.build((None, 3))
+        before = predict(encoder, 8)
+        wrap(model)
+        return before, predict(encoder, 8)
+
+    plain, stayed, moved = map(
+        predictions,
+        [
+            lambda model: model,
+            lambda model: keras_dp.DataParallelModel(model, 2, "CPU:0"),
+            lambda model: keras_dp.DataParallelModel(model, 2, "CPU:1"),
+        ],
+    )
+    np.testing.assert_array_equal(stayed, plain)
+    assert (plain[1] != plain[0]).all()
+    np.testing.assert_array_equal(moved, [plain[0], plain[0]])

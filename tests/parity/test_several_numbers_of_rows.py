@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_same_script, twins
+from comparison import assert_same_script, twins
 from keras import layers, ops
 
 import keras_dp
@@ -31,11 +31,6 @@ def dataset(seed, rows, *types):
     return tf.data.Dataset.from_tensor_slices(tuple(arrays) if len(arrays) > 1 else arrays[0])
 
 
-def as_generator(data):
-    """Returns a generator of a dataset's batches: Keras does not know their numbers of rows."""
-    return (batch for batch in data.as_numpy_iterator())
-
-
 NUMBERS = ((4,), 0)
 CLASSES = ((), 3)
 
@@ -49,9 +44,8 @@ class SemiSupervised(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.classify = keras.Sequential(
-            [layers.Dense(8, activation="tanh"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
-        )
+        stack = [layers.Dense(8, activation="tanh"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
+        self.classify = keras.Sequential(stack)
 
     def call(self, x, training=None):
         return self.classify(x, training=training)
@@ -67,10 +61,14 @@ class SemiSupervised(keras.Model):
         return {"loss": loss, "labelled": ops.mean(of_labelled)}
 
 
-def build_semi_supervised():
-    model = SemiSupervised()
+def build_semi_supervised(cls=SemiSupervised):
+    model = cls()
     model(np.zeros((1, 4)))
     return model
+
+
+def fit(model, data, **arguments):
+    return model.fit(data, shuffle=False, verbose=0, **arguments).history
 
 
 def test_what_has_other_rows_stays_whole_without_a_name():
@@ -80,9 +78,9 @@ def test_what_has_other_rows_stays_whole_without_a_name():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01), loss)
         labelled = dataset(3, 6, NUMBERS, CLASSES)
-        history = model.fit(labelled_and_unlabelled(), epochs=2, shuffle=False, verbose=0, validation_data=labelled).history
+        history = fit(model, labelled_and_unlabelled(), epochs=2, validation_data=labelled)
         # Rows that are equal for once, and the other way round.
-        more = [model.fit(labelled_and_unlabelled(*rows), verbose=0).history for rows in ((6, 6), (10, 6), (2, 1))]
+        more = [fit(model, labelled_and_unlabelled(*rows)) for rows in ((6, 6), (10, 6), (2, 1))]
         return [history, more, model.evaluate(labelled, verbose=0), model.predict(labelled, verbose=0)]
 
     assert_same_script(build_semi_supervised, script, (1, 3))
@@ -109,35 +107,29 @@ def test_rows_that_are_joined_with_others(caplog):
         def train_step(self, data):
             return super().train_step(((tf.concat([data["a"], data["b"]], axis=0), tf.range(13) % 3), data["a"]))
 
-    def build():
-        model = Joined()
-        model(np.zeros((1, 4)))
-        return model
-
     def data():
         return tf.data.Dataset.zip({"a": dataset(1, 9, NUMBERS), "b": dataset(2, 4, NUMBERS)})
 
     def script(model):
         model.compile("sgd")
-        return model.fit(data(), epochs=2, shuffle=False, verbose=0).history
+        return fit(model, data(), epochs=2)
 
-    _, parallel = assert_same_script(build, script, 3)
+    _, parallel = assert_same_script(lambda: build_semi_supervised(Joined), script, 3)
     assert "computed from them alone, or from rows joined with them, is computed once" in caplog.text
     (joined, *_) = parallel.explain(next(iter(data()))).once
     assert joined.type == "ConcatV2"
 
 
 class Graphs(keras.Model):
-    """Passes messages along edges between nodes, with a loss for each node."""
+    """Adds to each node what it receives along its edges, with a loss for each node."""
 
     def __init__(self):
         super().__init__()
-        self.message, self.update = layers.Dense(6, activation="relu"), layers.Dense(2)
+        self.update = layers.Dense(2)
 
     def call(self, graph):
         nodes, edges = graph["nodes"], graph["edges"]
-        messages = self.message(ops.concatenate([tf.gather(nodes, edges[:, 0]), tf.gather(nodes, edges[:, 1])], axis=-1))
-        received = tf.math.unsorted_segment_sum(messages, edges[:, 1], tf.shape(nodes)[0])
+        received = tf.math.unsorted_segment_sum(tf.gather(nodes, edges[:, 0]), edges[:, 1], tf.shape(nodes)[0])
         return self.update(ops.concatenate([nodes, received], axis=-1))
 
 
@@ -154,72 +146,40 @@ def graphs(targets=True):
     )
 
 
-def test_predictions_cut_what_training_cuts():
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_predictions_cut_what_training_cuts(is_trained):
     """Without targets, the types alone do not tell rows from what they look up."""
 
     def script(model):
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-        history = model.fit(graphs(), epochs=2, shuffle=False, verbose=0).history
-        return [
-            history,
-            model.evaluate(graphs(), verbose=0),
-            model.predict(graphs(), verbose=0),
-            model.predict(graphs(targets=False), verbose=0),
-        ]
+        before = [fit(model, graphs(), epochs=2), model.evaluate(graphs(), verbose=0)] if is_trained else []
+        after = [model.predict(graphs(targets), verbose=0) for targets in (False, True)]
+        return [before, after, fit(model, graphs())]
 
     _, parallel = assert_same_script(build_graphs, script, 3)
-    assert parallel.tower_steps.inputs.whole.paths == ("0/edges",)
-
-
-def test_predictions_before_training():
-    one, inner = twins(build_graphs)
-    parallel = keras_dp.DataParallelModel(inner, devices=3)
-    for targets in (False, True):
-        assert_same(one.predict(graphs(targets), verbose=0), parallel.predict(graphs(targets), verbose=0), 1e-9)
-
-
-def test_graphs_of_other_sizes():
-    """The edges of batches are independent of their nodes, which may be fewer than the towers; a graph may have no edges."""
-
-    def of_sizes():
-        rng = np.random.default_rng(1)
-        for nodes, edges in ((8, 13), (3, 4), (1, 0)):
-            graph = {"nodes": rng.normal(size=(nodes, 4)), "edges": rng.integers(0, nodes, size=(edges, 2))}
-            yield graph, rng.normal(size=(nodes, 2))
-
-    types = {"nodes": tf.TensorSpec([None, 4], tf.float64), "edges": tf.TensorSpec([None, 2], tf.int64)}
-    data = tf.data.Dataset.from_generator(of_sizes, output_signature=(types, tf.TensorSpec([None, 2], tf.float64)))
-
-    def script(model):
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-        history = model.fit(data, epochs=2, shuffle=False, verbose=0, validation_data=data).history
-        return [history, model.predict(data, verbose=0)]
-
-    assert_same_script(build_graphs, script, 3, {"whole": ["edges"]})
+    assert (parallel.tower_steps.inputs.whole.paths == ("0/edges",)) == is_trained
 
 
 class WithTable(keras.Model):
-    """Adds the mean of the batch's table to what a layer makes of its rows."""
+    """Scales what a layer makes of the rows by the batch's temperature, if there is one, and adds the mean of its table."""
 
     def __init__(self, layer):
         super().__init__()
-        self.layer = layer
+        self.layer, self.sizes = layer, []
 
     def call(self, inputs, training=None):
-        return self.layer(inputs["rows"]) + ops.mean(inputs["table"])
+        self.sizes.append(inputs["table"].shape[0])
+        return self.layer(inputs["rows"]) * inputs.get("temperature", 1.0) + ops.mean(inputs["table"])
 
 
 def with_table(layer):
     model = WithTable(layer)
-    model({"rows": np.zeros((1, 4)), "table": np.zeros((1, 4))})
+    model({"rows": np.zeros((1, 4)), "table": np.zeros((5, 4))})
     return model
 
 
 def test_traces_of_one_dataset_are_not_used_for_another():
     """The same tensor has rows in one dataset, and other rows in the next, of types that a function generalizes."""
-
-    def build():
-        return with_table(layers.Dense(2))
 
     def data(rows, table):
         zipped = tf.data.Dataset.zip(dataset(1, rows, NUMBERS, ((2,), 0)), dataset(2, table, NUMBERS))
@@ -228,9 +188,61 @@ def test_traces_of_one_dataset_are_not_used_for_another():
     def script(model):
         model.compile("sgd", "mse")
         sizes = ((8, 5), (8, 4), (8, 8), (4, 4), (8, 5), (4, 2))
-        return [(model.fit(data(*size), verbose=0).history, model.predict(data(*size), verbose=0)) for size in sizes]
+        return [(fit(model, data(*size)), model.predict(data(*size), verbose=0)) for size in sizes]
 
-    assert_same_script(build, script, 2)
+    assert_same_script(lambda: with_table(layers.Dense(2)), script, 2)
+
+
+def reading(rows):
+    """Returns inputs with so many rows, a table and a scalar, and targets."""
+    x = np.random.default_rng(1).normal(size=(rows, 4))
+    return {"rows": x, "table": np.random.default_rng(2).normal(size=(5, 4)), "temperature": np.float64(0.5)}, x[:, :2]
+
+
+def test_a_table_and_a_scalar_beside_the_rows():
+    """The table's size is known in the trace."""
+
+    def data(rows):
+        inputs, y = reading(rows)
+        batches = tf.data.Dataset.from_tensor_slices((inputs["rows"], y)).batch(5)
+        return batches.map(lambda rows, y: (inputs | {"rows": rows}, y))
+
+    def script(model):
+        model.compile("sgd", "mse")
+        histories = [fit(model, data(rows), epochs=2) for rows in (7, 9)]
+        model.train_on_batch(*reading(9))
+        return [histories, [model.predict_on_batch(reading(rows)[0]) for rows in (9, 8, 2)]]
+
+    _, parallel = assert_same_script(lambda: with_table(layers.Dense(2)), script, 3, {"whole": ["table"]})
+    assert set(parallel.inner_model.sizes) == {5}
+
+
+def test_debugging_eagerly_sees_the_whole_tensors():
+    inner = with_table(layers.Dense(2))
+    parallel = keras_dp.DataParallelModel(inner, devices=2, whole=["table"])
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    parallel.train_on_batch(*reading(6))
+    np.testing.assert_allclose(parallel.predict_on_batch(reading(6)[0]), inner(reading(6)[0]))
+
+
+def test_recalibration_keeps_what_is_whole():
+    x = rng.normal(size=(12, 4))
+    rows = tf.data.Dataset.from_tensor_slices(x).batch(5)
+    data = rows.map(lambda rows: {"rows": rows, "table": tf.ones((3, 4), tf.float64)})
+    by_model, by_argument = twins(lambda: with_table(layers.BatchNormalization()))
+    keras_dp.recalibrate_batch_norm(keras_dp.DataParallelModel(by_model, devices=3, whole=["table"]), data, verbose=0)
+    keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["table"])
+    for model in (by_model, by_argument):
+        np.testing.assert_allclose(model.layer.moving_mean, x.mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(model.layer.moving_variance, x.var(axis=0), rtol=1e-12)
+    with pytest.raises(ValueError, match="Did you mean 'table'"):
+        keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["tabel"])
+    # All tensors may stay whole.
+    keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["table", "rows"])
+    np.testing.assert_allclose(by_argument.layer.moving_mean, x.mean(axis=0), rtol=1e-12)
+
+
+# Names.
 
 
 def test_what_is_cut():
@@ -262,64 +274,14 @@ def test_names_are_keys_and_indices():
     assert WholeTensors().of((tf.zeros(()), tf.zeros(2), None)) == [True, False, False]
 
 
-TABLE = rng.normal(size=(5, 4))
+def test_a_text_in_place_of_names_is_refused():
+    with pytest.raises(ValueError, match="`whole` lists names of tensors.*Received: whole='table'"):
+        keras_dp.DataParallelModel(build_graphs(), devices=2, whole="table")
 
 
-class ReadingATable(keras.Model):
-    """Looks up rows in the batch's table, whose size is known in the trace, and scales them by the batch's temperature."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(3)
-
-    def call(self, inputs):
-        assert inputs["table"].shape[0] == len(TABLE)
-        likeness = ops.softmax(ops.matmul(inputs["rows"], ops.transpose(inputs["table"])))
-        return self.dense(inputs["temperature"] * ops.matmul(likeness, inputs["table"]))
-
-
-def reading(rows):
-    """Returns inputs with so many rows, a table and a temperature."""
-    return {"rows": normal_rows(rows), "table": TABLE, "temperature": np.float64(0.5)}
-
-
-def normal_rows(rows):
-    return np.random.default_rng(1).normal(size=(rows, 4))
-
-
-def test_a_table_and_a_scalar_beside_the_rows():
-    def data(rows):
-        x = normal_rows(rows)
-        batches = tf.data.Dataset.from_tensor_slices((x, x[:, :3])).batch(5)
-        return batches.map(lambda x, y: ({"rows": x, "table": TABLE, "temperature": 0.5}, y))
-
-    def build():
-        model = ReadingATable()
-        model(reading(2))
-        return model
-
-    def script(model):
-        model.compile("sgd", "mse")
-        history = [model.fit(data(rows), epochs=2, shuffle=False, verbose=0).history for rows in (7, 9)]
-        model.train_on_batch(reading(9), normal_rows(9)[:, :3])
-        return [history, [model.predict_on_batch(reading(rows)) for rows in (9, 8, 2)]]
-
-    assert_same_script(build, script, 3, {"whole": ["table"]})
-
-
-def test_debugging_eagerly_sees_the_whole_tensors():
-    inner = ReadingATable()
-    parallel = keras_dp.DataParallelModel(inner, devices=2, whole=["table"])
-    parallel.compile("sgd", "mse", run_eagerly=True)
-    parallel.train_on_batch(reading(6), normal_rows(6)[:, :3])
-    np.testing.assert_allclose(parallel.predict_on_batch(reading(6)), inner(reading(6)))
-
-
-def test_copies_keep_what_is_whole_and_a_text_in_place_of_names_is_refused():
+def test_copies_keep_what_is_whole():
     parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(3)]), devices=2, whole=["table"])
     assert keras.models.clone_model(parallel).tower_steps.inputs.whole == parallel.tower_steps.inputs.whole
-    with pytest.raises(ValueError, match="`whole` lists names of tensors.*Received: whole='table'"):
-        keras_dp.DataParallelModel(ReadingATable(), devices=2, whole="table")
 
 
 class Sums(keras.Sequential):
@@ -331,9 +293,9 @@ class Sums(keras.Sequential):
 
 NAMES = {
     "labelled and unlabelled": (((6, 6), 10), ["1"]),
-    "a structure": (({"nodes": 7, "edges": {"from": 9, "to": 9}}, 7), ["edges"]),
+    "a structure": (({"nodes": 7, "edges": {"from": 9, "to": 9}}, 7), ["from", "to"]),
     "a part of a structure": (({"nodes": 7, "edges": {"from": 9, "to": 7}}, 7), ["from"]),
-    "the same key twice": (({"a": {"x": 7}, "b": {"x": 9}}, 7), ["b/x"]),
+    "the same key twice": (({"a": {"x": 7}, "b": {"x": 9}}, 7), ["0/b/x"]),
     "two others": (((7, 5, 9), 7), ["0/1", "0/2"]),
 }
 
@@ -369,11 +331,13 @@ def test_errors_name_what_must_stay_whole(name):
 
 
 def test_the_names_of_the_error_make_generators_exact():
+    """Keras does not know the numbers of rows of a generator's batches."""
+
     def script(model):
         model.compile(keras.optimizers.Adam(0.01))
-        data = labelled_and_unlabelled()
-        steps = [model.train_on_batch(*batch, return_dict=True) for batch in as_generator(data)]
-        return [model.fit(as_generator(data), verbose=0).history, steps]
+        batches = list(labelled_and_unlabelled().as_numpy_iterator())
+        steps = [model.train_on_batch(*batch, return_dict=True) for batch in batches]
+        return [fit(model, (batch for batch in batches)), steps]
 
     assert_same_script(build_semi_supervised, script, 3, {"whole": ["1"]})
 
@@ -381,73 +345,66 @@ def test_the_names_of_the_error_make_generators_exact():
 class Whole(keras.Model):
     """Has inputs that all stay whole."""
 
-    def __init__(self, own_loss=False):
+    def __init__(self):
         super().__init__()
-        self.norm, self.dense = layers.BatchNormalization(), layers.Dense(2)
-        self.dropout, self.own_loss = layers.Dropout(0.3), own_loss
+        self.norm, self.dense, self.dropout = layers.BatchNormalization(), layers.Dense(2), layers.Dropout(0.3)
 
     def call(self, inputs, training=None):
-        outputs = self.dense(self.dropout(self.norm(inputs["x"], training=training), training=training))
-        if self.own_loss:
-            self.add_loss(ops.mean(outputs**2))
+        return self.dense(self.dropout(self.norm(inputs["x"], training=training), training=training))
+
+
+class WithItsOwnLoss(Whole):
+    def call(self, inputs, training=None):
+        outputs = super().call(inputs, training)
+        self.add_loss(ops.mean(outputs**2))
         return outputs
+
+
+WHOLE = rng.normal(size=(11, 4))
+
+
+def build_whole(cls):
+    model = cls()
+    model({"x": WHOLE})
+    return model
 
 
 def test_nothing_is_cut():
     """Evaluates, predicts and trains with batches all of whose tensors stay whole: once, on one device."""
-    x = rng.normal(size=(11, 4))
-
-    def build():
-        model = Whole(own_loss=True)
-        model({"x": x})
-        return model
 
     def script(model):
         model.compile(keras.optimizers.Adam(0.01))
-        batches = tf.data.Dataset.from_tensor_slices({"x": x}).batch(4)
+        batches = tf.data.Dataset.from_tensor_slices({"x": WHOLE}).batch(4)
         return [
-            model.fit({"x": x}, batch_size=4, epochs=2, shuffle=False, verbose=0).history,
-            model.fit((({"x": x[i : i + 4]},) for i in (0, 4)), verbose=0).history,
+            fit(model, {"x": WHOLE}, batch_size=4, epochs=2),
+            fit(model, (({"x": WHOLE[i : i + 4]},) for i in (0, 4))),
             model.evaluate(batches, verbose=0),
             model.predict(batches, verbose=0),
-            [model.train_on_batch({"x": x[:rows]}) for rows in (5, 1)],
-            model.test_on_batch({"x": x[:5]}),
-            model.predict_on_batch({"x": x[:5]}),
+            [model.train_on_batch({"x": WHOLE[:rows]}) for rows in (5, 1)],
+            model.test_on_batch({"x": WHOLE[:5]}),
+            model.predict_on_batch({"x": WHOLE[:5]}),
         ]
 
-    _, parallel = assert_same_script(build, script, 3, {"whole": ["x"]})
-    assert keras_dp.check_step(parallel, ({"x": x},)).is_exact
-    assert "0 operations on each tower" in str(parallel.explain(({"x": x},)))
+    _, parallel = assert_same_script(lambda: build_whole(WithItsOwnLoss), script, 3, {"whole": ["x"]})
+    assert keras_dp.check_step(parallel, ({"x": WHOLE},)).is_exact
+    assert "0 operations on each tower" in str(parallel.explain(({"x": WHOLE},)))
 
 
 def test_predictions_of_a_model_whose_training_has_rows():
-    x, y = rng.normal(size=(8, 4)), rng.normal(size=(8, 2))
-
-    def build():
-        model = Whole()
-        model({"x": x})
-        return model
+    y = rng.normal(size=(11, 2))
 
     def script(model):
         model.compile("sgd", "mse")
-        history = model.fit({"x": x}, y, batch_size=4, shuffle=False, verbose=0).history
-        return [history, model.evaluate({"x": x}, y, verbose=0), model.predict({"x": x}, batch_size=3, verbose=0)]
+        history = fit(model, {"x": WHOLE}, y=y, batch_size=4)
+        return [history, model.evaluate({"x": WHOLE}, y, verbose=0), model.predict({"x": WHOLE}, batch_size=3, verbose=0)]
 
-    assert_same_script(build, script, 3, {"whole": ["0/x"]})
+    assert_same_script(lambda: build_whole(Whole), script, 3, {"whole": ["0/x"]})
 
 
 def test_rows_of_a_worker_are_those_of_tensors_that_are_cut():
     slices = cut(({"x": np.ones((8, 4))},), 2, whole=WholeTensors(("x",)))
     with pytest.raises(ValueError, match=r'rows="shard".*all tensors of the batch stay whole.*0/x'):
         own_rows(tf.ones((8, 2)), slices[:1])
-
-
-def test_results_that_are_not_as_long_as_the_batch_have_no_rows_of_a_worker():
-    slices = cut(np.ones((8, 4)), 2)
-    result = {"rows": tf.range(8), "weights": tf.range(3), "mean": tf.constant(1.0)}
-    own = own_rows(result, slices[1:])
-    assert [own["rows"].numpy().tolist(), own["weights"].numpy().tolist()] == [[4, 5, 6, 7], [0, 1, 2]]
-    assert own["mean"] == 1.0
 
 
 def test_refuses_misspelled_names():
@@ -478,23 +435,3 @@ def test_names_that_a_batch_had_once_may_be_missing_later():
     names.see({"edges": tf.zeros(2)}, has_all=False)
     names.see((tf.zeros(2), {"more": tf.zeros(2)}), has_all=True)
     names.see((tf.zeros(2), tf.zeros(2)), has_all=True)
-
-
-def test_recalibration_keeps_what_is_whole():
-    def build():
-        return with_table(layers.BatchNormalization())
-
-    x = rng.normal(size=(12, 4))
-    rows = tf.data.Dataset.from_tensor_slices(x).batch(5)
-    data = rows.map(lambda rows: {"rows": rows, "table": tf.ones((3, 4), tf.float64)})
-    by_model, by_argument = twins(build)
-    keras_dp.recalibrate_batch_norm(keras_dp.DataParallelModel(by_model, devices=3, whole=["table"]), data, verbose=0)
-    keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["table"])
-    for model in (by_model, by_argument):
-        np.testing.assert_allclose(model.layer.moving_mean, x.mean(axis=0), rtol=1e-12)
-        np.testing.assert_allclose(model.layer.moving_variance, x.var(axis=0), rtol=1e-12)
-    with pytest.raises(ValueError, match="Did you mean 'table'"):
-        keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["tabel"])
-    # All tensors may stay whole.
-    keras_dp.recalibrate_batch_norm(by_argument, data, verbose=0, whole=["table", "rows"])
-    np.testing.assert_allclose(by_argument.layer.moving_mean, x.mean(axis=0), rtol=1e-12)

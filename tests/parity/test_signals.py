@@ -39,28 +39,6 @@ def test_sigterm_ends_each_phase_as_in_plain_keras(phase, handler, towers, tmp_p
             os.killpg(process.pid, 0)  # nothing that it started is left
 
 
-class Recorded(keras.callbacks.Callback):
-    """Keeps the weights after each step, and before the first."""
-
-    def on_train_begin(self, logs=None):
-        self.kept = [self.model.get_weights()]
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.kept.append(self.model.get_weights())
-
-
-class Interrupting(keras.callbacks.Callback):
-    """Presses Ctrl-C at a random moment after a step has begun, of which the first is traced."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.step = step
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == self.step:
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 0.01 if self.step else 1.5))
-
-
 def build():
     hidden = [layers.Dense(5, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3, seed=1)]
     return keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2)])
@@ -69,6 +47,32 @@ def build():
 def compile_each(*models):
     for model in models:
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+
+
+def steps_before_ctrl_c(step, seconds):
+    """Presses Ctrl-C so long after a step has begun, goes on, and returns the number of steps that were made before."""
+    one, inner = twins(build)
+    parallel = keras_dp.DataParallelModel(inner, devices=3)
+    compile_each(one, parallel)
+    kept = [one.get_weights()]
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: kept.append(one.get_weights()))
+    one.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[record])
+    press = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: batch == step and signal.setitimer(signal.ITIMER_REAL, seconds)
+    )
+    # It may come as a RuntimeError, where C++ code of TensorFlow calls Python.
+    with contextlib.suppress(KeyboardInterrupt, RuntimeError):
+        parallel.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[press])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    steps = int(parallel.optimizer.iterations)
+    assert_same(kept[steps], inner.get_weights(), 1e-9)
+    if steps == 0:
+        compile_each(parallel)
+    if steps * BATCH < ROWS:
+        parallel.fit(X[steps * BATCH :], Y[steps * BATCH :], batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+    assert_same(values(one.optimizer), values(parallel.optimizer), 1e-9)
+    return steps
 
 
 @pytest.mark.parametrize("moments", [pytest.param(3, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
@@ -82,27 +86,8 @@ def test_ctrl_c_at_any_moment_leaves_the_state_of_a_whole_step(moments):
     counts = []
     try:
         for moment in range(moments):
-            keras.utils.set_random_seed(moment)
-            one, inner = twins(build)
-            parallel = keras_dp.DataParallelModel(inner, devices=3)
-            compile_each(one, parallel)
-            recorded = Recorded()
-            one.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[recorded])
-
-            interrupting = Interrupting(0 if moment % 3 == 0 else int(rng.integers(1, ROWS // BATCH)))
-            # It may come as a RuntimeError, where C++ code of TensorFlow calls Python.
-            with contextlib.suppress(KeyboardInterrupt, RuntimeError):
-                parallel.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[interrupting])
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            steps = int(parallel.optimizer.iterations)
-            assert_same(recorded.kept[steps], inner.get_weights(), 1e-9)
-            counts.append(steps)
-            if steps == 0:
-                compile_each(parallel)
-            if steps * BATCH < ROWS:
-                parallel.fit(X[steps * BATCH :], Y[steps * BATCH :], batch_size=BATCH, shuffle=False, verbose=0)
-            assert_same(one.get_weights(), inner.get_weights(), 1e-9)
-            assert_same(values(one.optimizer), values(parallel.optimizer), 1e-9)
+            step = 0 if moment % 3 == 0 else int(rng.integers(1, ROWS // BATCH))
+            counts.append(steps_before_ctrl_c(step, rng.uniform(1e-4, 0.01 if step else 1.5)))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

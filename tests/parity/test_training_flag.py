@@ -15,39 +15,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning"),
 ]
 
-PROGRAMS = {}
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
-
-
-# Batches of 8, 8 and 5 rows, and batches that all have 8 rows: plain Keras knows the number of rows of the latter.
-X, Y = normal(21, 3, seed=1), normal(21, 2, seed=2)
-ROWS = {"known rows": 16, "unknown rows": 21}
-
-
-def program(rows):
-    """Returns a decorator for a function that returns what `trains` returns, which is tested with these rows."""
-
-    def register(function):
-        PROGRAMS[function.__name__] = function, rows
-        return function
-
-    return register
+DRAW = np.random.default_rng(1)
+X, Y = DRAW.normal(size=(21, 3)), DRAW.normal(size=(21, 2))
+# Two batches of 8 rows, whose number plain Keras knows; and one more of 5 rows.
+KNOWN, UNKNOWN = 16, 21
 
 
 def trains(build, loss="mse", targets=lambda y: y, evaluates=True, predicts=True, metrics=None):
-    """Returns a function that builds a model, and a function of the number of rows that returns a script.
-
-    Args:
-        build: a function that builds the model.
-        loss: the loss to compile.
-        targets: a function that makes the targets of y.
-        evaluates: whether plain Keras evaluates the model.
-        predicts: whether plain Keras predicts with the model.
-        metrics: the metrics to compile.
-    """
+    """Returns `build`, and a script of a number of rows and a model, which evaluates and predicts where plain Keras does."""
 
     def script(rows, model):
         x, y = X[:rows], targets(Y[:rows])
@@ -62,258 +37,187 @@ def trains(build, loss="mse", targets=lambda y: y, evaluates=True, predicts=True
     return build, script
 
 
-def calling(call, loss="mse", **options):
-    """Makes a program of a model with two dense layers, `a` and `b`, and this call."""
+def calling(call, loss="mse", targets=lambda y: y, evaluates=True, predicts=True, **methods):
+    """Makes a program of a model with two dense layers, `a` and `b`, and this call and other methods."""
 
     class Model(keras.Model):
         def __init__(self):
             super().__init__()
-            self.a, self.b = layers.Dense(2), layers.Dense(2)
-            self.kept = None
+            self.a, self.b, self.kept = layers.Dense(2), layers.Dense(2), None
 
-    Model.call = call
-    for name in ("compute_loss", "train_step", "test_step", "predict_step", "build", "compute_metrics"):
-        if name in options:
-            setattr(Model, name, options.pop(name))
-    return trains(Model, loss, **options)
+    for name, method in {"call": call, **methods}.items():
+        setattr(Model, name, method)
+    return trains(Model, loss, targets, evaluates, predicts)
 
 
-def twice(y):
-    return (y, 2 * y)
+def only_training_calls_b(self, x, training=False):
+    return self.a(x) + (self.b(x) if training else 0.0)
 
 
-# What training returns.
+def only_inference_calls_b(self, x, training=False):
+    return self.a(x) if training else self.b(x)
 
 
-@program("known rows")
-def two_outputs_while_training():
-    return calling(
-        lambda self, x, training=False: (self.a(x), self.b(x)) if training else self.a(x),
-        ["mse", "mae"],
-        targets=twice,
-        evaluates=False,
-    )
+def both_while_training(self, x, training=False):
+    return (self.a(x), self.b(x)) if training else self.a(x)
 
 
-@program("known rows")
-def a_dictionary_after_training_alone():
-    return calling(
-        lambda self, x, training=False: self.a(x) if training else {"answer": self.a(x), "score": self.b(x)}, evaluates=False
-    )
+def refuses_inference(self, x, training=False):
+    if not training:
+        raise NotImplementedError("for training only")
+    return self.a(x)
 
 
-@program("unknown rows")
-def a_wider_output_while_training():
-    return calling(
-        lambda self, x, training=False: ops.concatenate([self.a(x), self.b(x)], -1) if training else self.a(x),
-        lambda y, p: tf.reduce_mean((p - (tf.concat([y, y], -1) if p.shape[-1] == 4 else y)) ** 2),
-    )
+def takes_the_flag_by_keyword(self, x, *, training):
+    return only_training_calls_b(self, x, training)
 
 
-# What refuses.
+def makes_a_layer_while_training(self, x, training=False):
+    if training and not hasattr(self, "late"):
+        self.late = layers.Dense(2, name="late")
+    return self.a(x) + (self.late(x) if training else 0.0)
 
 
-@program("known rows")
-def a_model_for_training_only():
-    def call(self, x, training=False):
-        if not training:
-            raise NotImplementedError("for training only")
-        return self.a(x)
-
-    return calling(call, evaluates=False, predicts=False)
-
-
-@program("known rows")
-def a_flag_by_keyword_only():
-    def call(self, x, *, training):
-        return self.a(x) + (self.b(x) if training else 0.0)
-
-    return calling(call)
-
-
-# What only training calls, or only inference.
-
-
-@program("known rows")
-def a_layer_that_only_training_calls():
-    return calling(lambda self, x, training=False: self.a(x) + (self.b(x) if training else 0.0))
-
-
-@program("unknown rows")
-def a_layer_that_only_inference_calls():
-    return calling(lambda self, x, training=False: self.a(x) if training else self.b(x))
-
-
-@program("known rows")
-def a_layer_that_is_made_while_training():
-    def call(self, x, training=False):
-        if training and not hasattr(self, "late"):
-            self.late = layers.Dense(2, name="late")
-        return self.a(x) + (self.late(x) if training else 0.0)
-
-    return calling(call)
-
-
-@program("known rows")
-def a_normalization_for_each_mode():
+class NormalizationForEachMode(keras.Model):
     """Its last normalization takes the batch's moments in inference, and the moving ones in training."""
-
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = layers.BatchNormalization(momentum=0.5), layers.LayerNormalization()
-            self.a, self.last = layers.Dense(2), layers.BatchNormalization(momentum=0.5)
-
-        def call(self, x, training=False):
-            return self.last(self.a(self.one(x, training=True) if training else self.other(x)), training=not training)
-
-    return trains(Model)
-
-
-# What is kept for the loss.
-
-
-@program("unknown rows")
-def rows_that_training_keeps():
-    def call(self, x, training=False):
-        answers = self.a(x)
-        self.kept = self.b(x) if training else None
-        return answers
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        target = y if self.kept is None else 0.5 * (y + self.kept)
-        return ops.mean((target - y_pred) ** 2)
-
-    return calling(call, None, compute_loss=compute_loss)
-
-
-@program("unknown rows")
-def a_layer_that_adds_a_loss_while_training():
-    class Sparse(layers.Layer):
-        def call(self, x, training=None):
-            if training:
-                self.add_loss(0.01 * ops.sum(ops.abs(x)))
-            return x
-
-    return trains(lambda: keras.Sequential([layers.Dense(4, "tanh"), Sparse(), layers.Dense(2)]), metrics=["mae"])
-
-
-# Where such a layer is.
-
-
-class Noisy(layers.Layer):
-    """Adds noise from a generator while training, through a dense layer that only training calls."""
 
     def __init__(self):
         super().__init__()
-        self.seed = keras.random.SeedGenerator(3)
-        self.mix = layers.Dense(4)
+        self.one, self.other = layers.BatchNormalization(momentum=0.5), layers.LayerNormalization()
+        self.a, self.last = layers.Dense(2), layers.BatchNormalization(momentum=0.5)
 
     def call(self, x, training=False):
+        return self.last(self.a(self.one(x, training=True) if training else self.other(x)), training=not training)
+
+
+def keeps_rows_while_training(self, x, training=False):
+    self.kept = self.b(x) if training else None
+    return self.a(x)
+
+
+def loss_of_what_is_kept(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+    return ops.mean(((y if self.kept is None else 0.5 * (y + self.kept)) - y_pred) ** 2)
+
+
+class OnlyWhileTraining(layers.Layer):
+    """While training, adds a loss, and noise from a generator, through a dense layer that only training calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed, self.mix = keras.random.SeedGenerator(3), layers.Dense(4)
+
+    def call(self, x, training=None):
         if not training:
             return x
+        self.add_loss(0.01 * ops.sum(ops.abs(x)))
         return x + self.mix(keras.random.normal(ops.shape(x), seed=self.seed))
 
 
-@program("known rows")
-def a_model_without_the_flag():
-    """Calls layers that depend on `training` in a model whose own call does not take it."""
+class WithoutTheFlag(keras.Model):
+    """Its own call does not take `training`, on which a layer depends."""
 
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.a, self.noisy, self.b = layers.Dense(4, "tanh"), Noisy(), layers.Dense(2)
+    def __init__(self):
+        super().__init__()
+        self.a, self.between, self.b = layers.Dense(4, "tanh"), OnlyWhileTraining(), layers.Dense(2)
 
-        def call(self, x):
-            return self.b(self.noisy(self.a(x)))
-
-    return trains(Model)
+    def call(self, x):
+        return self.b(self.between(self.a(x)))
 
 
-# Steps of their own.
+def step_in_both_modes(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+        target = tf.stop_gradient(self(x, training=False))
+        loss = tf.reduce_mean((self(x, training=True) - 0.5 * (y + target)) ** 2)
+    variables = self.trainable_variables
+    self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    return {"loss": loss}
 
 
-@program("unknown rows")
-def a_step_that_calls_in_both_modes():
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            target = tf.stop_gradient(self(x, training=False))
-            loss = tf.reduce_mean((self(x, training=True) - 0.5 * (y + target)) ** 2)
-        variables = self.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        return {"loss": loss}
-
-    return calling(
-        lambda self, x, training=False: self.a(x) + (self.b(x) if training else 0.0),
-        None,
-        train_step=train_step,
-        evaluates=False,
-    )
+def evaluation_in_training_mode(self, data):
+    x, y = data
+    return {"loss": tf.reduce_mean((self(x, training=True) - y) ** 2)}
 
 
-@program("unknown rows")
-def steps_that_evaluate_and_predict_in_training_mode():
-    """Predicts as Monte Carlo dropout does."""
-
-    def test_step(self, data):
-        x, y = data
-        return {"loss": tf.reduce_mean((self(x, training=True) - y) ** 2)}
-
-    def predict_step(self, data):
-        return self(keras.utils.unpack_x_y_sample_weight(data)[0], training=True)
-
-    return calling(
-        lambda self, x, training=False: self.a(x) + (self.b(x) if training else 0.0),
-        test_step=test_step,
-        predict_step=predict_step,
-    )
+def prediction_in_training_mode(self, data):
+    """Monte Carlo dropout predicts so."""
+    return self(keras.utils.unpack_x_y_sample_weight(data)[0], training=True)
 
 
-@program("known rows")
-def metrics_of_the_first_output():
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        first = y_pred[0] if isinstance(y_pred, tuple) else y_pred
-        return {"error": ops.mean(ops.abs(first - y)), "outputs": len(y_pred) if isinstance(y_pred, tuple) else 1}
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return sum(ops.mean((answers - y) ** 2) for answers in (y_pred if training else [y_pred]))
-
-    return calling(
-        lambda self, x, training=False: (self.a(x), self.b(x)) if training else self.a(x),
-        None,
-        compute_metrics=compute_metrics,
-        compute_loss=compute_loss,
-    )
+def metrics_of_the_first_output(self, x, y, y_pred, sample_weight=None):
+    first = y_pred[0] if isinstance(y_pred, tuple) else y_pred
+    return {"error": ops.mean(ops.abs(first - y)), "outputs": len(y_pred) if isinstance(y_pred, tuple) else 1}
 
 
-@program("unknown rows")
-def a_build_that_calls_nothing():
-    """Has a `build` that makes no layer, so that the model counts as built before it has weights."""
-
-    def build(self, shape):
-        self.built = True
-
-    return calling(lambda self, x, training=False: self.a(x) + (self.b(x) if training else 0.0), build=build)
+def sum_over_outputs(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+    return sum(ops.mean((answers - y) ** 2) for answers in (y_pred if training else [y_pred]))
 
 
-@pytest.mark.parametrize(("name", "rows"), [(name, rows) for name, (_, rows) in PROGRAMS.items()])
-def test_model_trains_as_on_one_device(name, rows):
-    build, script = PROGRAMS[name][0]()
-    assert_same_run(build, functools.partial(script, ROWS[rows]))
+def makes_no_layer(self, shape):
+    """The model counts as built before it has weights."""
+    self.built = True
 
 
-@pytest.mark.parametrize(
-    ("name", "first"), [("a_layer_that_only_training_calls", "evaluate"), ("a_layer_that_only_inference_calls", "predict")]
-)
-def test_model_that_another_call_builds_first(name, first):
+PROGRAMS = {
+    "two outputs while training": (
+        KNOWN,
+        calling(both_while_training, ["mse", "mae"], targets=lambda y: (y, 2 * y), evaluates=False),
+    ),
+    "a dictionary after training alone": (
+        KNOWN,
+        calling(
+            lambda self, x, training=False: self.a(x) if training else {"answer": self.a(x), "score": self.b(x)},
+            evaluates=False,
+        ),
+    ),
+    "a wider output while training": (
+        UNKNOWN,
+        calling(
+            lambda self, x, training=False: ops.concatenate([self.a(x), self.b(x)], -1) if training else self.a(x),
+            lambda y, p: tf.reduce_mean((p - (tf.concat([y, y], -1) if p.shape[-1] == 4 else y)) ** 2),
+        ),
+    ),
+    "a model for training only": (KNOWN, calling(refuses_inference, evaluates=False, predicts=False)),
+    "a flag by keyword only": (KNOWN, calling(takes_the_flag_by_keyword)),
+    "a layer that only inference calls": (UNKNOWN, calling(only_inference_calls_b)),
+    "a layer that is made while training": (KNOWN, calling(makes_a_layer_while_training)),
+    "a normalization for each mode": (KNOWN, trains(NormalizationForEachMode)),
+    "rows that training keeps for the loss": (
+        UNKNOWN,
+        calling(keeps_rows_while_training, None, compute_loss=loss_of_what_is_kept),
+    ),
+    "a model without the flag": (UNKNOWN, trains(WithoutTheFlag, metrics=["mae"])),
+    "a step that calls in both modes": (
+        UNKNOWN,
+        calling(only_training_calls_b, None, train_step=step_in_both_modes, evaluates=False),
+    ),
+    "an evaluation and a prediction in training mode": (
+        UNKNOWN,
+        calling(only_training_calls_b, test_step=evaluation_in_training_mode, predict_step=prediction_in_training_mode),
+    ),
+    "metrics of the first output": (
+        KNOWN,
+        calling(both_while_training, None, compute_metrics=metrics_of_the_first_output, compute_loss=sum_over_outputs),
+    ),
+    "a build that calls nothing": (UNKNOWN, calling(only_training_calls_b, build=makes_no_layer)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_model_trains_as_on_one_device(name):
+    rows, (build, script) = PROGRAMS[name]
+    assert_same_run(build, functools.partial(script, rows))
+
+
+@pytest.mark.parametrize(("call", "first"), [(only_training_calls_b, "evaluate"), (only_inference_calls_b, "predict")])
+def test_model_that_another_call_builds_first(call, first):
     """Makes the variables that plain Keras makes by `evaluate` or `predict` before `fit`, and the others in `fit`."""
-    build, script = PROGRAMS[name][0]()
+    build, script = calling(call)
 
     def begins(model):
         model.compile(optimizers.SGD(0.05, 0.9), "mse")
         data = (X[:12], Y[:12]) if first == "evaluate" else (X,)
         results = [getattr(model, first)(*data, batch_size=6, verbose=0), [variable.path for variable in model.variables]]
-        return [results, script(16, model)]
+        return [results, script(KNOWN, model)]
 
     assert_same_run(build, begins)
