@@ -200,18 +200,18 @@ class _Outcome:
 def _run(program, setting, batches, devices):
     """Runs a program on the towers of all workers; plainly if there are no devices."""
     if devices is None or setting.workers == 1:
-        return _prepared(program, setting, batches, devices)()
+        return prepared(program, setting, batches, devices)()
     meeting = Meeting(setting.workers)
     # Traced one after the other, so that none waits at a meeting for the traces of others.
     workers = [InMemory(meeting, index) for index in range(setting.workers)]
-    outcomes = meeting.run([_prepared(program, setting, batches, devices, worker) for worker in workers])
+    outcomes = meeting.run([prepared(program, setting, batches, devices, worker) for worker in workers])
     first = min(outcomes, key=lambda outcome: "BrokenBarrier" in (outcome.error or ""))
     if all(outcome.is_same(first) for outcome in outcomes):
         return first
     return dataclasses.replace(first, error="WorkersDiffer: " + "; ".join(str(outcome.error) for outcome in outcomes))
 
 
-def _prepared(program, setting, batches, devices, collectives=None):
+def prepared(program, setting, batches, devices, collectives=None):
     """Traces and partitions a program, and returns a function that runs it on the batches. That raises no error."""
     # TensorFlow itself may wait forever in a plain loop that reads variables of several devices.
     is_sharded = setting.is_sharded and devices is not None

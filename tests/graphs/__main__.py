@@ -21,8 +21,8 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
-from fuzz.drawing import batch, draw_program
-from fuzz.running import _Run, draw_setting
+from fuzz.drawing import draw_program
+from fuzz.running import draw_setting, prepared
 from fuzz.workers import InMemory, Meeting
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
 from programs.catalogue import PROGRAMS
@@ -100,7 +100,7 @@ def partitioned(seed: int) -> None:
     meeting = Meeting(setting.workers)
     for index in range(setting.workers):
         worker = InMemory(meeting, index) if setting.workers > 1 else None
-        _Run(program, setting, devices, worker).function(batch(setting.rows[0], seed)[0].shape)
+        prepared(program, setting, [], devices, worker)
 
 
 def benchmarked() -> Iterator[tuple[str, Callable[[], Any]]]:

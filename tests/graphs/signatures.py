@@ -38,7 +38,10 @@ def recorded() -> Iterator[list[Signature]]:
 
     def naming_arguments(written: Any, *arguments: Any) -> Any:
         function = function_of(written, *arguments)
-        names[id(function)] = list(written.given)
+        # TensorFlow numbers the variables that a function captures, throughout a process.
+        captured = sorted((name for name in written.given if _number(name) >= 0), key=_number)
+        places = {name: f"captured {i}" for i, name in enumerate(captured)}
+        names[id(function)] = [places.get(name, name) for name in written.given]
         return function
 
     def recording(function: Any) -> Any:
@@ -101,6 +104,11 @@ def signature(definition: Any, arguments: list[str]) -> Signature:
     of_body = [node for node in body.node if node.name not in inputs]
     effects = [definition.control_ret[name] for name in definition.signature.control_output]
     return Signature(digest(of_body, inputs, results, effects), dict(operations))
+
+
+def _number(name: str) -> int:
+    last = name.rpartition("/")[2]
+    return int(last) if last.isdecimal() else -1
 
 
 def _of_tensor(name: str, digests: Mapping[str, str]) -> tuple[str, str]:
