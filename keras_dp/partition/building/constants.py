@@ -13,7 +13,8 @@ from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.placements import REPLICATE, Facts, array_of
 from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.placing.control_flow import TYPES
-from keras_dp.partition.placing.propagation import Propagation, axes_to_sum
+from keras_dp.partition.placing.integers import axes_to_sum
+from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import HOST, is_stateful
 from keras_dp.partition.tracing.names import Output, name_of
 

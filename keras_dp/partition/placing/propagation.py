@@ -4,26 +4,23 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.facts.node import Node, Plan, Static
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.facts.placements import (
-    LOCAL_SHAPE,
     OWN,
     REPLICATE,
     Facts,
     Partial,
     Placement,
     Shard,
-    array_of,
 )
 from keras_dp.partition.facts.row_counts import USUAL_ROWS
 from keras_dp.partition.facts.rows import Size
-from keras_dp.partition.facts.sizes import LARGEST, BroadcastAxes, evaluate
 from keras_dp.partition.placing import control_flow
 from keras_dp.partition.placing.gathered_rows import compute_once_from_gathered_rows
+from keras_dp.partition.placing.integers import Integers, axes_of_a_gradient, integers_of
 from keras_dp.partition.placing.lists_at_home import lists_wanted_at_home
 from keras_dp.partition.placing.measuring import Measures
 from keras_dp.partition.placing.moments import mean_of_variance, plan_of_variance
@@ -36,15 +33,14 @@ from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.elementwise import CHECKS
 from keras_dp.partition.placing.rules.own import with_own
 from keras_dp.partition.placing.rules.recurrent import RECURRENT
+from keras_dp.partition.placing.soundness import is_sound, why_once
 from keras_dp.partition.tensorflow_internals import is_stateful
 from keras_dp.partition.tracing.names import Output, data_inputs, name_of, output_of
 from keras_dp.partition.tracing.traced import Traced, awaited_effects, traced_function
 from keras_dp.partition.tracing.user_lines import user_line
 
 _Blocks = tuple[Any, ...] | None  # the segments of the rows that a node may make; None if it makes no rows
-_Entries = Sequence[np.ndarray | None] | None  # the integers of each result, as far as they are known
 _LISTS = ("EmptyTensorList", "TensorListReserve")
-_INTEGERS = (tf.int32, tf.int64, tf.bool)
 
 
 class Propagation:
@@ -208,31 +204,27 @@ class Propagation:
         """Plans a node by the first of the planners that has a plan."""
         node = self.view(definition)
         blocks = None if self._row_sources is None else self._row_sources.blocks_made(node, self.facts)
-        entries = evaluate(node) if _is_small(node) else None
-        planners: tuple[Callable[[Node, _Blocks, _Entries], Plan | None], ...] = (
-            self._of_constant,
+        integers = integers_of(node)
+        planners: tuple[Callable[[Node, _Blocks, Integers], Plan | None], ...] = (
             self._of_list_at_home,
             self._of_recomputation,
             self._of_own,
             self._of_new_rows,
             self._of_same_tensors,
-            self._of_known_numbers,
+            self._of_known_integers,
             self._of_control_flow,
             self._of_rule,
         )
-        plans = (planner(node, blocks, entries) for planner in planners)
+        plans = (planner(node, blocks, integers) for planner in planners)
         return next(plan for plan in plans if plan is not None)
 
-    def _of_constant(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
-        return Plan([Facts(REPLICATE, _constant(node.definition))]) if node.type == "Const" else None
-
-    def _of_list_at_home(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+    def _of_list_at_home(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan | None:
         return self._once(node, self._at_home[node.name]) if node.name in self._at_home else None
 
-    def _of_recomputation(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+    def _of_recomputation(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan | None:
         return self._recomputation.plan(node, self.sources[node.name])
 
-    def _of_own(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+    def _of_own(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan | None:
         """Plans a node that takes values that each tower has for itself."""
         if is_stateful(node.type) or not any(facts.placement == OWN for facts in node.inputs):
             return None
@@ -255,47 +247,44 @@ class Propagation:
             )
         return plan
 
-    def _of_new_rows(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+    def _of_new_rows(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan | None:
         """Plans a node that makes rows although it takes none, such as random numbers for each row."""
-        if _is_spread(node) or blocks is None or entries is not None:
+        if _is_spread(node) or blocks is None or integers is not None:
             return None
         made = self._by_rule(node, blocks)
         return made if made is not None and self._is_sound(node, made) else None
 
-    def _of_same_tensors(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+    def _of_same_tensors(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan | None:
         """Plans a node that neither takes rows nor counts them."""
         if _is_spread(node) or any(facts.counts_rows() for facts in node.inputs) or node.type in _LISTS:
             return None
         # In loops, rules may know more of a shape than TensorFlow does.
         shape = node.shape(0) if len(node.inputs) == len(node.results) == 1 and node.type in ("Identity", "Cast") else None
-        return Plan([Facts(REPLICATE, None if entries is None else entries[k], shape) for k in range(len(node.results))])
+        return Plan([Facts(REPLICATE, None if integers is None else integers[k], shape) for k in range(len(node.results))])
 
-    def _of_known_numbers(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
-        if (
-            entries is None
-            or any(known is None for known in entries)
-            or (_is_spread(node) and node.type not in SHAPES_AND_RANK)
-        ):
+    def _of_known_integers(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan | None:
+        if integers is None or (_is_spread(node) and node.type not in SHAPES_AND_RANK):
             return None
-        return Plan([Facts(REPLICATE, known) for known in entries])
+        are_known = all(known is not None for known in integers)
+        return Plan([Facts(REPLICATE, known) for known in integers]) if are_known else None
 
-    def _of_control_flow(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan | None:
+    def _of_control_flow(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan | None:
         if not control_flow.is_control_flow(node):
             return None
         found = control_flow.plan(node, self)
-        return self._once(node, found) if isinstance(found, str) else self._if_sound(node, found)
+        return self._once(node, found) if isinstance(found, str) else self._on_towers_or_once(node, found)
 
-    def _of_rule(self, node: Node, blocks: _Blocks, entries: _Entries) -> Plan:
+    def _of_rule(self, node: Node, blocks: _Blocks, integers: Integers) -> Plan:
         has_effects = is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT, "ResourceGather")
-        plan = self._if_sound(node, None if has_effects else self._by_rule(node, blocks or ()))
+        plan = self._on_towers_or_once(node, None if has_effects else self._by_rule(node, blocks or ()))
         if node.type == "Mean" and plan.outputs[0].placement == Partial() and not self.in_body:
             return self._as_variance(node, plan)
         return plan
 
-    def _if_sound(self, node: Node, plan: Plan | None) -> Plan:
-        """Returns a plan if it is sound, or else one that computes the node at home."""
+    def _on_towers_or_once(self, node: Node, plan: Plan | None) -> Plan:
+        """Returns a plan for towers if it is sound, or else one that computes the node at home."""
         if plan is None or not self._is_sound(node, plan):
-            return self._once(node, self._why_gathered(node, plan))
+            return self._once(node, why_once(node, plan, self._meetings))
         if plan.gathers:
             self.gathered.append(Gathered(node.type, node.name, "rows meet rows: one operand is gathered"))
         return plan
@@ -329,44 +318,12 @@ class Propagation:
         return plan_of_variance(mean, self.facts[rows], plan.outputs[0].shape, plan.instance)
 
     def _is_sound(self, node: Node, plan: Plan) -> bool:
-        """Returns whether each shape that a tower takes in its own version is known to have one, and all rows can be met."""
-        needs = plan.needs or [REPLICATE] * len(node.inputs)
-        return all(
-            facts.is_local_shape() for facts, need in zip(node.inputs, needs, strict=True) if need == LOCAL_SHAPE
-        ) and not self._obstacle_to_meeting(node, plan)
+        return is_sound(node, plan, self._meetings)
 
-    def _obstacle_to_meeting(self, node: Node, plan: Plan) -> str | None:
-        """Returns why an input could not be cut, or the rows of a result could not be gathered; None if all can be."""
-        if self.in_body:
-            # No towers meet in a body; they may meet over its results, which are those of its loop, branch or call.
-            return None
-        needs = plan.needs or [REPLICATE] * len(node.inputs)
-        for facts, static, need in zip(node.inputs, node.statics, needs, strict=True):
-            if isinstance(need, Shard) and need != facts.placement:
-                if static.rank is None:
-                    return "it takes a tensor with an unknown number of axes, which cannot be cut"
-                if not self.measures.can_split(need.blocks):
-                    return "it takes rows in segments of unknown lengths"
-        for facts, static in zip(plan.outputs, node.results, strict=True):
-            if isinstance(facts.placement, Shard):
-                if not isinstance(facts.shape, tuple) and static.rank is None:
-                    return "its result has an unknown number of axes, and its rows could not be gathered"
-                if not self.measures.can_split(facts.placement.blocks):
-                    return "its result has rows in segments of unknown lengths, which could not be gathered"
-        return None
-
-    def _why_gathered(self, node: Node, plan: Plan | None = None) -> str:
-        obstacle = self._obstacle_to_meeting(node, plan) if plan else None
-        if obstacle:
-            return obstacle
-        if control_flow.is_control_flow(node):
-            return "no tower has its own version of a shape that it takes"
-        if is_stateful(node.type) and node.type not in (*DRAWS, *CHECKS, *RECURRENT):
-            return "it has effects, which happen once"
-        if node.type not in RULES:
-            return "the operation has no rule"
-        has_all_axes = all(static.rank is not None for static in node.statics)
-        return "rows meet rows" if has_all_axes else "rows meet a tensor with an unknown number of axes"
+    @property
+    def _meetings(self) -> Measures | None:
+        """No towers meet in a body; they may meet over its results, which are those of its loop, branch or call."""
+        return None if self.in_body else self.measures
 
     def _once(self, node: Node, reason: str) -> Plan:
         """Plans a node that is computed at home."""
@@ -387,39 +344,3 @@ def _without_rows(static: Static, placement: Placement, name: str) -> Static:
 def _is_spread(node: Node) -> bool:
     """Returns whether a node takes tensors that towers hold as slices or parts."""
     return any(facts.placement != REPLICATE for facts in node.inputs)
-
-
-def _is_small(node: Node) -> bool:
-    """Returns whether all outputs are integers, and few enough to evaluate."""
-    for result in node.results:
-        if result.dtype not in _INTEGERS:
-            return False
-        is_known = node.inputs and all(facts.entries is not None for facts in node.inputs)
-        if node.type in ("BroadcastGradientArgs", "Range", *SHAPES_AND_RANK) or is_known:
-            continue
-        if result.shape is None or len(result.shape) > 2 or any(not isinstance(size, int) for size in result.shape):
-            return False
-        if int(np.prod(result.shape)) > LARGEST:
-            return False
-    return True
-
-
-def _constant(definition: Any) -> np.ndarray | None:
-    """Returns the entries of a constant of few integers; None for other constants."""
-    if tf.as_dtype(definition.attr["dtype"].type) not in _INTEGERS:
-        return None
-    value = tf.make_ndarray(definition.attr["value"].tensor)
-    return array_of([int(number) for number in value.flat]).reshape(value.shape) if value.size <= LARGEST else None
-
-
-def axes_of_a_gradient(facts: Facts) -> bool:
-    """Returns whether a tensor holds the axes over which a gradient is summed, whose number may be unknown."""
-    return bool(facts.numbers) and isinstance(facts.numbers[0], BroadcastAxes)  # type: ignore[index]
-
-
-def axes_to_sum(facts: Facts) -> list[int] | None:
-    """Returns the axes over which a gradient is summed, if all are known; else None."""
-    numbers = facts.numbers
-    if numbers and isinstance(numbers[0], BroadcastAxes) and numbers[0].surely == numbers[0].perhaps:
-        return sorted(numbers[0].surely)
-    return None
