@@ -106,7 +106,7 @@ def announce(trainer: TowerTrainer, arguments: dict[str, Any]) -> None:
     rows = None if trainer.feed.takes_shards else rows_of_batches(*data, trainer.feed.named)
     trainer.feed.usual_rows = rows
     is_silent = arguments.get("verbose") == 0 or trainer.is_eager() or not trainer.workers.is_chief
-    if is_silent or not trainer.is_first("fit"):
+    if is_silent or not trainer.messages.is_first("fit"):
         return
     batch_norm = trainer.steps.batch_norm if batch_norms(trainer.inside) else None
     spread = keras_models.is_built(trainer.inside) and variable_homes.should_spread(trainer.inside, trainer.devices)

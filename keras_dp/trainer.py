@@ -29,8 +29,9 @@ from keras_dp.workers.agreement import described_graph
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
 from keras_dp.wrapping.in_trace import in_trace, tracing
+from keras_dp.wrapping.messages import Messages
 from keras_dp.wrapping.one_state import own_of
-from keras_dp.wrapping.own_training import CALLS, is_own, own_function
+from keras_dp.wrapping.own_training import is_own, own_function
 from keras_dp.wrapping.plain_training import PlainTraining
 from keras_dp.wrapping.refusals import refuse_keras_2
 
@@ -63,6 +64,7 @@ class TowerTrainer:
         loops: the names of the methods that run, the innermost last.
         methods_on_towers: names of methods of the user's class that have used towers, or were told not to.
         workers: the workers.
+        messages: the messages that its user has been told.
         history: the history of the last `fit`, and its copy for the model inside.
     """
 
@@ -101,7 +103,7 @@ class TowerTrainer:
         self.methods_on_towers: set[str] = set()
         self.predicts_shard = False
         self.history: Any = None, None
-        self._told: set[str] = set()  # messages that come once
+        self.messages = Messages()
         self._eager: dict[str, bool] = {}  # whether a step's function runs eagerly
         self._made: dict[str, Any] = {}  # the functions that were made last
         self._called: dict[Any, CalledStep] = {}  # steps that a program calls by itself
@@ -327,31 +329,6 @@ class TowerTrainer:
         self._made[f"{name}_function"] = function
         return function
 
-    def tell_called(self, args: Any, kwargs: Any) -> None:
-        """Logs, once, that a call of the model computes on one device."""
-        if self.num_towers == 1 or self.loops or in_trace():
-            return
-        is_of_graph = any(isinstance(value, keras.KerasTensor) for value in keras.tree.flatten((args, kwargs)))
-        if not is_of_graph and self.is_first("call"):
-            logger.info(
-                "Calling the model computes on one device, and a loop of your own that does so trains there. The towers run in "
-                "fit, evaluate, predict and the *_on_batch methods: in a loop, call train_on_batch(x, y)."
-            )
-
-    def is_first(self, message: str) -> bool:
-        """Returns whether a message has not been told so far, and remembers it."""
-        is_first = message not in self._told
-        self._told.add(message)
-        return is_first
-
-    def tell_alone(self, method: str) -> None:
-        """Logs that a method of the user's class has computed on one device."""
-        logger.warning(
-            "The model's own %s() ran on one device: it called neither super().%s(), nor train_on_batch(), train_step() or "
-            "similar methods, which run on the towers. See docs/own_steps.md.",
-            *(method, method if method in CALLS else "fit"),
-        )
-
     def predict_shard(self, wanted: bool) -> None:
         """Makes `predict` return the rows of this worker alone, or all."""
         if self.predicts_shard != wanted:
@@ -383,10 +360,10 @@ class TowerTrainer:
         nodes = partition.traced.nodes
         self._joint_calls.agree_on_graph(name, lambda: described_graph(nodes, partition.variables, self.inside))
         self._joint_calls.synchronize_others(known, partition.variables)
-        if name == "train" and "gathered" not in self._told:
+        if name == "train" and not self.messages.has_told("gathered"):
             rows = partition.propagation.batch_rows or self.feed.usual_rows or BATCH_SIZE
             if warn_of_gathered_rows(explained(partition, self.steps, rows)):
-                self._told.add("gathered")
+                self.messages.is_first("gathered")
         return own_rows(result, slices) if shards else result
 
     def _on_one_device(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -396,11 +373,7 @@ class TowerTrainer:
                 'accumulate="rows" weights the gradients of towers, and run_eagerly=True runs none. Compile with '
                 'accumulate="batches", or without run_eagerly. Received: run_eagerly=True'
             )
-        if self.is_first("eager"):
-            logger.warning(
-                "The inner model runs eagerly on one device, without towers, so that it can be debugged line by line. "
-                'The result is the same as with batch_norm="sync".'
-            )
+        self.messages.runs_eagerly()
         with tracing():
             return step(*args, **kwargs)
 

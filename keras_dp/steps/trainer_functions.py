@@ -153,14 +153,15 @@ class StepFunction:
             self._on_shard.get_concrete_function(types)
             return self._on_shard(next(iterator))
         if self._verification is None or not self._verification.is_new(self._name, types):
-            return self._sliced_of_dataset(iterator)
+            return self._noting_traces(iterator)
         batches = list(itertools.islice(iterator, len(self._executions)))
         if not batches:
-            return self._sliced_of_dataset(iterator)
+            return self._noting_traces(iterator)
         with self._verified(types, batches[-1]):
-            return self._sliced_of_dataset(iterator_of(batches, types))
+            return self._noting_traces(iterator_of(batches, types))
 
-    def _sliced_of_dataset(self, iterator: tf.data.Iterator) -> Any:
+    def _noting_traces(self, iterator: tf.data.Iterator) -> Any:
+        """Runs the steps on a dataset's batches, and notes their types if the step is traced for them."""
         traced_before = self._steps.batch_types.get(self._name)
         result = self._function(iterator)
         traced = self._steps.batch_types.get(self._name)

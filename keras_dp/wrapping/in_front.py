@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_dp.keras_internals.checkpoints import CheckpointedOptimizer
+from keras_dp.wrapping.in_trace import in_trace
 from keras_dp.wrapping.one_state import Front, own_of, users_class
 
 
@@ -101,7 +102,9 @@ class InFront(CheckpointedOptimizer, Front):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's outputs, computed on one device."""
         own = own_of(self)
-        own.tell_called(args, kwargs)
+        is_of_graph = any(isinstance(value, keras.KerasTensor) for value in keras.tree.flatten((args, kwargs)))
+        if own.num_towers > 1 and not (own.loops or in_trace() or is_of_graph):
+            own.messages.model_was_called()
         return own.inside(*args, **kwargs)
 
     def __dir__(self) -> list[str]:

@@ -76,7 +76,7 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
             trainer.methods_on_towers.add(name)
         elif name in CALLS or trainer.updates() > updates:
             if name not in trainer.methods_on_towers:
-                trainer.tell_alone(name)
+                trainer.messages.method_ran_alone(name, name if name in CALLS else "fit")
             trainer.methods_on_towers.add(name)
         return result
 
