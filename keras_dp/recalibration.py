@@ -17,6 +17,7 @@ from keras_dp.batches.whole_tensors import WholeTensors, chosen_whole
 from keras_dp.devices.available import tower_devices
 from keras_dp.keras_internals import keras_batch_norms, keras_models
 from keras_dp.model import DataParallelModel
+from keras_dp.partition.building.target import Target
 from keras_dp.steps.partitioned import on_slices
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.synchronization import synchronize
@@ -134,8 +135,8 @@ class _MomentsModel(keras.Model):
 
     def moments_on_slices(self, _: Any, slices: Any) -> list[list[Moments]]:
         """Returns the moments of one batch for each call of each batch normalization, with an axis for the batches."""
-        step = on_slices(self.moments_of, slices, slices[0].whole, self.devices, self.collectives)
-        moments, _ = step.run(self.devices[0])
+        target = Target(self.devices, self.devices[0])
+        moments, _ = on_slices(self.moments_of, slices, slices[0].whole, lambda: target, self.collectives).run()
         return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
 
     def moments_of(self, data: Any) -> list[list[Moments]]:

@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.node import Node
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing import propagation
@@ -89,7 +90,7 @@ def partitioned_step(
             Argument(spec, lambda tensor=tensor: tensor, [tensor[a:b] for a, b in ranges] if cut else None)
             for spec, tensor, cut in zip(specs, tensors, has_rows, strict=True)
         ]
-        result, partition = run_partitioned(Trace(step, specs), arguments, counts, devices, home, across, **options)
+        result, partition = run_partitioned(Trace(step, specs), arguments, counts, Target(devices, home, across, **options))
         found.append(partition)
         return result
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dp.partition.building.across import Across
 from keras_dp.partition.building.builder import Builder, Built
 from keras_dp.partition.building.exchanges import Exchange
 from keras_dp.partition.building.instances import Feeds
 from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.placements import Facts, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.planned import Gathered
@@ -22,7 +22,7 @@ from keras_dp.partition.placing.repetitions import repeat_at_home
 from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.running.functions import types_of
-from keras_dp.partition.running.packing import pack_copies as pack
+from keras_dp.partition.running.packing import pack_copies
 from keras_dp.partition.running.relays import combine_on_towers
 from keras_dp.partition.tensorflow_internals import graphs_around
 from keras_dp.partition.tracing.trace import Trace
@@ -57,7 +57,7 @@ class Partition:
         origins: by node of the partitioned graph, the traced node that it stands for; see `GraphWriter`.
         towers: by node of the partitioned graph, the number of its tower; nodes of no tower are left out.
         variables: the variables that the step uses.
-        devices: the devices of the N towers.
+        target: the devices.
     """
 
     traced: Traced
@@ -66,20 +66,19 @@ class Partition:
     origins: Mapping[str, str]
     towers: Mapping[str, int]
     variables: Sequence[tf.Variable]
-    devices: Sequence[str]
+    target: Target
 
     @classmethod
-    def of(cls, built: Built, trace: Trace, devices: Sequence[str]) -> "Partition":
+    def of(cls, built: Built, trace: Trace) -> "Partition":
         """Describes a built step.
 
         Args:
             built: the graph of the towers and of home.
             trace: the trace of the step.
-            devices: the devices of the N towers.
         """
         propagation, graph = built.propagation, built.graph
         towers = dict(graph.towers)
-        return cls(propagation.traced, propagation, built.exchanges, graph.origins, towers, trace.variables(), devices)
+        return cls(propagation.traced, propagation, built.exchanges, graph.origins, towers, trace.variables(), built.target)
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -87,16 +86,7 @@ class Partition:
         return self.propagation.gathered
 
 
-def run_partitioned(
-    trace: Trace,
-    arguments: Sequence[Argument],
-    rows: RowCounts,
-    devices: Sequence[str],
-    home: str,
-    across: Across | None = None,
-    jit_compile: bool = False,
-    pack_copies: bool = False,
-) -> tuple[Any, Partition]:
+def run_partitioned(trace: Trace, arguments: Sequence[Argument], rows: RowCounts, target: Target) -> tuple[Any, Partition]:
     """Runs a step on the towers' slices of a batch, with the result that one device gives for the whole batch.
 
     The step is traced once, as one device would run it. Every tensor of the graph has a placement (see `placements`). A rule
@@ -108,28 +98,23 @@ def run_partitioned(
         trace: the trace of the step.
         arguments: the tensors that the step takes.
         rows: the numbers of rows of the batch and of each slice.
-        devices: the devices of the N towers.
-        home: the device of the operations that are computed once, on each worker.
-        across: the exchanges between workers, each of which runs the step on its own towers; None for one worker alone.
-        jit_compile: whether XLA compiles the operations of towers between exchanges.
-        pack_copies: whether the tensors that devices send each other share messages, and each tower combines small parts of
-            sums by itself; see `packing` and `relays`.
+        target: the devices, and how they work together.
 
     Returns:
         The step's result for the whole batch, and the partition of the step.
     """
     traced = traced_step(trace.concrete)
     propagation = propagate(traced, arguments, rows)
-    built = build(propagation, arguments, rows, devices, home, across=across)
+    built = build(propagation, arguments, rows, target)
     hold_back_writes(built)
-    if jit_compile:
-        compile_towers(built, devices)
+    if target.jit_compile:
+        compile_towers(built)
 
     def on_towers() -> list[Tensor]:
-        return run(built, given(trace.concrete, traced, arguments, rows), pack_copies)
+        return run(built, given(trace.concrete, traced, arguments, rows))
 
     # What towers compute in place of home, and what packs messages, is no tower's own work.
-    partition = Partition.of(built, trace, devices)
+    partition = Partition.of(built, trace)
     results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
     for name, tensor, plain in zip(built.outputs, results, trace.concrete.graph.outputs, strict=True):
         tensor.set_shape([None, *plain.shape[1:]] if name in built.own_rows else plain.shape)
@@ -144,10 +129,10 @@ def _after_the_first_step(on_towers: Callable[[], list[Tensor]], trace: Trace, a
     return list(tf.cond(have_values, on_towers, lambda: trace.initializing(*wholes)))
 
 
-def partition_of(trace: Trace, arguments: Sequence[Argument], rows: RowCounts, devices: Sequence[str], home: str) -> Partition:
+def partition_of(trace: Trace, arguments: Sequence[Argument], rows: RowCounts, target: Target) -> Partition:
     """Partitions a step without running it. The arguments are those of `run_partitioned`."""
     propagation = propagate(traced_step(trace.concrete), arguments, rows)
-    return Partition.of(build(propagation, arguments, rows, devices, home), trace, devices)
+    return Partition.of(build(propagation, arguments, rows, target), trace)
 
 
 def propagate(traced: Traced, arguments: Sequence[Argument], rows: RowCounts) -> Propagation:
@@ -165,13 +150,7 @@ def propagate(traced: Traced, arguments: Sequence[Argument], rows: RowCounts) ->
 
 
 def build(
-    propagation: Propagation,
-    arguments: Sequence[Argument],
-    rows: RowCounts,
-    devices: Sequence[str],
-    home: str,
-    more: Collection[str] = (),
-    across: Across | None = None,
+    propagation: Propagation, arguments: Sequence[Argument], rows: RowCounts, target: Target, more: Collection[str] = ()
 ) -> Built:
     """Builds the graph of all towers and of home.
 
@@ -179,30 +158,27 @@ def build(
         propagation: the plan of each node.
         arguments: the tensors of the batch.
         rows: the numbers of rows of the batch and of each slice.
-        devices: the devices of the N towers.
-        home: the device of the operations that are computed once.
+        target: the devices.
         more: the names of tensors that are wanted in addition to the outputs.
-        across: the exchanges between workers, as in `run_partitioned`.
     """
     traced = propagation.traced
-    feeds = _feeds(traced.arguments, arguments, len(devices))
+    feeds = _feeds(traced.arguments, arguments, len(target.devices))
     with _garbage_collection_put_off():
-        return Builder(propagation, devices, home, feeds, rows.known, across).build([*traced.outputs, *more], traced.effects)
+        return Builder(propagation, target, feeds, rows.known).build([*traced.outputs, *more], traced.effects)
 
 
-def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]], pack_copies: bool = False) -> list[Tensor]:
+def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tensor]:
     """Runs a built graph in the current one.
 
     Args:
         built: the graph.
         tensors: functions that make the tensors that it is given, by name.
-        pack_copies: as in `run_partitioned`.
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
-    if pack_copies:
+    if built.target.pack_copies:
         types = types_of(function.definition, function.given)
         combine_on_towers(built.graph, types, built.variable_devices)
-        pack(built.graph, types, built.variable_devices)
+        pack_copies(built.graph, types, built.variable_devices)
     return call(function)
 
 

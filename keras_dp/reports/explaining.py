@@ -19,13 +19,13 @@ def counted(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice]) -> t
     steps.make_layers(step, slices)
     with same_random_states():
         traced = steps.trace(step, slices)
-        partition = traced.partition(steps.home)
+        partition = traced.partition()
         return partition, traced.arithmetic(partition)
 
 
 def explained(partition: Partition, steps: TowerSteps, batch_rows: int) -> Explanation:
     """Explains a partition for so many rows."""
-    return explain(partition, steps.inputs.devices, steps.home, batch_rows, steps.jit_compile)
+    return explain(partition, steps.inputs.devices, batch_rows)
 
 
 def warn_of_gathered_rows(explanation: Explanation) -> bool:

@@ -14,6 +14,7 @@ from keras_dp.arithmetic.share import ArithmeticOfRows, arithmetic_of_rows
 from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.row_counts import USUAL_ROWS, RowCounts
 from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.step import Argument, Partition, partition_of, run_partitioned
@@ -33,33 +34,21 @@ class StepOnSlices:
         trace: the trace of the step, as one device runs it.
         arguments: the tensors of the batch.
         rows: the numbers of rows of the batch and of each slice.
-        devices: the devices of the towers that have rows.
-        across: the exchanges between workers; None for a single worker.
+        target: the devices, of the towers that have rows alone.
     """
 
     trace: Trace
     arguments: Sequence[Argument]
     rows: RowCounts
-    devices: Sequence[str]
-    across: AcrossWorkers | None = None
+    target: Target
 
-    def run(self, home: str, jit_compile: bool = False, pack_copies: bool = False) -> tuple[Any, Partition]:
-        """Runs the step.
+    def run(self) -> tuple[Any, Partition]:
+        """Runs the step. Returns its result for the whole batch, and its partition."""
+        return run_partitioned(self.trace, self.arguments, self.rows, self.target)
 
-        Args:
-            home: the device of operations that run once.
-            jit_compile: whether XLA compiles the towers' operations between exchanges.
-            pack_copies: whether the tensors that devices send each other share messages.
-
-        Returns:
-            The step's result for the whole batch, and the step's partition.
-        """
-        given = self.trace, self.arguments, self.rows, self.devices, home
-        return run_partitioned(*given, self.across, jit_compile, pack_copies)
-
-    def partition(self, home: str) -> Partition:
+    def partition(self) -> Partition:
         """Partitions the step without running it."""
-        return partition_of(self.trace, self.arguments, self.rows, self.devices, home)
+        return partition_of(self.trace, self.arguments, self.rows, self.target)
 
     def arithmetic(self, partition: Partition) -> ArithmeticOfRows | None:
         """Counts the arithmetic of rows, on towers and once.
@@ -80,16 +69,16 @@ class StepOnSlices:
             self.trace.of(specs)
         return arithmetic_of_rows(partition, with_more_rows)
 
-    def both_ways(self, home: str, tolerance: float, pack_copies: bool = False, jit_compile: bool = False) -> BothWays:
+    def both_ways(self, tolerance: float) -> BothWays:
         """Returns the step on one device and on towers, to be compared. The slices are eager tensors."""
-        return BothWays(self.trace, self.arguments, self.rows, self.devices, home, tolerance, pack_copies, jit_compile)
+        return BothWays(self.trace, self.arguments, self.rows, self.target, tolerance)
 
 
 def on_slices(
     step: Callable[[Any], Any],
     slices: Sequence[Slice],
     whole: WholeTensors,
-    devices: Sequence[str],
+    target: Callable[[], Target],
     collectives: OneWorker | None = None,
     variables_made: Callable[[], None] = lambda: None,
     usual_rows: int | None = None,
@@ -101,7 +90,7 @@ def on_slices(
         step: a function that takes a batch and returns nested tensors, such as `keras.Model.train_step`.
         slices: the N slices of the batch.
         whole: the tensors that were not cut.
-        devices: the devices of the N towers.
+        target: returns the devices of the N towers, and home, once the step has its variables.
         collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
         variables_made: is called when a first trace has made variables, before a second one.
         usual_rows: B in most batches; None if it is not known.
@@ -114,15 +103,18 @@ def on_slices(
     if collectives.count > 1:
         # The parts of a ragged or sparse tensor have other rows than the tensor.
         keeps_rows = result_rows == "shard" and trace.is_dense
-        return StepOnSlices(trace, arguments, rows, devices, AcrossWorkers(collectives, keeps_rows))
+        across = AcrossWorkers(collectives, keeps_rows)
+        return StepOnSlices(trace, arguments, rows, dataclasses.replace(target(), across=across))
+    of_all = target()
     if rows.known is not None:
         # Towers that are known to have no rows take no part.
         used = [tower for tower, own in enumerate(rows.own_rows) if own]
         arguments = [_of_towers(argument, used) for argument in arguments]
         begins, own_rows = ([numbers[tower] for tower in used] for numbers in (rows.begins, rows.own_rows))
         rows = dataclasses.replace(rows, begins=begins, own_rows=own_rows)
-        devices = [devices[tower] for tower in used]
-    return StepOnSlices(trace, arguments, rows, devices)
+        of_used = dataclasses.replace(of_all, devices=[of_all.devices[tower] for tower in used])
+        return StepOnSlices(trace, arguments, rows, of_used)
+    return StepOnSlices(trace, arguments, rows, of_all)
 
 
 def _with_twice_the_rows(argument: Argument) -> tf.TensorSpec:

@@ -45,13 +45,12 @@ class SlowSteps:
         """Leaves out the time until the next step, since an epoch or an evaluation begins."""
         self._last = None
 
-    def note_call(self, partition: Partition | None, executions: int, jit_compile: bool = False) -> None:
+    def note_call(self, partition: Partition | None, executions: int) -> None:
         """Notes that a call of the training step has ended.
 
         Args:
             partition: the partition of the step; None if it is not known.
             executions: the number of steps in a call.
-            jit_compile: whether XLA compiles the operations of towers.
         """
         if not self.is_wanted or len(self._seconds) >= OBSERVED:
             return
@@ -65,12 +64,12 @@ class SlowSteps:
         self._last = now, waited
         if len(self._seconds) == OBSERVED:
             # Medians: a filled shuffle buffer is not typical.
-            comment = _comment(median(self._seconds) / executions, median(self._waits) / executions, partition, jit_compile)
+            comment = _comment(median(self._seconds) / executions, median(self._waits) / executions, partition)
             if comment is not None:
                 logger.info("%s See docs/questions.md.", comment)
 
 
-def _comment(step: float, wait: float, partition: Partition | None, jit_compile: bool) -> str | None:
+def _comment(step: float, wait: float, partition: Partition | None) -> str | None:
     """Says why a step of so many seconds could be faster; None if there is no reason."""
     if wait > max(LARGE_WAIT * step, LARGE_WAIT_SECONDS):
         return (
@@ -80,14 +79,15 @@ def _comment(step: float, wait: float, partition: Partition | None, jit_compile:
     if partition is None:
         return None
     on_tower = sum(not plan.is_at_home for plan in partition.propagation.plans.values())
-    are_launched = len(partition.devices) > 1 and are_gpus(partition.devices) and not jit_compile
+    target = partition.target
+    are_launched = len(target.devices) > 1 and are_gpus(target.devices) and not target.jit_compile
     if are_launched and on_tower * LAUNCH_SECONDS > MOSTLY_LAUNCHES * step:
         return (
             f"A step takes {1e3 * step:.1f} ms, about as long as {on_tower:,} operations take to begin: each device has too "
             "few rows to be busy. A larger batch helps, jit_compile=True, or fewer devices."
         )
     once = _share_of_products_once(partition)
-    if len(partition.devices) > 1 and once > LARGE_SHARE_ONCE:
+    if len(target.devices) > 1 and once > LARGE_SHARE_ONCE:
         return (
             f"One device computes {100 * once:.0f} % of the products of matrices in a step, while the others wait. "
             "print(parallel.report()) names these operations."

@@ -18,6 +18,7 @@ from keras_dp.devices import variable_homes
 from keras_dp.error_notes import add_note
 from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.operations import CALLS
 from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.inspecting.failures import failed_operation
@@ -110,7 +111,7 @@ class TowerSteps:
         """
         traced = self.trace(name, slices, self.inputs.collectives, result_rows, step)
         self.batch_types[name] = BatchTypes.of(slices[0])
-        result, partition = traced.run(self.home, self.jit_compile, self.pack_copies)
+        result, partition = traced.run()
         # TensorFlow cannot differentiate the functions of towers, for a tape of the program's own around the call.
         result = tf.nest.map_structure(
             lambda one: tf.stop_gradient(one) if tf.is_tensor(one) else one, result, expand_composites=True
@@ -137,8 +138,11 @@ class TowerSteps:
             step: the step, a function of a batch; None for the model's own of this name.
         """
         whole = slices[0].whole
-        plain, devices, usual = self.plain(name, whole, step), self.inputs.devices, self.inputs.usual_rows
-        return on_slices(plain, slices, whole, devices, collectives, self.variables_made, usual, result_rows)
+        plain, usual = self.plain(name, whole, step), self.inputs.usual_rows
+        return on_slices(plain, slices, whole, self._target, collectives, self.variables_made, usual, result_rows)
+
+    def _target(self) -> Target:
+        return Target(self.inputs.devices, self.home, jit_compile=self.jit_compile, pack_copies=self.pack_copies)
 
     def make_layers(self, name: choices.Step, slices: Sequence[Slice]) -> None:
         """Traces a step if layers have no variables yet. Random numbers that their seeds take stay drawn, as in training."""
@@ -190,7 +194,7 @@ class TowerSteps:
 
     def both_ways(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> BothWays:
         """Returns a step for N slices of an eager batch, on one device and on towers, to be compared."""
-        return self.trace(name, slices).both_ways(self.home, tolerance, self.pack_copies, self.jit_compile)
+        return self.trace(name, slices).both_ways(tolerance)
 
     def plain(self, name: choices.Step, whole: WholeTensors, step: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
         """Returns a step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.

@@ -132,7 +132,7 @@ class StepFunction:
             result = (self._of_dataset if isinstance(iterator, tf.data.Iterator) else self._of_batches)(iterator)
         self._steps.calls += 1
         if self._name == "train":
-            self._steps.slow_steps.note_call(self._steps.partition("train"), len(self._executions), self._steps.jit_compile)
+            self._steps.slow_steps.note_call(self._steps.partition("train"), len(self._executions))
         if self._steps.calls == _EARLY_CALLS and self._steps.inputs.different_batches is not None:
             self._steps.inputs.different_batches.report()
         return result

@@ -20,6 +20,7 @@ from worker_processes import free_ports, tf_config
 
 import keras_dp
 from keras_dp.devices import announcement, available, nvidia
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.placing.rules import RULES
 from keras_dp.steps import slow_steps
@@ -119,7 +120,7 @@ def slower(patch, tmp_path):
     wrapped(Sorted(), features=64).fit(many, many[:, :1], batch_size=4096, verbose=0)
     # 800 operations take 4 ms to begin on a GPU.
     launches = SimpleNamespace(plans={str(i): Plan([], needs=[]) for i in range(800)})
-    on_gpus = SimpleNamespace(devices=["GPU:0", "GPU:1"], propagation=launches, gathered=[])
+    on_gpus = SimpleNamespace(target=Target(["GPU:0", "GPU:1"], "GPU:0"), propagation=launches, gathered=[])
     observed, clock = slow_steps.SlowSteps(tf.Variable(0.0)), itertools.count(step=0.004)
     observed.is_wanted = True
     patch.setattr(slow_steps.time, "perf_counter", lambda: next(clock))

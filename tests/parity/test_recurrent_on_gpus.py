@@ -41,7 +41,7 @@ def test_towers_gather_no_rows(build, options, masked):
     parallel.compile("sgd", "mse")
     steps, x = parallel.tower_steps, np.ones((6, TIME, UNITS), "float32")
     batch = x, np.zeros((6, *model.output_shape[1:]), "float32")
-    partition = steps.trace("train", steps.slices_of(batch)).partition(steps.home)
+    partition = steps.trace("train", steps.slices_of(batch)).partition()
     kinds = [node.op for node in partition.traced.nodes]
     assert kinds.count("CudnnRNNV3") == kinds.count("CudnnRNNBackpropV3") == (2 if build is bidirectional else 1)
     assert not partition.gathered

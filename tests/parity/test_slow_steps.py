@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dp
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.node import Plan
 from keras_dp.steps import slow_steps
 
@@ -102,7 +103,9 @@ GPUS = ["GPU:0", "GPU:1"]
 def test_typical_steps_count(step, wait, devices, jit_compile, begin, caplog, monkeypatch):
     """One wait and one pause are longer than all steps together. 800 operations take 4 ms to begin on a GPU."""
     plans = {str(i): Plan([], needs=[]) for i in range(800)}
-    partition = SimpleNamespace(devices=devices, propagation=SimpleNamespace(plans=plans), gathered=[])
+    partition = SimpleNamespace(
+        target=Target(devices, "CPU:0", jit_compile=jit_compile), propagation=SimpleNamespace(plans=plans), gathered=[]
+    )
     clock, waited = itertools.count(), tf.Variable(0.0, dtype=tf.float64)
     seconds = [step * i + 9.0 * (i > STEPS // 2) for i in range(STEPS)]
     monkeypatch.setattr(slow_steps.time, "perf_counter", lambda: seconds[next(clock)])
@@ -111,7 +114,7 @@ def test_typical_steps_count(step, wait, devices, jit_compile, begin, caplog, mo
     with caplog.at_level(logging.INFO, logger="keras_dp"):
         for i in range(STEPS):
             waited.assign(wait * i + 5.0 * (i > STEPS // 2))
-            observed.note_call(partition, 1, jit_compile)
+            observed.note_call(partition, 1)
     assert [record.message.startswith(begin or "nothing") for record in caplog.records] == [True] * (begin is not None)
 
 

@@ -315,10 +315,10 @@ def wrong_with_xla(monkeypatch):
     """Makes XLA's towers compute another function than the program's; without XLA, they compute the right one."""
     right = both_ways.compile_towers
 
-    def wrong(built, devices):
+    def wrong(built):
         for node in built.graph.function.node_def:
             node.op = {"Tanh": "Sigmoid"}.get(node.op, node.op)
-        right(built, devices)
+        right(built)
 
     for module in (both_ways, step_module):
         monkeypatch.setattr(module, "compile_towers", wrong)

@@ -51,7 +51,7 @@ def graph_of(build, rows, index, towers, communication):
 
     def step(x, y):
         slices = cut((x, y), WORKERS * towers, range(index * towers, (index + 1) * towers))
-        return parallel.tower_steps.trace("train", slices, worker).run("CPU:0")[0]
+        return parallel.tower_steps.trace("train", slices, worker).run()[0]
 
     with node_by_node(), tf.__internal__.FuncGraph("step").as_default() as graph:
         step(tf.ones((rows, 4), tf.float64), tf.ones((rows, 3), tf.float64))

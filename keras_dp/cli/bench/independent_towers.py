@@ -12,6 +12,7 @@ from keras_dp import choices
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.step import Partition, build, given, propagate, run
 from keras_dp.partition.tracing.trace import Trace
 from keras_dp.partition.tracing.traced import traced_step
@@ -65,7 +66,8 @@ class _IndependentSteps(TowerSteps):
             is_first = device == devices[0]
             placed = traced if is_first else dataclasses.replace(traced, places={})
             rows = rows_of([batch], OneWorker())
-            built = build(propagate(placed, arguments, rows), arguments, rows, [device], self.home if is_first else device)
+            target = Target([device], self.home if is_first else device)
+            built = build(propagate(placed, arguments, rows), arguments, rows, target)
             hold_back_writes(built)
             tensors = given(trace.concrete, traced, arguments, rows)
             if not is_first:
@@ -74,7 +76,7 @@ class _IndependentSteps(TowerSteps):
                 own = {name: handles[handle.ref()] for name, handle in captured if handle.ref() in handles}
                 tensors |= {f"in/{name}": partial(tf.convert_to_tensor, handle) for name, handle in own.items()}
             results = run(built if is_first else dataclasses.replace(built, outputs=[]), tensors)
-            return results, Partition.of(built, trace, [device])
+            return results, Partition.of(built, trace)
 
         results, partition = run_on(*first)
         for other in others:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.partition.building.across import Across
 from keras_dp.partition.building.bodies import TowerBodies
 from keras_dp.partition.building.branches import with_merged_reads
 from keras_dp.partition.building.constants import Constants
@@ -18,6 +17,7 @@ from keras_dp.partition.building.homes import Homes
 from keras_dp.partition.building.instances import Feeds, Instances
 from keras_dp.partition.building.lookups import Lookups
 from keras_dp.partition.building.needed import Kind, NeededInstances, local_need
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS
 from keras_dp.partition.facts.placements import REPLICATE, Replicate, Shard
@@ -32,6 +32,7 @@ class Built:
     """Describes a partitioned graph.
 
     Attributes:
+        target: the devices.
         graph: the nodes, in topological order.
         outputs: the names of the wanted tensors: of the whole batch, or of this worker's rows.
         own_rows: the names of the outputs that are this worker's rows alone.
@@ -44,6 +45,7 @@ class Built:
         variable_devices: the devices of variables by name, as far as they are known.
     """
 
+    target: Target
     graph: GraphWriter
     outputs: list[str]
     own_rows: Collection[str]
@@ -61,11 +63,9 @@ class Builder:
 
     Args:
         propagation: the plan of each node.
-        devices: the devices of the N towers.
-        home: the device of operations that are computed once.
+        target: the devices.
         feeds: the names of the tensors that the graph is given.
         known_rows: the numbers of rows, if they are known while the step is traced; else None.
-        across: the exchanges between workers, each of which builds this graph; None for a single worker.
 
     Attributes:
         graph: the graph so far.
@@ -73,29 +73,21 @@ class Builder:
         forms: the converter of tensors to the form that a node needs.
     """
 
-    def __init__(
-        self,
-        propagation: Propagation,
-        devices: Sequence[str],
-        home: str,
-        feeds: Feeds,
-        known_rows: RowCounts | None = None,
-        across: Across | None = None,
-    ):
+    def __init__(self, propagation: Propagation, target: Target, feeds: Feeds, known_rows: RowCounts | None = None):
         self.propagation = propagation
-        self.devices = list(devices)
-        self.graph = GraphWriter(home)
+        self._target = target
+        self.devices = list(target.devices)
+        self.graph = GraphWriter(target.home)
         self.feeds = feeds if known_rows is None else self._with_constants(feeds, known_rows)
         self._instances = Instances(feeds.slices)
-        self._homes = Homes(propagation, home)
+        self._homes = Homes(propagation, target.home)
         construction = Construction(
-            self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, across
+            self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, target.across
         )
         constants = Constants(self.graph, propagation)
         self._needed = NeededInstances(propagation, feeds.whole, constants)
         self.exchanges = Exchanges(construction, constants)
         self.forms = Forms(construction, self.exchanges, constants)
-        self._keeps_rows = across is not None and across.keeps_rows
         self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
 
     def _with_constants(self, feeds: Feeds, known: RowCounts) -> Feeds:
@@ -139,6 +131,7 @@ class Builder:
         self.exchanges.finish()
         traced = self.propagation.traced
         return Built(
+            self._target,
             self.graph,
             results,
             own.values(),
@@ -163,8 +156,8 @@ class Builder:
 
     def _keeps(self, output: Output) -> bool:
         """Returns whether a worker keeps its own rows of a tensor: one entry of the first axis for each row."""
-        has_rows = self.propagation.facts[output].placement == Shard(0)
-        return self._keeps_rows and has_rows and self.propagation.is_on_towers(output)
+        across, has_rows = self._target.across, self.propagation.facts[output].placement == Shard(0)
+        return across is not None and across.keeps_rows and has_rows and self.propagation.is_on_towers(output)
 
     # Make instances.
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_dp.partition.building.builder import Built
 from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.inspecting.agreement import Agreement
 from keras_dp.partition.inspecting.changes import Change, below_rounding
@@ -60,31 +61,18 @@ class BothWays:
         trace: the trace of the step.
         arguments: the tensors of an eager batch.
         rows: the rows of the batch and of each slice.
-        devices: the devices of the N towers.
-        home: the device of operations that are computed once.
+        target: the devices.
         tolerance: the largest difference that is ignored.
-        pack_copies: as in `run_partitioned`.
-        jit_compile: as in `run_partitioned`.
 
     Attributes:
-        jit_compile: whether XLA compiles the operations of towers when the step runs.
+        target: the devices.
         graph: the graph of the trace.
         traced: the step.
         propagation: the placements of its tensors.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        arguments: Sequence[Argument],
-        rows: RowCounts,
-        devices: Sequence[str],
-        home: str,
-        tolerance: float,
-        pack_copies: bool,
-        jit_compile: bool,
-    ):
-        self.jit_compile = jit_compile
+    def __init__(self, trace: Trace, arguments: Sequence[Argument], rows: RowCounts, target: Target, tolerance: float):
+        self.target = target
         self.graph = trace.concrete.graph
         self.traced = traced_step(trace.concrete)
         self._rounding = Rounding(self.traced, int(rows.batch_rows))
@@ -93,8 +81,7 @@ class BothWays:
         wholes = [tf.constant(self._rounding.of(one.whole().numpy()), one.spec.dtype) for one in self._arguments]
         pairs = zip(self._arguments, wholes, strict=True)
         self._nudged = [dataclasses.replace(one, whole=partial(tf.identity, whole)) for one, whole in pairs]
-        self._trace, self._rows, self._devices, self._home = trace, rows, devices, home
-        self._tolerance, self._pack_copies = tolerance, pack_copies
+        self._trace, self._rows, self._tolerance = trace, rows, tolerance
         names = list(self.traced.arguments)
         self._captured = names[len(names) - len(trace.concrete.captured_inputs) :]
         self.propagation = propagate(self.traced, self._arguments, rows)
@@ -102,8 +89,8 @@ class BothWays:
     def ends(self) -> tuple[Agreement, Agreement]:
         """Compares results and variables of the step as it runs, with XLA if that compiles it. Restores the state."""
         built = self._built([])
-        if self.jit_compile:
-            compile_towers(built, self._devices)
+        if self.target.jit_compile:
+            compile_towers(built)
         results, variables, _ = self._measured(built, [])
         return results, variables
 
@@ -112,10 +99,8 @@ class BothWays:
         return self._measured(self._built(wanted), wanted)
 
     def _built(self, wanted: Sequence[Output]) -> Built:
-        built = build(
-            *(self.propagation, self._arguments, self._rows, self._devices, self._home),
-            [name_of(*output) for output in wanted],
-        )
+        names = [name_of(*output) for output in wanted]
+        built = build(self.propagation, self._arguments, self._rows, self.target, names)
         hold_back_writes(built)
         return built
 
@@ -124,7 +109,7 @@ class BothWays:
 
         @tf.function(autograph=False)
         def on_towers() -> list[Tensor]:
-            return run(built, given(concrete, traced, self._arguments, self._rows), self._pack_copies)
+            return run(built, given(concrete, traced, self._arguments, self._rows))
 
         addends = list({self._rounding.addends[name]: None for name, _ in wanted if name in self._rounding.addends})
         outputs = [output_of(name)[0] for name in traced.outputs]

@@ -23,7 +23,7 @@ _logger = logging.getLogger("keras_dp")
 
 def compare_ends(both: BothWays) -> Comparison:
     """Compares the results of a step, and the variables after it."""
-    return Comparison(*both.ends(), agreement_of({}), None, 0, both.jit_compile)
+    return Comparison(*both.ends(), agreement_of({}), None, 0, both.target.jit_compile)
 
 
 def compare(both: BothWays) -> Comparison:
@@ -61,7 +61,7 @@ def compare(both: BothWays) -> Comparison:
         difference = Difference(both.propagation.nodes[first[0]].op, name_of(*first), placement, found[first].apart, line)
     named = {name_of(*output): measured for output, measured in found.items()}
     inside = agreement_of(named)
-    if not both.jit_compile:
+    if not both.target.jit_compile:
         return Comparison(results, variables, inside, difference, len(comparable))
     ends = both.ends()
     only_with_xla = is_same and inside.is_same and not all(end.is_same for end in ends)

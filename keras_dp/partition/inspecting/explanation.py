@@ -103,15 +103,13 @@ class Explanation:
         return [once for once in self.once if (once.bytes or 0) >= max(2**20, total / 10)]
 
 
-def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows: int, jit_compile: bool = False) -> Explanation:
+def explain(partition: Partition, devices: Sequence[str], batch_rows: int) -> Explanation:
     """Explains how a step is partitioned.
 
     Args:
         partition: the partition of the step.
         devices: the devices of the N towers.
-        home: the device of operations that are computed once.
         batch_rows: B, the number of rows for which bytes are computed.
-        jit_compile: whether XLA compiles the operations on towers.
     """
     propagation, graph = partition.propagation, partition.traced.graph
     plans = [plan for name, plan in propagation.plans.items() if name not in partition.traced.arguments]
@@ -136,7 +134,9 @@ def explain(partition: Partition, devices: Sequence[str], home: str, batch_rows:
         for known in partition.gathered
     ]
     at_home = sum(plan.is_at_home for plan in plans)
-    return Explanation(list(devices), home, batch_rows, len(plans) - at_home, at_home, jit_compile, meetings, once)
+    computed = len(plans) - at_home, at_home
+    target = partition.target
+    return Explanation(list(devices), target.home, batch_rows, *computed, target.jit_compile, meetings, once)
 
 
 def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | None:

@@ -42,7 +42,7 @@ def _traced(name: str, partition: Partition) -> tuple[str | None, str]:
         made = "/".join(parts[i:])
         origin = partition.origins.get(made)
         if origin is not None and _has(graph, origin):
-            return origin, _place(partition.towers.get(made), partition.devices)
+            return origin, _place(partition.towers.get(made), partition.target.devices)
     caller = name.rpartition("/")[0]
     return (caller if _has(graph, caller) else None), ""
 

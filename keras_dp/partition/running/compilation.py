@@ -1,7 +1,5 @@
 """Compile the operations of towers with XLA."""
 
-from collections.abc import Sequence
-
 from keras_dp.partition.building.builder import Built
 from keras_dp.partition.building.writing import full_name
 from keras_dp.partition.placing.rules.drawing import DRAWS
@@ -22,7 +20,7 @@ _RANDOM = frozenset(
 )
 
 
-def compile_towers(built: Built, devices: Sequence[str]) -> None:
+def compile_towers(built: Built) -> None:
     """Marks the nodes on towers so that XLA compiles each tower's nodes between two exchanges, for the tower's own device.
 
     A tower that exchanges nothing, with other towers or workers, is compiled together with the nodes at home on its device.
@@ -34,9 +32,8 @@ def compile_towers(built: Built, devices: Sequence[str]) -> None:
 
     Args:
         built: the graph of the towers and of home.
-        devices: the devices of the N towers.
     """
-    graph = built.graph
+    graph, devices = built.graph, built.target.devices
     drawing = built.instances.of(nodes_with(_RANDOM, built.propagation.traced))
     nodes = graph.function.node_def
     is_alone = len(devices) == 1 and not any(node.op.startswith("Collective") for node in nodes)

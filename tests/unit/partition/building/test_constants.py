@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 from partitioned_steps import partitioned_step
 
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.running.crossings import Crossings
 from keras_dp.partition.step import Argument, build, propagate
@@ -20,7 +21,7 @@ def copies(step):
     traced = traced_step(Trace(step, [ROWS]).concrete)
     rows = RowCounts(tf.constant(9), [None] * 3, [None] * 3)
     arguments = [Argument(ROWS, lambda: None, DEVICES)]
-    built = build(propagate(traced, arguments, rows), arguments, rows, DEVICES, HOME)
+    built = build(propagate(traced, arguments, rows), arguments, rows, Target(DEVICES, HOME))
     found = Crossings(built.graph.function, built.variable_devices).copies
     return sorted((copy.source[-5:], copy.destination[-5:]) for copy in found if copy.source[-5:] in DEVICES)
 

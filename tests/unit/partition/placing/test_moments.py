@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 from worker_threads import on_workers
 
+from keras_dp.partition.building.target import Target
 from keras_dp.partition.building.worker_exchanges import _pooled
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.moments import Variance
@@ -22,7 +23,7 @@ def batch_of(rows, counts):
     slices = [whole[min(begin, len(rows) - 1) : begin + max(count, 1)] for begin, count in zip(begins, counts, strict=True)]
     argument = Argument(tf.TensorSpec([None, *rows.shape[1:]], whole.dtype), lambda: whole, slices)
     counted = RowCounts(tf.constant(len(rows)), [*map(tf.constant, begins)], [*map(tf.constant, counts)])
-    return [argument], counted, [f"CPU:{tower}" for tower in range(len(counts))], "CPU:0"
+    return [argument], counted, Target([f"CPU:{tower}" for tower in range(len(counts))], "CPU:0")
 
 
 def on_towers(step, rows, counts):
