@@ -85,8 +85,8 @@ def looked_up(x):
 
 
 CHECKS = {
-    "numbers": (checked, np.nan, "broken"),
     "assertion": (asserted, 1000.0, "broken"),
+    "numbers": (checked, np.nan, "broken"),
     "assertion in a loop": (asserted_in_a_loop, 1000.0, "broken"),
     "lookup": (looked_up, 1000.0, r"not in \[0, 1\)"),
 }

@@ -133,6 +133,33 @@ def rows_beside_one_entry_of_all(x):
     return tf.reduce_sum((tf.reduce_sum(x, 1, keepdims=True) + tf.transpose(x)) ** 2)
 
 
+def entry_that_nothing_wrote(x):
+    numbers = tf.TensorArray(tf.int32, 2, element_shape=[]).write(0, 2)
+    return tf.reduce_sum(x) * tf.cast(numbers.read(1), x.dtype)
+
+
+def second_of_a_list(first, second):
+    parts = tf.TensorArray(first.dtype, 2, infer_shape=False, clear_after_read=False)
+    return tf.reduce_sum(parts.write(0, first).write(1, second).read(1))
+
+
+def one_entry_in_a_list_of_rows(x):
+    return second_of_a_list(x[:, 0], tf.ones([1], x.dtype))
+
+
+def other_rows_in_a_list_of_rows(x):
+    return second_of_a_list(x, x[1:])
+
+
+def state_that_grows_to_the_rows(x):
+    def body(i, state, total):
+        return i + 1, state + x[:, 0], total + tf.reduce_sum(state)
+
+    first = [0, tf.ones([1], x.dtype), tf.zeros([], x.dtype)]
+    shapes = [tf.TensorShape(shape) for shape in ([], [None], [])]
+    return tf.while_loop(lambda i, *_: i < 2, body, first, shape_invariants=shapes)[2]
+
+
 CASES = {
     "ones in a loop": of_known_rows(ones_in_a_loop, 8),
     "ones in a loop, a row for each tower": of_known_rows(ones_in_a_loop, 3),
@@ -160,6 +187,10 @@ CASES = {
     "gradient of one broadcast row": of_unknown_rows(gradient_of_one_broadcast_row, 1, 3),
     "one row beside its entries": of_unknown_rows(one_row_beside_its_entries, 1, 3),
     "rows beside one entry of all": (rows_beside_one_entry_of_all, (None, None), (8, 1)),
+    "an entry that nothing wrote": of_unknown_rows(entry_that_nothing_wrote, 8, 3),
+    "one entry in a list of rows": of_unknown_rows(one_entry_in_a_list_of_rows, 8, 3),
+    "other rows in a list of rows": of_unknown_rows(other_rows_in_a_list_of_rows, 8, 3),
+    "a state that grows to the rows": of_unknown_rows(state_that_grows_to_the_rows, 8, 3),
 }
 
 
