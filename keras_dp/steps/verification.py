@@ -74,23 +74,23 @@ class Verification:
                 )
                 self._verified.add((name, repr(types)))
                 return
-            comparison = compare_ends(both)
-            if not comparison.is_same:
+            check = compare_ends(name, both)
+            if not check.is_exact:
                 # Name the operation.
-                comparison = compare(both)
-        if comparison.is_same:
+                check = compare(name, both)
+        if check.is_exact:
             self._verified.add((name, repr(types)))
             return
         for variable, value in before:
             variable.assign(value)
-        where = f"The first operation that differs: {comparison.first or 'none'}."
+        where = f"The first operation that differs: {check.first or 'none'}."
         instead = "devices=1"
-        if comparison.only_with_xla:
+        if check.only_with_xla:
             where = "Without XLA, it is the same: the difference comes from how XLA compiles the towers."
             instead = "jit_compile=False"
         raise RuntimeError(
             f"The first {name} step for these batches differs on towers from one device by "
-            f"{comparison.largest_difference:.1e}. {where} On one device, rounding alone makes no such difference. The weights "
+            f"{check.largest_difference:.1e}. {where} On one device, rounding alone makes no such difference. The weights "
             "are as before the step. This is a fault of keras_dp: please report it with the program, and train with "
             f"{instead} until it is mended. Received: verify=True"
         )

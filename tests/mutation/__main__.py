@@ -20,7 +20,6 @@ from mutation.running import PARTITION, in_process, reach_lines, run_programs, r
 ROOT = Path(__file__).parents[2]
 # All other modules decide results. These explain and draw the partition, or need several workers, XLA or a failure.
 _OTHERS = {
-    "agreement",
     "bodies",
     "both_ways",
     "changes",
@@ -29,6 +28,7 @@ _OTHERS = {
     "explanation",
     "failures",
     "rounding",
+    "step_check",
     "tensorflow_internals",
     "user_lines",
     "worker_exchanges",

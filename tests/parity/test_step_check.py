@@ -71,8 +71,8 @@ def test_same(model, steps):
     for step in steps:
         check = keras_dp.check_step(parallel, (X, Y) if step != "predict" else X, step)
         assert check.is_exact, check
-        assert check.comparison.first is None, check
-        assert len(check.comparison.tensors.differences) > {"train": 64, "test": 16, "predict": 8}[step]
+        assert check.first is None, check
+        assert len(check.tensors.measured) > {"train": 64, "test": 16, "predict": 8}[step]
         assert f"{step} step on one device and on towers: the same" in str(check)
     assert_same(before, (parallel.get_weights(), values(parallel.inner_model.optimizer)), 0.0)
 
@@ -116,7 +116,7 @@ def test_wrong_rule_is_found(jit_compile, wrong_mean):
     """The first wrong operation is named, with the user's line, although all operations behind it differ as well."""
     check = keras_dp.check_step(of_four_layers(model=Own, jit_compile=jit_compile), (X, Y))
     assert not check.is_exact
-    first = check.comparison.first
+    first = check.first
     assert (first.type, first.placement) == ("Mean", "Partial(reduction='sum')")
     assert line_of(Own.train_step, "loss = ") in str(check)
     assert "different" in str(check)
@@ -197,7 +197,7 @@ def test_sums_in_half_precision_that_cancel(monkeypatch):
         with monkeypatch.context() as patch:
             wrong_on_the_second_tower(patch, kind, change)
             found = in_float16(layers.Conv2D(4, 3, activation="relu"))
-            assert found.comparison.first.type == kind
+            assert found.first.type == kind
             assert not found.is_exact
 
 
@@ -292,10 +292,10 @@ def test_a_variable_that_towers_alone_move_is_found(build, floatx, moved, monkey
         monkeypatch.setattr(both_ways, "run", moving)
         return keras_dp.check_step(parallel, batch)
 
-    assert checked(1.9e-3 if build is a_sign_that_rounding_turned else 0.0).comparison.variables.is_same
+    assert checked(1.9e-3 if build is a_sign_that_rounding_turned else 0.0).variables.different == {}
     found = checked(moved)
     assert not found.is_exact
-    (name,) = found.comparison.variables.different
+    (name,) = found.variables.different
     assert variable.name in name
     assert re.search(rf"variable '{name}' differs by [\d.e+-]+, [\d.e+]+ times as much as is allowed", str(found))
 
@@ -339,7 +339,7 @@ def test_towers_that_xla_compiles_are_compared_as_they_run(monkeypatch):
 def test_a_fault_of_xla_alone_is_found(wrong_with_xla):
     found = keras_dp.check_step(of_four_layers(jit_compile=True), (X, Y))
     assert not found.is_exact
-    assert found.comparison.tensors.is_same
+    assert not found.tensors.different
     assert "without XLA, the step is the same: the difference comes from how XLA compiles the towers" in str(found)
     parallel = of_four_layers(jit_compile=True, verify=True)
     before = parallel.get_weights()

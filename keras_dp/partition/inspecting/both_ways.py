@@ -4,9 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,9 +15,9 @@ from keras_dp.partition.building.builder import Built
 from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.row_counts import RowCounts
-from keras_dp.partition.inspecting.agreement import Agreement
 from keras_dp.partition.inspecting.changes import Change, below_rounding
 from keras_dp.partition.inspecting.rounding import LAST_PLACES, Rounding
+from keras_dp.partition.inspecting.step_check import Agreement, Measured
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.step import Argument, build, given, propagate, run
 from keras_dp.partition.tracing.names import Output, name_of, output_of, source_of
@@ -25,29 +25,6 @@ from keras_dp.partition.tracing.trace import Trace
 from keras_dp.partition.tracing.traced import Traced, traced_step
 
 Tensor = Any
-
-
-class Measured(NamedTuple):
-    """Holds how far a tensor differs.
-
-    Attributes:
-        apart: the difference between one device and towers.
-        excess: the same, as a multiple of the one that is allowed.
-        own: the difference on one device, if the batch and the variables are rounded otherwise.
-    """
-
-    apart: float
-    excess: float
-    own: float
-
-
-def agreement_of(measured: Mapping[str, Measured]) -> Agreement:
-    """Returns the agreement of tensors by name."""
-    return Agreement(
-        {name: one.apart for name, one in measured.items()},
-        {name: one.excess for name, one in measured.items()},
-        max([0.0, *(one.own for one in measured.values())]),
-    )
 
 
 class BothWays:
@@ -66,6 +43,7 @@ class BothWays:
 
     Attributes:
         target: the devices.
+        tolerance: the largest difference that is ignored.
         graph: the graph of the trace.
         traced: the step.
         propagation: the placements of its tensors.
@@ -81,7 +59,7 @@ class BothWays:
         wholes = [tf.constant(self._rounding.of(one.whole().numpy()), one.spec.dtype) for one in self._arguments]
         pairs = zip(self._arguments, wholes, strict=True)
         self._nudged = [dataclasses.replace(one, whole=partial(tf.identity, whole)) for one, whole in pairs]
-        self._trace, self._rows, self._tolerance = trace, rows, tolerance
+        self._trace, self._rows, self.tolerance = trace, rows, tolerance
         names = list(self.traced.arguments)
         self._captured = names[len(names) - len(trace.concrete.captured_inputs) :]
         self.propagation = propagate(self.traced, self._arguments, rows)
@@ -167,7 +145,7 @@ class BothWays:
             for measured, is_small in zip(map(self._measure_change, own_names, changes), is_nothing, strict=True)
         ]
         of_variables = dict(zip(_unique([one.name for one in variables]), judged, strict=True))
-        return agreement_of(results), agreement_of(of_variables), inside
+        return Agreement(results), Agreement(of_variables), inside
 
     def _rounded_otherwise(self, variable: tf.Variable, value: np.ndarray) -> np.ndarray:
         return self._rounding.of_weights(value) if variable.trainable else self._rounding.of(value)
@@ -184,14 +162,14 @@ class BothWays:
         apart, own = difference(plain, on_towers), difference(plain, otherwise)
         explained = self._rounding.times * own if np.isfinite(own) else 0.0
         of_sums = max(self._rounding.of_sums(name, plain, start), self._rounding.of_addends(added, plain.size))
-        return Measured(apart, apart / max(self._tolerance, explained, of_sums), own)
+        return Measured(apart, apart / max(self.tolerance, explained, of_sums), own)
 
     def _measure_change(self, name: str, change: Change) -> Measured:
         if not change.is_known:
             return self._measure(name, change.plain, change.on_towers, change.otherwise, change.start)
         # A variable keeps most of its value in a step: only what the step adds to it is rounded.
         explained = max(self._rounding.times * change.own, self._rounding.of_sums(name, change.plain, change.start))
-        return Measured(difference(change.plain, change.on_towers), change.excess(self._tolerance, explained), change.own)
+        return Measured(difference(change.plain, change.on_towers), change.excess(self.tolerance, explained), change.own)
 
 
 # The setting is that of all threads.

@@ -1,13 +1,14 @@
 """Compare a step on towers with the same step on one device, and find the first operation that differs."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence, Set
 
 import tensorflow as tf
 
 from keras_dp.partition.facts.placements import Partial, Replicate, Shard
-from keras_dp.partition.inspecting.agreement import Comparison, Difference
-from keras_dp.partition.inspecting.both_ways import BothWays, agreement_of
+from keras_dp.partition.inspecting.both_ways import BothWays
+from keras_dp.partition.inspecting.step_check import Agreement, Difference, StepCheck
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tracing.graph import reached
 from keras_dp.partition.tracing.names import Output, name_of
@@ -21,13 +22,13 @@ _BLIND_ROUNDS = 3  # in which no tensor differs yet, although a result or a vari
 _logger = logging.getLogger("keras_dp")
 
 
-def compare_ends(both: BothWays) -> Comparison:
-    """Compares the results of a step, and the variables after it."""
-    return Comparison(*both.ends(), agreement_of({}), None, 0, both.target.jit_compile)
+def compare_ends(step: str, both: BothWays) -> StepCheck:
+    """Compares the results of a step of some name, and the variables after it."""
+    return StepCheck(step, both.tolerance, *both.ends(), jit_compile=both.target.jit_compile)
 
 
-def compare(both: BothWays) -> Comparison:
-    """Compares results, variables, and tensors within a step.
+def compare(step: str, both: BothWays) -> StepCheck:
+    """Compares results, variables, and tensors within a step of some name.
 
     Large steps have thousands of tensors, and each one that is compared makes the towers gather it. So this compares some that
     are spread over the step. If anything differs, it compares others before the first one that differs, in several rounds,
@@ -36,7 +37,7 @@ def compare(both: BothWays) -> Comparison:
     """
     comparable = _comparable(both.propagation)
     results, variables, found = both.measured(_spread(comparable))
-    is_same, blind_rounds = results.is_same and variables.is_same, 0
+    is_same, blind_rounds = not (results.different or variables.different), 0
     while True:
         first = next((output for output in comparable if output in found and found[output].excess > 1.0), None)
         unknown = [output for output in comparable if output not in found]
@@ -59,13 +60,13 @@ def compare(both: BothWays) -> Comparison:
         placement = str(both.propagation.facts[first].placement)
         line = user_line(both.graph, first[0])
         difference = Difference(both.propagation.nodes[first[0]].op, name_of(*first), placement, found[first].apart, line)
-    named = {name_of(*output): measured for output, measured in found.items()}
-    inside = agreement_of(named)
+    inside = Agreement({name_of(*output): measured for output, measured in found.items()})
+    check = StepCheck(step, both.tolerance, results, variables, inside, len(comparable), difference)
     if not both.target.jit_compile:
-        return Comparison(results, variables, inside, difference, len(comparable))
-    ends = both.ends()
-    only_with_xla = is_same and inside.is_same and not all(end.is_same for end in ends)
-    return Comparison(*ends, inside, difference, len(comparable), True, only_with_xla)
+        return check
+    results, variables = both.ends()
+    with_xla = dataclasses.replace(check, results=results, variables=variables, jit_compile=True)
+    return dataclasses.replace(with_xla, only_with_xla=check.is_exact and not with_xla.is_exact)
 
 
 def _spread(outputs: Sequence[Output]) -> list[Output]:
