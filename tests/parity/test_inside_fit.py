@@ -81,7 +81,7 @@ def call_all(model, directory):
 
 
 class Calls(keras.callbacks.Callback):
-    """Makes all calls in the first epoch, and at the end of each."""
+    """Makes all calls in the first epoch, and at its end; another epoch follows."""
 
     def __init__(self, directory):
         super().__init__()
@@ -89,7 +89,8 @@ class Calls(keras.callbacks.Callback):
         self.results = []
 
     def on_epoch_end(self, epoch, logs=None):
-        self.results.append(call_all(self.model, self.directory))
+        if epoch == 0:
+            self.results.append(call_all(self.model, self.directory))
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 1 and not self.results:

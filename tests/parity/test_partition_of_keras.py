@@ -256,29 +256,37 @@ def model_of(family, x):
     return keras.Model(inputs, layers.Add(name="rest_sum")(branches) if len(branches) > 1 else branches[0])
 
 
-def assert_exact(build, compiled, batch, steps=1):
-    """Trains on one device and on three towers, asserts that the results are the same, and returns the model on towers.
+def fitted(model, x, y, weights=None, epochs=1):
+    """Trains with batches of 3, 3 and 1 rows. The last one leaves two towers none."""
+    return model.fit(x, y, epochs=epochs, shuffle=False, batch_size=3, sample_weight=weights, verbose=0).history
 
-    Batches have 3, 3 and 1 rows; the last one leaves two towers none. One more step has all rows, and knows their number
-    while it is traced. A different result is named by the path of its variable, or by its name in the logs.
+
+def trained(model, x, y, weights=None, epochs=1):
+    """Trains with one batch of all rows more, whose number is known while it is traced."""
+    history = fitted(model, x, y, weights, epochs)
+    return [history, model.train_on_batch(x, y, sample_weight=weights, return_dict=True)]
+
+
+def trained_and_evaluated(model, x, y):
+    return [*trained(model, x, y), model.evaluate(x, y, batch_size=3, return_dict=True, verbose=0)]
+
+
+def assert_exact(build, compiled, batch, run=trained, **options):
+    """Runs on one device and on three towers, asserts that the results are the same, and returns the model on towers.
+
+    A different result is named by the path of its variable, or by its name in the logs.
     """
     results = []
     for wrap in (lambda model: model, lambda model: keras_dp.DataParallelModel(model, devices=3)):
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
         model = build()
-        trained = wrap(model)
-        trained.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", **compiled()})
+        wrapped = wrap(model)
+        wrapped.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", **compiled()})
         # Plain Keras loses the initial state of ScheduleFreeAdamW unless the optimizer is built before the first step.
-        trained.optimizer.build(model.trainable_variables)
+        wrapped.optimizer.build(model.trainable_variables)
         before = model.get_weights()
-        x, y, weights = [*batch, None][:3]
-        fed = {"batch_size": 3, "sample_weight": weights, "verbose": 0}
-        logs = [
-            trained.fit(x, y, epochs=steps, shuffle=False, **fed).history,
-            trained.train_on_batch(x, y, sample_weight=weights, return_dict=True),
-            trained.evaluate(x, y, return_dict=True, **fed),
-        ]
+        logs = run(wrapped, *batch, **options)
         assert largest_change(before, model.get_weights()) > 1e-6, "nothing was trained"
         state = [*model.variables, *model.optimizer.variables]
         results.append([logs, {f"{i}: {variable.path}": variable.numpy() for i, variable in enumerate(state)}])
@@ -289,7 +297,7 @@ def assert_exact(build, compiled, batch, steps=1):
         sizes = keras.tree.map_structure(lambda leaf: max(1, np.abs(leaf).max()), results[0])
         one, other = (keras.tree.map_structure(lambda leaf, size: leaf / size, result, sizes) for result in results)
         assert_same(one, other, 1e-4)
-    return trained
+    return wrapped
 
 
 def gathered(parallel, classes, batch=None):
@@ -319,7 +327,7 @@ def test_layers(family):
         # Without a bound, the sum of so many layers diverges within four steps.
         return {"optimizer": optimizers.SGD(0.01, global_clipnorm=1.0)} if x.dtype.kind == "f" else {}
 
-    parallel = assert_exact(lambda: model_of(family, x), compiled, batch)
+    parallel = assert_exact(lambda: model_of(family, x), compiled, batch, trained_and_evaluated)
     own = [layer for layer in parallel.inner_model.layers if not layer.name.startswith(("rest_", "input_"))]
     classes = {layer.name: type(layer).__name__ for layer in own}
     assert gathered(parallel, classes) == {k: types for k, types in GATHERED_BY_LAYERS.items() if k in classes.values()}
@@ -338,6 +346,7 @@ GATHERED_BY_LOSSES = {"Circle": {"Equal", "MatMul"}, "CTC": {"TensorScatterAdd",
 # CTC has a separate test.
 LOSSES = sorted(set(named(losses, losses.Loss)) - {"Loss", "CTC"})
 REDUCTIONS = ["sum", "sum_over_batch_size", "mean_with_sample_weight"]
+KINDS = [*REDUCTIONS, "by_name"]
 
 
 def labels_for(name):
@@ -364,9 +373,9 @@ WITHOUT_WEIGHTS = ["CategoricalGeneralizedCrossEntropy"]
 
 @pytest.mark.parametrize("is_weighted", [True, False])
 def test_losses(is_weighted):
-    """Trains one model with an output for each loss by name, and for one of its reductions in turn. New losses are included."""
+    """Trains one model with an output for each loss, by its name or with one of the reductions. New losses are included."""
     chosen = [name for name in LOSSES if (name in WITHOUT_WEIGHTS) != is_weighted]
-    kinds = {name: [REDUCTIONS[i % 3], "by_name"] if is_weighted else REDUCTIONS for i, name in enumerate(chosen)}
+    kinds = {name: KINDS[i % 4 : i % 4 + 1] if is_weighted else REDUCTIONS for i, name in enumerate(chosen)}
     outputs = {f"{name}-{kind}": (name, kind) for name in chosen for kind in kinds[name]}
     labels = {name: labels_for(name) for name in chosen}
 
@@ -481,7 +490,7 @@ def test_metrics(floatx):
         {"labels": y, "sparse": y[:, :1], "whole": y},
         {"labels": weights, "sparse": weights, "whole": np.ones(ROWS, "int64")},
     )
-    parallel = assert_exact(build, compiled, batch, steps=2)
+    parallel = assert_exact(build, compiled, batch, epochs=2)
     assert gathered(parallel, {f"metric_{name}": name for name in [*chosen, "Mean", "Sum"]}) == {} or not IS_NEWEST
 
 
@@ -512,7 +521,7 @@ def test_optimizers(floatx, options):
         return {"optimizer": optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.01), made))}
 
     batch = random(5).astype(floatx), random(2).astype(floatx)
-    assert gathered(assert_exact(build, compiled, batch, steps=3), {}) == {}
+    assert gathered(assert_exact(build, compiled, batch, fitted, epochs=3), {}) == {}
 
 
 def test_the_table_of_the_documentation():

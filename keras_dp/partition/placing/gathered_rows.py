@@ -5,11 +5,10 @@ the rows of the gradient are gathered, and squared at home. If towers squared th
 towers and home is a minimum cut in general. Here each group of connected operations moves as a whole, or stays.
 """
 
-from typing import Any, Protocol
-
 from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.facts.placements import REPLICATE, Facts, Shard
+from keras_dp.partition.placing.planned import Planned
 from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
 from keras_dp.partition.tracing.graph import takers_of
 from keras_dp.partition.tracing.names import Output
@@ -17,15 +16,6 @@ from keras_dp.partition.tracing.names import Output
 # These take no time of their own, or tell something of the tensor.
 _OTHERS = {"Cast", "EnsureShape", "Identity", "OnesLike", "PreventGradient", "StopGradient", "ZerosLike"}
 _OF_ENTRIES = {*UNARY, *BINARY} - _OTHERS
-
-
-class Planned(Protocol):
-    """Defines the parts of a propagation that are read and changed here."""
-
-    facts: dict[Output, Facts]
-    plans: dict[str, Plan]
-    nodes: dict[str, Any]
-    sources: dict[Any, list[Output]]
 
 
 def compute_once_from_gathered_rows(planned: Planned) -> None:

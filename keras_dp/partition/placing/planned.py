@@ -29,6 +29,7 @@ class Planned(Protocol):
     """Holds the plans of the nodes so far; see `Propagation` for the attributes."""
 
     traced: Traced
+    nodes: dict[str, Any]
     facts: dict[Output, Facts]
     plans: dict[str, Plan]
     sources: dict[str, list[Output]]
