@@ -21,7 +21,7 @@ test: $(VENV)/dev.installed  ## Run the test of each promise, in eight minutes.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m promise
 
 test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow
