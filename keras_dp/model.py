@@ -27,6 +27,8 @@ from keras_dp.wrapping.one_state import OWN, Behind, OwnName, is_made, own_of, w
 from keras_dp.wrapping.own_training import listed, watched_methods
 from keras_dp.wrapping.refusals import refuse_strategy, refuse_what_cannot_train
 
+_OF_STEPS = ("__call__", "call", "compute_loss", "compute_metrics", "get_metrics_result")
+
 
 class DataParallelModel(Behind, keras.Model):
     """Trains a Keras model on several devices at once, with the result of one device.
@@ -91,13 +93,19 @@ class DataParallelModel(Behind, keras.Model):
         return with_state_of(model, InFront, cls, lambda own_class: names | watched_methods(own_class))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses names of a subclass that the class of a wrapper has in front of it.
+        """Refuses names of a subclass that nothing would hear: steps, and all that they call, are those of the model inside.
 
         Raises:
             TypeError: if there is one.
         """
         super().__init_subclass__(**kwargs)
-        hidden = sorted(name for name in vars(cls) if name in vars(InFront) and not name.startswith("_"))
+        if issubclass(cls, InFront):
+            return
+        own = cls.__mro__[: cls.__mro__.index(DataParallelModel)]
+        hidden = sorted(
+            {name for one in own for name in vars(one)}
+            & {*_OF_STEPS, *(name for name in vars(InFront) if not name.startswith("_"))}
+        )
         if hidden:
             raise TypeError(
                 f"A subclass of DataParallelModel has no {hidden[0]} of its own: steps are the model's. Define it in the class "

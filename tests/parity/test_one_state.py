@@ -804,13 +804,14 @@ def test_super_of_the_type_of_self_leads_to_the_users_class_again():
         model.fit(X, Y, verbose=0)
 
 
-def test_subclasses_of_the_wrapper_have_no_steps_of_their_own():
-    """They would be hidden by the model's."""
-    with pytest.raises(TypeError, match="has no train_step of its own.*Received: Own with train_step"):
-
-        class Own(keras_dp.DataParallelModel):
-            def train_step(self, data):
-                return {}
+@pytest.mark.parametrize("name", ["train_step", "compute_loss", "call", "__call__"])
+@pytest.mark.parametrize("bases", [(), (Mixin,)])
+def test_subclasses_of_the_wrapper_have_no_steps_of_their_own(name, bases):
+    """The model's steps, and all that they call, would hide them."""
+    first = [type(base.__name__, (base,), {name: lambda self, *arguments: {}}) for base in bases]
+    own = {} if first else {name: lambda self, *arguments: {}}
+    with pytest.raises(TypeError, match=f"has no {name} of its own.*Received: Own with {name}"):
+        type("Own", (*first, keras_dp.DataParallelModel), own)
 
 
 def test_the_class_of_a_wrapper_is_made_once():
