@@ -49,6 +49,9 @@ class DataParallelModel(Behind, keras.Model):
     `copy.deepcopy` or `keras.models.clone_model`, are wrappers with the same arguments: from the first wrapper on, the clones
     that Keras makes pass through keras_dp.
 
+    A subclass takes the model as its first argument, and may add what surrounds training. Steps, and all that they call, are
+    the model's.
+
     Args:
         inner_model: any `keras.Model`, built or not.
         devices: None for all GPUs, or all logical CPUs if there is no GPU; an integer n for the first n of these; or names
@@ -124,6 +127,12 @@ class DataParallelModel(Behind, keras.Model):
         pack_copies: choices.PackCopies = None,
         verify: bool | None = None,
     ):
+        if not is_made(self):
+            raise TypeError(
+                f"{type(self).__name__} must take the model as its first argument, or as inner_model: the class of a wrapper "
+                "is made from the model's, before __init__ runs. Make the model outside, in a function for instance. "
+                f"Received: no model before __init__, and {inner_model!r} in it"
+            )
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
         refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
         refuse_unknown("pack_copies", pack_copies, choices.PackCopies)
@@ -131,6 +140,13 @@ class DataParallelModel(Behind, keras.Model):
             self, inner_model, devices, parameter_device, batch_norm, gradient_dtype, whole, pack_copies, verify
         )
         object.__setattr__(self, "_keras_dp", trainer)
+
+    @classmethod
+    def _around(cls, model: keras.Model, **arguments: Any) -> Any:
+        """Returns a wrapper of this class around another model. A subclass's own `__init__` may take other arguments."""
+        parallel = cls.__new__(cls, model)
+        DataParallelModel.__init__(parallel, model, **arguments)
+        return parallel
 
     def __repr__(self) -> str:
         return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(own_of(self).devices)}>"
@@ -254,7 +270,7 @@ class DataParallelModel(Behind, keras.Model):
             finally:
                 own.steps.slow_steps.is_wanted = False
         # As in Keras, a generator that ends between epochs ends training. A generator without any batch is a mistake.
-        if history.epoch and not any(history.history.get("loss", ())):
+        if history.epoch:
             refuse_no_batches(own, "fit", calls)
         return history
 

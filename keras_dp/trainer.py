@@ -84,8 +84,9 @@ class TowerTrainer:
         self.inside = inside
         self.devices = tuple(tower_devices(devices))
         self._wanted_device = None if parameter_device is None else parameter_device_name(parameter_device)
+        own_class: Any = type(wrapper).__bases__[-1]
         self._wrapped = functools.partial(
-            type(wrapper).__bases__[-1],
+            own_class._around,
             devices=list(self.devices),
             parameter_device=parameter_device,
             batch_norm=batch_norm,

@@ -4,6 +4,7 @@ Each program once gave other results than in plain Keras, silently or by an erro
 """
 
 import abc
+import copy
 import functools
 import gc
 import inspect
@@ -802,6 +803,28 @@ def test_super_of_the_type_of_self_leads_to_the_users_class_again():
     model = compiled(on_towers(dense(Model)))
     with pytest.raises(RecursionError):
         model.fit(X, Y, verbose=0)
+
+
+def test_copies_of_a_subclass_of_the_wrapper_need_no_arguments():
+    """Its `__init__` takes others than those of the wrapper, and is not called again."""
+
+    class Fixed(keras_dp.DataParallelModel):
+        def __init__(self, model, note):
+            super().__init__(model, devices=2)
+            self.note = note
+
+    model = Fixed(dense(), note="kept")
+    copies = [keras.models.clone_model(model), copy.copy(model), copy.deepcopy(model)]
+    assert [(type(one).__name__, one.num_towers) for one in copies] == [("Fixed", 2)] * 3
+
+
+def test_a_subclass_of_the_wrapper_takes_the_model_as_its_first_argument():
+    class Own(keras_dp.DataParallelModel):
+        def __init__(self):
+            super().__init__(dense(), devices=2)
+
+    with pytest.raises(TypeError, match="Own must take the model as its first argument.*Received: no model before __init__"):
+        Own()
 
 
 @pytest.mark.parametrize("name", ["train_step", "compute_loss", "call", "__call__"])

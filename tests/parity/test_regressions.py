@@ -211,3 +211,23 @@ def test_functions_of_a_model_whose_variables_move(traced):
         results.append([*seen, model.get_weights()])
     assert len({weight.value.device for weight in model.weights}) == 2
     assert_same(*results, 1e-12)
+
+
+def test_a_loss_for_each_output():
+    """Its history was taken for that of a fit without batches, by a test for truth that arrays do not have."""
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                losses = tf.reduce_mean((self(x, training=True) - y) ** 2, axis=0)
+                loss = tf.reduce_sum(losses)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": losses}
+
+    def script(model):
+        model.compile("sgd")
+        return model.fit(*data, batch_size=8, epochs=2, verbose=0).history
+
+    data = rng.normal(size=(20, 3)), rng.normal(size=(20, 2))
+    assert_same_script(lambda: Model([keras.Input((3,)), layers.Dense(2)]), script, 2)
