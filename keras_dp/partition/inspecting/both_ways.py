@@ -4,9 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +25,24 @@ from keras_dp.partition.tracing.trace import Trace
 from keras_dp.partition.tracing.traced import Traced, traced_step
 
 Tensor = Any
+
+
+class _Run(NamedTuple):
+    """Holds the values of variables before and after a run of a step, and the tensors that it returned."""
+
+    start: list[np.ndarray]
+    tensors: list[np.ndarray]
+    end: list[np.ndarray]
+
+
+def _run_from(variables: Sequence[tf.Variable], start: list[np.ndarray], step: Callable[[], list[Tensor]]) -> _Run:
+    _assign(variables, start)
+    tensors = [np.asarray(tensor.numpy()) for tensor in step()]
+    return _Run(start, tensors, _values(variables))
+
+
+def _values(variables: Sequence[tf.Variable]) -> list[np.ndarray]:
+    return [np.asarray(variable.numpy()) for variable in variables]
 
 
 class BothWays:
@@ -83,69 +101,64 @@ class BothWays:
         return built
 
     def _measured(self, built: Built, wanted: Sequence[Output]) -> tuple[Agreement, Agreement, dict[Output, Measured]]:
-        concrete, traced = self._trace.concrete, self.traced
-
-        @tf.function(autograph=False)
-        def on_towers() -> list[Tensor]:
-            return run(built, given(concrete, traced, self._arguments, self._rows))
-
+        outputs = [output_of(name)[0] for name in self.traced.outputs]
+        names = [*outputs, *(name for name, _ in wanted)]
         addends = list({self._rounding.addends[name]: None for name, _ in wanted if name in self._rounding.addends})
-        outputs = [output_of(name)[0] for name in traced.outputs]
-        ends = len(outputs), len(outputs) + len(wanted)
+        plain, on_towers, otherwise = self._run_all(built, wanted, addends)
+        sizes = dict(zip(addends, plain.tensors[len(names) :], strict=True))
+        added = {name: float(sizes[source]) for name, source in self._rounding.addends.items() if source in sizes}
+        tensors = zip(names, plain.tensors, on_towers.tensors, otherwise.tensors, strict=False)
+        measured = [self._measure(*of_name, added=added.get(of_name[0], 0.0)) for of_name in tensors]
+        results = {str(place): one for place, one in enumerate(measured[: len(outputs)])}
+        inside = dict(zip(wanted, measured[len(outputs) :], strict=True))
+        return Agreement(results), self._of_variables(plain, on_towers, otherwise), inside
+
+    def _run_all(self, built: Built, wanted: Sequence[Output], addends: Sequence[Output]) -> tuple[_Run, _Run, _Run]:
+        """Runs the step on one device, on towers, and on one device with other rounding, and restores the variables.
+
+        The tensors of the first run end with the sum of the absolute values of each tensor of `addends`.
+        """
+        concrete, traced = self._trace.concrete, self.traced
 
         @tf.function(autograph=False)
         def on_one_device() -> list[Tensor]:
             tensors = _import_plain(concrete, traced, self._arguments, [*wanted, *addends])
-            return [*tensors[: ends[1]], *(tf.norm(tf.cast(one, tf.float32), 1) for one in tensors[ends[1] :])]
+            count = len(tensors) - len(addends)
+            return [*tensors[:count], *(tf.norm(tf.cast(one, tf.float32), 1) for one in tensors[count:])]
+
+        @tf.function(autograph=False)
+        def on_towers() -> list[Tensor]:
+            return run(built, given(concrete, traced, self._arguments, self._rows))
 
         @tf.function(autograph=False)
         def rounded_otherwise() -> list[Tensor]:
             return _import_plain(concrete, traced, self._nudged, wanted)
 
         variables = list(concrete.variables)
-        before = [np.asarray(variable.numpy()) for variable in variables]
-        before_otherwise = list(map(self._rounded_otherwise, variables, before))
-        received: list[list[np.ndarray]] = []
+        before = _values(variables)
         with _unrounded_factors():
             try:
-                for way in (on_one_device, on_towers, rounded_otherwise):
-                    if way is rounded_otherwise:
-                        _assign(variables, before_otherwise)
-                    try:
-                        tensors = [np.asarray(tensor.numpy()) for tensor in way()]
-                    except tf.errors.OpError:
-                        if way is not rounded_otherwise:
-                            raise
-                        # A check of the program may refuse such numbers. Then they explain nothing.
-                        received.append(received[0])
-                        before_otherwise = before
-                        break
-                    received.append([*tensors, *(np.asarray(variable.numpy()) for variable in variables)])
-                    _assign(variables, before)
+                plain, towers = (_run_from(variables, before, way) for way in (on_one_device, on_towers))
+                try:
+                    start = list(map(self._rounded_otherwise, variables, before))
+                    return plain, towers, _run_from(variables, start, rounded_otherwise)
+                except tf.errors.OpError:
+                    # A check of the program may refuse such numbers. Then they explain nothing.
+                    return plain, towers, plain
             finally:
                 _assign(variables, before)
-        handles = dict(zip((id(one) for one in concrete.captured_inputs), self._captured, strict=True))
-        sizes = dict(zip(addends, received[0][ends[1] :], strict=False))
-        del received[0][ends[1] : ends[1] + len(sizes)]
-        added = {name: float(sizes[source]) for name, source in self._rounding.addends.items() if source in sizes}
-        names = [*outputs, *(name for name, _ in wanted)]
-        measured = [
-            self._measure(name, plain, other, otherwise, added=added.get(name, 0.0))
-            for name, plain, other, otherwise in zip(names, *(tensors[: ends[1]] for tensors in received), strict=True)
-        ]
-        results = {str(place): one for place, one in enumerate(measured[: ends[0]])}
-        inside = dict(zip(wanted, measured[ends[0] :], strict=True))
-        plain, partitioned, otherwise = (one[ends[1] :] for one in received)
-        changes = list(map(Change, before, plain, partitioned, before_otherwise, otherwise))
-        own_names = [handles.get(id(one.handle), "") for one in variables]
+
+    def _of_variables(self, plain: _Run, on_towers: _Run, otherwise: _Run) -> Agreement:
+        variables = list(self._trace.concrete.variables)
+        handles = dict(zip((id(one) for one in self._trace.concrete.captured_inputs), self._captured, strict=True))
+        changes = list(map(Change, plain.start, plain.end, on_towers.end, otherwise.start, otherwise.end))
         kinds = ["" if one.trainable else one.name.rpartition("_")[2] for one in variables]
-        is_nothing = below_rounding(kinds, changes, self._rounding.half)
-        judged = [
-            measured._replace(excess=0.0) if is_small else measured
-            for measured, is_small in zip(map(self._measure_change, own_names, changes), is_nothing, strict=True)
-        ]
-        of_variables = dict(zip(_unique([one.name for one in variables]), judged, strict=True))
-        return Agreement(results), Agreement(of_variables), inside
+        names = [handles.get(id(one.handle), "") for one in variables]
+        measured = list(map(self._measure_change, names, changes))
+        for place, is_small in enumerate(below_rounding(kinds, changes, self._rounding.half)):
+            if is_small:
+                measured[place] = measured[place]._replace(excess=0.0)
+        return Agreement(dict(zip(_unique([one.name for one in variables]), measured, strict=True)))
 
     def _rounded_otherwise(self, variable: tf.Variable, value: np.ndarray) -> np.ndarray:
         return self._rounding.of_weights(value) if variable.trainable else self._rounding.of(value)
