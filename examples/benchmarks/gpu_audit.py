@@ -22,7 +22,7 @@ from write_tables import write_table
 import keras_dp
 from keras_dp.cli import models, runs, synthetic
 from keras_dp.cli.plan import mirrored, planning
-from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
 from keras_dp.gpu_model.audit import audit
 from keras_dp.gpu_model.hardware import Link, Machine, Processor, machine_of
 from keras_dp.gpu_model.placement import place_step
@@ -177,7 +177,7 @@ def all_plans(names, towers, directory, runs_missing):
                 path = directory / f"{name.split(':')[-1]}_{count}_{home}_{packs}.json"
                 answers = answers_of("--one", planned, path, runs_missing)
                 if answers is not None:
-                    plans[name, count, home, packs] = {machine: Plan(**plan) for machine, plan in answers.items()}
+                    plans[name, count, home, packs] = {machine: TowersPlan(**plan) for machine, plan in answers.items()}
     return plans
 
 

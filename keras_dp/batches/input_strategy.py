@@ -14,8 +14,8 @@ from keras_dp.batches.other_rows import FoundWhole, refuse_other_rows
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
 from keras_dp.batches.slicing import (
+    OwnBatch,
     SameBatch,
-    Shard,
     Slice,
     cut,
     holds_no_rows,
@@ -277,14 +277,14 @@ class InputStrategy:
         return result
 
     def _with_known_rows(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-        if isinstance(slices[0].source, Shard):
+        if isinstance(slices[0].source, OwnBatch):
             return slices
         return with_known_rows(slices, self.num_towers * self.collectives.index, self.num_towers * self.collectives.count)
 
     def _joined(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
         """Returns slices of the global batch; the workers first compare or join their batches where necessary."""
         source = slices[0].source
-        if isinstance(source, Shard):
+        if isinstance(source, OwnBatch):
             return placed(source, slices, self.collectives)
         if isinstance(source, SameBatch) and self.different_batches is not None:
             return self.different_batches.note(source, slices)

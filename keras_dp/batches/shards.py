@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves, pack
-from keras_dp.batches.slicing import Shard, Slice, count_rows, cut, row_spec, slice_rows, without_entries
+from keras_dp.batches.slicing import OwnBatch, Slice, count_rows, cut, row_spec, slice_rows, without_entries
 from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.workers.collectives import OneWorker, counted_on
 from keras_dp.workers.group import WorkerGroup
@@ -67,18 +67,18 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
 
 
 def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
-    """Cuts each batch of a worker into N slices of a `Shard`. The slices of a batch without rows have none until `placed`."""
+    """Cuts each batch of a worker into N slices of an `OwnBatch`. Slices of a batch without rows have none until `placed`."""
     is_tuple = type(dataset.element_spec) is tuple
 
     def cut_one(*batch: Any) -> tuple[Slice, ...]:
         data = batch if is_tuple else batch[0]
-        shard = Shard(count_rows(data, at_least=0))
+        shard = OwnBatch(count_rows(data, at_least=0))
         return tuple(part._replace(source=shard) for part in cut(data, num_slices, at_least=0))
 
     return dataset.map(tf.autograph.experimental.do_not_convert(cut_one))
 
 
-def placed(shard: Shard, slices: Sequence[Slice], collectives: OneWorker) -> tuple[Slice, ...]:
+def placed(shard: OwnBatch, slices: Sequence[Slice], collectives: OneWorker) -> tuple[Slice, ...]:
     """Places slices of a worker's own batch in the global batch, in which the workers' batches follow each other.
 
     Raises:

@@ -25,7 +25,7 @@ class SameBatch(NamedTuple):
     digest: Tensor
 
 
-class Shard(NamedTuple):
+class OwnBatch(NamedTuple):
     """A worker's own part of the global batch. Slices of it count rows within this part.
 
     Attributes:
@@ -45,7 +45,7 @@ class Slice(NamedTuple):
         rows: the number of rows that belong to the tower, 0 if the slice is empty, an int32 scalar.
         batch: B rows without entries, of shape (B, 0). Its type says how many rows the global batch has, where it is known that
             all batches have as many.
-        source: how several workers read the global batch, a `SameBatch` or a `Shard`. It is empty after the workers have
+        source: how several workers read the global batch, a `SameBatch` or an `OwnBatch`. It is empty after the workers have
             compared or joined their batches in the step, and for a single worker.
         whole_paths: the paths of the tensors that were not cut although they have an axis, as the keys of a dictionary without
             values. A dataset and a function keep them so, as a part of a batch's structure.
@@ -58,7 +58,7 @@ class Slice(NamedTuple):
     begin: Tensor
     rows: Tensor
     batch: Tensor
-    source: SameBatch | Shard | tuple[()] = ()
+    source: SameBatch | OwnBatch | tuple[()] = ()
     whole_paths: dict[str, tuple[()]] | tuple[()] = ()
     worker_rows: Tensor | tuple[()] = ()
     unknown_paths: dict[str, tuple[()]] | tuple[()] = ()

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep, place_step
+from keras_dp.gpu_model.placement import Operation, PlacedCopy, PlacedStep, place_step
 from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.tracing.names import source_of
@@ -106,7 +106,7 @@ def audit(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> G
     return dataclasses.replace(audited, host_copies=host_copies)
 
 
-def kinds_of_copies(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> dict[Copy, str]:
+def kinds_of_copies(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> dict[PlacedCopy, str]:
     """Returns the kind of each copy from one device to another, one of `KINDS`."""
     kinds = _kinds(parallel, step, placed)
     return {
@@ -128,7 +128,7 @@ def _kinds(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> 
     return KindsOfCopies(placed.graph, set(step.names_of_slices), handles(parallel.trainable_weights), handles(state))
 
 
-def _types(copy: Copy, placed: PlacedStep) -> tuple[str, str]:
+def _types(copy: PlacedCopy, placed: PlacedStep) -> tuple[str, str]:
     maker, taker = source_of(copy.tensor), copy.takers[0]
     return placed.operations[maker].type, placed.operations[taker].type
 

@@ -46,7 +46,7 @@ def logical_cpus_for_gpus(count: int) -> Iterator[list[str]]:
         yield names
 
 
-class Copy(NamedTuple):
+class PlacedCopy(NamedTuple):
     """A tensor that goes from one device to another, or between a GPU and the host's memory for one GPU's operations.
 
     Attributes:
@@ -136,7 +136,7 @@ class PlacedStep:
     towers: tuple[str, ...]
     operations: dict[str, Operation]
     variables: tuple[tuple[str, str, int], ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[PlacedCopy, ...]
     controls: tuple[Control, ...]
     rows_of_slice: int
 
@@ -228,7 +228,7 @@ def _placed(node: Any, wanted: str) -> Operation:
     return Operation(node, wanted, device, kernel or in_device_memory(node, on_host=device == HOST), inputs, controls)
 
 
-def _copies(operations: Mapping[str, Operation]) -> Iterator[Copy]:
+def _copies(operations: Mapping[str, Operation]) -> Iterator[PlacedCopy]:
     """Yields the tensors that go from one memory to another."""
     takers: dict[tuple[str, str, bool], list[str]] = {}
     for operation in operations.values():
@@ -239,7 +239,7 @@ def _copies(operations: Mapping[str, Operation]) -> Iterator[Copy]:
         source = operations[maker]
         from_host = source.kernel.outputs[port]
         if (source.device, from_host) != (destination, to_host):
-            yield Copy(tensor, source.device, destination, from_host, to_host, tuple(names))
+            yield PlacedCopy(tensor, source.device, destination, from_host, to_host, tuple(names))
 
 
 def _controls(operations: Mapping[str, Operation]) -> Iterator[Control]:

@@ -8,7 +8,7 @@ from keras_dp.gpu_model.collectives import collectives
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_operations
 from keras_dp.gpu_model.memory import SAME, peak_bytes
-from keras_dp.gpu_model.placement import Copy, Operation, PlacedStep
+from keras_dp.gpu_model.placement import Operation, PlacedCopy, PlacedStep
 from keras_dp.gpu_model.schedule import Span, Task, schedule
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.tensorflow_internals import HOST
@@ -29,7 +29,7 @@ class Simulation:
         seconds: the time of the step.
         busy: the share of this time in which each device runs an operation, by device.
         peak_bytes: the most bytes of variables and tensors in the memory of each device at one time, by device.
-        spans: when each operation, copy and control dependency runs, by an operation's name or by the `Copy` or `Control`.
+        spans: when each operation, copy and control dependency runs, by its name, its `PlacedCopy` or its `Control`.
     """
 
     seconds: float
@@ -134,7 +134,7 @@ def runs_on_host(operation: Operation) -> bool:
     return operation.kernel.is_on_host or operation.device == HOST or operation.type in SHAPES_AND_RANK
 
 
-def _send(copy: Copy, machine: Machine, copied_bytes: int) -> tuple[float, tuple[str, ...]]:
+def _send(copy: PlacedCopy, machine: Machine, copied_bytes: int) -> tuple[float, tuple[str, ...]]:
     """Returns the time of a copy, and what it occupies."""
     if machine.is_shared or (copy.from_host and copy.to_host):
         return machine.host_seconds, ()
@@ -145,7 +145,7 @@ def _send(copy: Copy, machine: Machine, copied_bytes: int) -> tuple[float, tuple
     return machine.link.seconds(copied_bytes), (f"out of {copy.source}", f"into {copy.destination}")
 
 
-def _streams(copy: Copy, machine: Machine) -> tuple[str, ...]:
+def _streams(copy: PlacedCopy, machine: Machine) -> tuple[str, ...]:
     """Returns the devices whose operations a copy waits for.
 
     TensorFlow lets a copy wait for all operations that its sender and its receiver were given before, since the memory is

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from keras_dp.gpu_model.placement import Copy, PlacedStep
+from keras_dp.gpu_model.placement import PlacedCopy, PlacedStep
 from keras_dp.gpu_model.schedule import Span
 from keras_dp.gpu_model.simulation import Simulation, runs_on_host
 from keras_dp.partition.tensorflow_internals import HOST
@@ -11,7 +11,7 @@ from keras_dp.partition.tensorflow_internals import HOST
 _HOST = "the host"
 
 
-def timeline(step: PlacedStep, simulation: Simulation, kinds: Mapping[Copy, str]) -> dict[str, Any]:
+def timeline(step: PlacedStep, simulation: Simulation, kinds: Mapping[PlacedCopy, str]) -> dict[str, Any]:
     """Returns the operations and copies of a simulated step as the Trace Event Format of Chrome.
 
     Each GPU is a process of the trace. One of its threads shows what it computes, one for each sender shows what it receives.
@@ -39,7 +39,7 @@ def timeline(step: PlacedStep, simulation: Simulation, kinds: Mapping[Copy, str]
 
 
 def _spans(
-    step: PlacedStep, simulation: Simulation, kinds: Mapping[Copy, str]
+    step: PlacedStep, simulation: Simulation, kinds: Mapping[PlacedCopy, str]
 ) -> Iterator[tuple[str, str, dict[str, Any], Span]]:
     """Yields the device, the row, the event and the times of each operation, and of each copy to or from a GPU."""
     for name, operation in step.operations.items():

@@ -121,7 +121,7 @@ def test_copies_that_change_numbers(monkeypatch):
 
 
 def test_the_matrix_of_copies():
-    found = [copying.Copy("GPU:0", "GPU:1", True, 9.0, 21.04), copying.Copy("GPU:1", "GPU:0", True, 9.0, 20.0)]
+    found = [copying.MeasuredCopy("GPU:0", "GPU:1", True, 9.0, 21.04), copying.MeasuredCopy("GPU:1", "GPU:0", True, 9.0, 20.0)]
     assert copying._matrix(["GPU:0", "GPU:1"], found) == (
         "GB/s to GPU:0 GPU:1",
         "GPU:0       -  21.0",

@@ -12,7 +12,7 @@ from keras_dp import tables
 from keras_dp.cli import main
 from keras_dp.cli.plan import command as plan
 from keras_dp.cli.plan import planning, table
-from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware
 
@@ -80,7 +80,7 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
     assert message in refused(arguments, capsys)
 
 
-FIRST = Plan(
+FIRST = TowersPlan(
     batch_size=64,
     milliseconds=8.0,
     busy=(1.0, 1.0),

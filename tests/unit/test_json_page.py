@@ -15,9 +15,9 @@ from keras_dp.cli import environment
 from keras_dp.cli.bench import command as bench
 from keras_dp.cli.bench.summary import Cell, Row
 from keras_dp.cli.check import training, workers
-from keras_dp.cli.check.copying import Copy
+from keras_dp.cli.check.copying import MeasuredCopy
 from keras_dp.cli.check.findings import Finding
-from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
 from keras_dp.cli.runs import Measurement, Survey
 from keras_dp.reports.report import ComputedOnce, Report
 
@@ -69,11 +69,11 @@ def test_each_field_is_documented(monkeypatch):
     assert documented() == {
         "field of a finding": names(Finding),
         "field of `data` of `workers`": set(data_of_workers(monkeypatch)),
-        "field of a copy": set(Copy._fields),
+        "field of a copy": set(MeasuredCopy._fields),
         "field of `data` of `speed`": set(training.speed(compiled(), batches).data),
         "field of an entry": {"run", "plan", "mirrored"},
         "field of `run`": names(PlannedRun),
-        "field of `plan`": names(Plan),
+        "field of `plan`": names(TowersPlan),
         "field of `mirrored`": names(MirroredPlan),
         "field of `bench.json`": set(results),
         "field of `environment`": set(results["environment"]),

@@ -15,7 +15,7 @@ _SMALL, _LARGE = 4 << 10, 32 << 20  # bytes
 _REPEATS = 5
 
 
-class Copy(NamedTuple):
+class MeasuredCopy(NamedTuple):
     """Holds what was seen of copies from one device to another.
 
     Attributes:
@@ -57,7 +57,7 @@ def copies(devices: Sequence[str]) -> Finding:
     return Finding("copies", "pass", seen, table=_matrix(devices, found), data=constants)
 
 
-def copy_between(source: str, target: str) -> Copy:
+def copy_between(source: str, target: str) -> MeasuredCopy:
     """Copies numbers of several kinds, compares them, and times a small and a large copy."""
     random = np.random.default_rng(0)
     patterns = [random.integers(0, 256, _LARGE, dtype=np.uint8), np.zeros(_LARGE, np.uint8), np.full(_LARGE, 255, np.uint8)]
@@ -66,7 +66,7 @@ def copy_between(source: str, target: str) -> Copy:
     small, large = (_seconds(_placed(patterns[0][:size], source), target) for size in (_SMALL, _LARGE))
     # The same without a copy: starting the operations, and reading a number on the host.
     latency = small - _seconds(_placed(patterns[0][:_SMALL], source), source)
-    return Copy(source, target, is_right, 1e6 * max(latency, 1e-7), _LARGE / max(large - small, 1e-9) / 1e9)
+    return MeasuredCopy(source, target, is_right, 1e6 * max(latency, 1e-7), _LARGE / max(large - small, 1e-9) / 1e9)
 
 
 def _placed(numbers: np.ndarray, device: str) -> Any:
@@ -89,7 +89,7 @@ def _seconds(tensor: Any, device: str) -> float:
     return min(times)
 
 
-def _matrix(devices: Sequence[str], found: Sequence[Copy]) -> tuple[str, ...]:
+def _matrix(devices: Sequence[str], found: Sequence[MeasuredCopy]) -> tuple[str, ...]:
     """Returns a table of GB/s, from the device of the row to that of the column."""
     rates = {(copy.source, copy.target): f"{copy.gigabytes_per_second:.1f}" for copy in found}
     return tuple(tables.text(tables.pairs("GB/s to", devices, rates)).splitlines())

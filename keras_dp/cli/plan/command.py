@@ -22,7 +22,7 @@ from rich.table import Table
 from keras_dp import choices, tables
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument
-from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
 from keras_dp.cli.plan.table import COLUMNS, LEGEND, MIRRORED, MIRRORED_LEGEND, Line, advice
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware, own_gpus
@@ -104,9 +104,9 @@ def run(options: argparse.Namespace) -> int:
     say = functools.partial(print, file=file, flush=True)
     console, width = tables.console(file), tables.terminal_width()
     say(f"{described(machine)}\n{options.command}\n")
-    plans: list[Plan] = []
+    plans: list[TowersPlan] = []
     mirrored: list[MirroredPlan | None] = []
-    others: list[Plan] = []
+    others: list[TowersPlan] = []
     columns = (*COLUMNS[:3], MIRRORED, *COLUMNS[3:]) if options.mirrored else COLUMNS
     failure = refusal = ""
     try:
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _entry(planned: PlannedRun, plan: Plan, mirrored: MirroredPlan | None) -> dict[str, Any]:
+def _entry(planned: PlannedRun, plan: TowersPlan, mirrored: MirroredPlan | None) -> dict[str, Any]:
     """Returns what JSON tells of a step."""
     peer = None if mirrored is None else dataclasses.asdict(mirrored)
     return {"run": dataclasses.asdict(planned), "plan": dataclasses.asdict(plan), "mirrored": peer}
@@ -150,7 +150,7 @@ def _entry(planned: PlannedRun, plan: Plan, mirrored: MirroredPlan | None) -> di
 def _table(
     columns: Sequence[Column],
     planned: Sequence[PlannedRun],
-    plans: Sequence[Plan],
+    plans: Sequence[TowersPlan],
     mirrored: Sequence[MirroredPlan | None],
     width: int,
 ) -> Table:
@@ -175,13 +175,13 @@ def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 
-def plan_in_new_process(planned: PlannedRun) -> Plan:
+def plan_in_new_process(planned: PlannedRun) -> TowersPlan:
     """Predicts a step in a process of its own.
 
     Raises:
         RunFailedError: if the process fails.
     """
-    return Plan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), **_ENVIRONMENT))
+    return TowersPlan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), **_ENVIRONMENT))
 
 
 def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:

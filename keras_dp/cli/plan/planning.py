@@ -9,7 +9,7 @@ from pathlib import Path
 
 import keras_dp
 from keras_dp.cli import models, synthetic
-from keras_dp.cli.plan.prediction import Plan, PlannedRun
+from keras_dp.cli.plan.prediction import PlannedRun, TowersPlan
 from keras_dp.devices.variable_homes import home, move
 from keras_dp.gpu_model.audit import GpuAudit, audit, kinds_of_copies
 from keras_dp.gpu_model.hardware import Machine
@@ -30,7 +30,7 @@ def main() -> None:
     print(json.dumps(dataclasses.asdict(plan(PlannedRun(**json.loads(sys.argv[1]))))))
 
 
-def plan(planned: PlannedRun) -> Plan:
+def plan(planned: PlannedRun) -> TowersPlan:
     """Predicts a step in this process, in which TensorFlow must not have started yet.
 
     Raises:
@@ -81,7 +81,7 @@ def most_rows(peak_of_rows: Callable[[int], float], rows: int, memory: float) ->
     return max(rows + int((memory - peak) / slope), 0)
 
 
-def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: GpuAudit) -> Plan:
+def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: GpuAudit) -> TowersPlan:
     """Predicts a step on a machine.
 
     Args:
@@ -92,7 +92,7 @@ def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: Gp
     """
     simulation = simulate(placed, machine)
     virtual = on_virtual_gpus(placed, machine.processor)
-    return Plan(
+    return TowersPlan(
         batch_size=batch_size,
         milliseconds=1e3 * simulation.seconds,
         busy=(max(simulation.busy.values()), min(simulation.busy.values())),

@@ -66,7 +66,7 @@ class PlannedRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TowersPlan:
     """Holds the prediction of a step.
 
     Attributes:

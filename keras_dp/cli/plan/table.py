@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 
 from keras_dp import tables
-from keras_dp.cli.plan.prediction import MirroredPlan, Plan, PlannedRun
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
 from keras_dp.tables import Column
 
 
@@ -14,8 +14,8 @@ class Line(NamedTuple):
     """Holds a step of the table, its prediction, that of the first line, and that of the step under MirroredStrategy."""
 
     planned: PlannedRun
-    plan: Plan
-    first: Plan
+    plan: TowersPlan
+    first: TowersPlan
     mirrored: MirroredPlan | None = None
 
     @property
@@ -64,7 +64,7 @@ class Alternative(NamedTuple):
     """Holds a step with other arguments, its prediction, and whether it needs more memory than there is."""
 
     planned: PlannedRun
-    plan: Plan
+    plan: TowersPlan
     exceeds: bool
 
 
@@ -76,7 +76,7 @@ ALTERNATIVES = (
 )
 
 
-def advice(planned: Sequence[PlannedRun], plans: Sequence[Plan]) -> RenderableType:
+def advice(planned: Sequence[PlannedRun], plans: Sequence[TowersPlan]) -> RenderableType:
     """Lists alternatives by their times, those that fit first, and names the arguments of the first one."""
     memory = planned[0].machine().processor.memory_bytes
     alternatives = [

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-from keras_dp.partition.building.needed import Instance, Kind
+from keras_dp.partition.building.needed import Kind, NeededInstance
 from keras_dp.partition.facts.placements import REPLICATE, Shard
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.slice_bytes import bytes_of, bytes_of_slice
@@ -29,7 +29,7 @@ class Lookups:
         needed: the instances that the partitioned graph has.
     """
 
-    def __init__(self, propagation: Propagation, needed: Collection[Instance]):
+    def __init__(self, propagation: Propagation, needed: Collection[NeededInstance]):
         self._propagation = propagation
         on_towers = [name for name in propagation.nodes if (Kind.TOWERS, name) in needed or (Kind.SHAPES, name) in needed]
         self._takers = takers_of({name: propagation.sources[name] for name in on_towers})

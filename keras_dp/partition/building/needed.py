@@ -22,7 +22,7 @@ class Kind(enum.Enum):
     SHAPES = "one on each tower, for its own number of rows"
 
 
-Instance = tuple[Kind, str]  # of a traced node, by name
+NeededInstance = tuple[Kind, str]  # of a traced node, by name
 
 # The kind of instance from which a tensor is made: by where its node is computed, and by the form that is needed of it.
 # "whole" is needed by home and by all that cuts it, "as placed" by the towers, "own version" by a tower that reads a shape.
@@ -45,20 +45,20 @@ class NeededInstances:
     def __init__(self, propagation: Propagation, given: Container[str], constants: Constants):
         self._propagation, self._given, self._constants = propagation, given, constants
 
-    def of(self, outputs: Iterable[tuple[Output, Need]], effects: Iterable[str]) -> Set[Instance]:
+    def of(self, outputs: Iterable[tuple[Output, Need]], effects: Iterable[str]) -> Set[NeededInstance]:
         """Returns the instances that some tensors need, each in a form, and some nodes with effects."""
         taken = [instance for output, need in outputs for instance in self._makers(output, need)]
         return self._needed(taken + self._kinds_after(effects))
 
-    def _needed(self, wanted: list[Instance]) -> Set[Instance]:
+    def _needed(self, wanted: list[NeededInstance]) -> Set[NeededInstance]:
         """Returns some instances and all instances that they depend on."""
 
-        def made(instances: Iterable[Instance]) -> list[Instance]:
+        def made(instances: Iterable[NeededInstance]) -> list[NeededInstance]:
             return [instance for instance in instances if instance[0] is not Kind.FED]
 
         return reached(made(wanted), lambda instance: made(self._sources(*instance)))
 
-    def early(self, needed: Iterable[Instance]) -> set[Output]:
+    def early(self, needed: Iterable[NeededInstance]) -> set[Output]:
         """Returns the tensors of which an instance on a tower needs the whole, directly or indirectly."""
         on_towers = [instance for instance in needed if instance[0] in (Kind.TOWERS, Kind.SHAPES)]
         facts = self._propagation.facts
@@ -84,11 +84,11 @@ class NeededInstances:
             needs = [local_need(self._propagation.facts[output].placement) for output in outputs]
         return list(zip(outputs, needs, strict=True))
 
-    def _sources(self, kind: Kind, name: str) -> list[Instance]:
+    def _sources(self, kind: Kind, name: str) -> list[NeededInstance]:
         sources = [instance for output, need in self._inputs(kind, name) for instance in self._makers(output, need)]
         return sources + self._kinds_after(self._propagation.awaited[name])
 
-    def _makers(self, output: Output, need: Need) -> list[Instance]:
+    def _makers(self, output: Output, need: Need) -> list[NeededInstance]:
         """Returns the instances from which a form of a tensor is made, with those of tensors that are measured for it."""
         facts, kinds = self._propagation.facts, [(self._kind(output, need), output[0])]
         if need != facts[output].placement or self._is_at_home(output[0]):
@@ -97,7 +97,7 @@ class NeededInstances:
                 kinds += [(self._kind(known, facts[known].placement), known[0]) for known in measured]
         return kinds
 
-    def _kinds_after(self, names: Iterable[str]) -> list[Instance]:
+    def _kinds_after(self, names: Iterable[str]) -> list[NeededInstance]:
         """Returns the instances that a node waits for, if it waits for some traced nodes."""
         kinds = []
         for name in names:

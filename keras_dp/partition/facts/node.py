@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_dp.partition.facts.placements import Facts, ListOf, Need, Partial, Shard
 from keras_dp.partition.facts.row_counts import USUAL_ROWS
 from keras_dp.partition.facts.rows import Number, Rows, counts_all
-from keras_dp.partition.facts.tower_builder import Instance
+from keras_dp.partition.facts.tower_builder import InstanceMaker
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class Plan:
 
     outputs: list[Facts]
     needs: Sequence[Need] | None = None
-    instance: Instance | None = None
+    instance: InstanceMaker | None = None
     also_at_home: bool = False
     gathers: tuple[int, ...] = ()
     readings: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -59,4 +59,4 @@ class TowerBuilder(Protocol):
 
 
 # Makes a tower's instance of a node, as instance(builder, node, tower, inputs), and returns its name.
-Instance = Callable[[TowerBuilder, Any, int, list[str]], str]
+InstanceMaker = Callable[[TowerBuilder, Any, int, list[str]], str]

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_dp.partition.facts.node import Node, Plan
 from keras_dp.partition.facts.placements import REPLICATE, Facts, Partial, Shard
-from keras_dp.partition.facts.tower_builder import Instance, TowerBuilder
+from keras_dp.partition.facts.tower_builder import InstanceMaker, TowerBuilder
 from keras_dp.partition.tracing.names import Output
 
 
@@ -54,7 +54,7 @@ def mean_of_variance(
     return (rows, mean) if keep_axes and facts[axes].integers == facts[sources[mean[0]][1]].integers else None
 
 
-def plan_of_variance(mean: Output, rows: Facts, shape: Any, part_of_mean: Instance) -> Plan:
+def plan_of_variance(mean: Output, rows: Facts, shape: Any, part_of_mean: InstanceMaker) -> Plan:
     """Plans a variance, whose inputs are the rows, the parts of their mean, and the axes.
 
     Args:
