@@ -102,9 +102,10 @@ class InFront(CheckpointedOptimizer, Front):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's outputs, computed on one device."""
         own = own_of(self)
-        is_of_graph = any(isinstance(value, keras.KerasTensor) for value in keras.tree.flatten((args, kwargs)))
-        if own.num_towers > 1 and not (own.loops or in_trace() or is_of_graph):
-            own.messages.model_was_called()
+        if own.num_towers > 1 and not own.loops and not in_trace():
+            values = keras.tree.flatten((args, kwargs))
+            if not any(isinstance(value, keras.KerasTensor) for value in values):
+                own.messages.model_was_called()
         return own.inside(*args, **kwargs)
 
     def __dir__(self) -> list[str]:
