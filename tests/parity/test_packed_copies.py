@@ -181,7 +181,7 @@ def longest_chain(function):
 
 def written_by_packing(monkeypatch, measure=lambda function: function, **arguments):
     """Returns what a function makes of the function of a step: before its copies are packed, and after it."""
-    pack, measured = step.pack, []
+    pack, measured = step.pack_copies, []
 
     def measuring(written, *given):
         before = measure(written.function)
@@ -189,7 +189,7 @@ def written_by_packing(monkeypatch, measure=lambda function: function, **argumen
         measured.append((before, measure(written.function)))
 
     with monkeypatch.context() as patched:
-        patched.setattr(step, "pack", measuring)
+        patched.setattr(step, "pack_copies", measuring)
         report(pack_copies=True, **arguments)
     return measured[-1]
 
