@@ -25,9 +25,12 @@ from keras_dp.trainer import TowerTrainer
 from keras_dp.wrapping.in_front import InFront
 from keras_dp.wrapping.one_state import OWN, Behind, OwnName, is_made, own_of, with_state_of
 from keras_dp.wrapping.own_training import listed, watched_methods
-from keras_dp.wrapping.refusals import refuse_strategy, refuse_what_cannot_train
-
-_OF_STEPS = ("__call__", "call", "compute_loss", "compute_metrics", "get_metrics_result")
+from keras_dp.wrapping.refusals import (
+    refuse_model_of_its_own,
+    refuse_parts_of_steps,
+    refuse_strategy,
+    refuse_what_cannot_train,
+)
 
 
 class DataParallelModel(Behind, keras.Model):
@@ -102,18 +105,8 @@ class DataParallelModel(Behind, keras.Model):
             TypeError: if there is one.
         """
         super().__init_subclass__(**kwargs)
-        if issubclass(cls, InFront):
-            return
-        own = cls.__mro__[: cls.__mro__.index(DataParallelModel)]
-        hidden = sorted(
-            {name for one in own for name in vars(one)}
-            & {*_OF_STEPS, *(name for name in vars(InFront) if not name.startswith("_"))}
-        )
-        if hidden:
-            raise TypeError(
-                f"A subclass of DataParallelModel has no {hidden[0]} of its own: steps are the model's. Define it in the class "
-                f"of the model, and wrap that. Received: {cls.__name__} with {', '.join(hidden)}"
-            )
+        if not issubclass(cls, InFront):
+            refuse_parts_of_steps(cls, cls.__mro__[: cls.__mro__.index(DataParallelModel)])
 
     @suggesting_names
     def __init__(
@@ -127,12 +120,7 @@ class DataParallelModel(Behind, keras.Model):
         pack_copies: choices.PackCopies = None,
         verify: bool | None = None,
     ):
-        if not is_made(self):
-            raise TypeError(
-                f"{type(self).__name__} must take the model as its first argument, or as inner_model: the class of a wrapper "
-                "is made from the model's, before __init__ runs. Make the model outside, in a function for instance. "
-                f"Received: no model before __init__, and {inner_model!r} in it"
-            )
+        refuse_model_of_its_own(self, inner_model)
         refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
         refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
         refuse_unknown("pack_copies", pack_copies, choices.PackCopies)

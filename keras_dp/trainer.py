@@ -364,7 +364,7 @@ class TowerTrainer:
         if name == "train" and not self.messages.has_told("gathered"):
             rows = partition.propagation.batch_rows or self.feed.usual_rows or BATCH_SIZE
             if warn_of_gathered_rows(explained(partition, self.steps, rows)):
-                self.messages.is_first("gathered")
+                self.messages.note("gathered")
         return own_rows(result, slices) if shards else result
 
     def _on_one_device(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

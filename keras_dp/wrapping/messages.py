@@ -15,10 +15,14 @@ class Messages:
         """Returns whether a message has been told."""
         return message in self._told
 
+    def note(self, message: str) -> None:
+        """Remembers that a message has been told."""
+        self._told.add(message)
+
     def is_first(self, message: str) -> bool:
         """Returns whether a message has not been told so far, and remembers it."""
         is_first = not self.has_told(message)
-        self._told.add(message)
+        self.note(message)
         return is_first
 
     def model_was_called(self) -> None:

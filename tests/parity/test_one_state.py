@@ -21,6 +21,7 @@ from comparison import assert_same, assert_same_results, largest_change
 from keras import layers
 
 import keras_dp
+from keras_dp.wrapping.refusals import PARTS_OF_STEPS
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(22, 3)), rng.normal(size=(22, 2))
@@ -827,7 +828,25 @@ def test_a_subclass_of_the_wrapper_takes_the_model_as_its_first_argument():
         Own()
 
 
-@pytest.mark.parametrize("name", ["train_step", "compute_loss", "call", "__call__"])
+def test_all_parts_of_steps_are_known():
+    """Keras's steps ask the model for no other method."""
+    asked, getattribute = set(), keras.Model.__getattribute__
+
+    class Asked(keras.Sequential):
+        def __getattribute__(self, name):
+            asked.add(name)
+            return getattribute(self, name)
+
+    model = compiled(dense(Asked))
+    model.train_on_batch(X, Y)
+    asked.clear()
+    for step in (model.train_step, model.test_step, model.predict_step):
+        step((X, Y))
+    methods = {name for name in asked if not name.startswith("_") and callable(getattr(keras.Model, name, None))}
+    assert {"call", "compute_loss"} <= methods - {"train_step", "test_step", "predict_step"} <= PARTS_OF_STEPS
+
+
+@pytest.mark.parametrize("name", ["train_step", "compute_loss", "call", "__call__", "metrics"])
 @pytest.mark.parametrize("bases", [(), (Mixin,)])
 def test_subclasses_of_the_wrapper_have_no_steps_of_their_own(name, bases):
     """The model's steps, and all that they call, would hide them."""

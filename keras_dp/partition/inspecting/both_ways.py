@@ -107,8 +107,10 @@ class BothWays:
         plain, on_towers, otherwise = self._run_all(built, wanted, addends)
         sizes = dict(zip(addends, plain.tensors[len(names) :], strict=True))
         added = {name: float(sizes[source]) for name, source in self._rounding.addends.items() if source in sizes}
-        tensors = zip(names, plain.tensors, on_towers.tensors, otherwise.tensors, strict=False)
-        measured = [self._measure(*of_name, added=added.get(of_name[0], 0.0)) for of_name in tensors]
+        measured = [
+            self._measure(name, one, other, rounded, added=added.get(name, 0.0))
+            for name, one, other, rounded in zip(names, plain.tensors, on_towers.tensors, otherwise.tensors, strict=False)
+        ]
         results = {str(place): one for place, one in enumerate(measured[: len(outputs)])}
         inside = dict(zip(wanted, measured[len(outputs) :], strict=True))
         return Agreement(results), self._of_variables(plain, on_towers, otherwise), inside

@@ -39,7 +39,7 @@ def compare(step: str, both: BothWays) -> StepCheck:
     results, variables, found = both.measured(_spread(comparable))
     is_same, blind_rounds = not (results.different or variables.different), 0
     while True:
-        first = next((output for output in comparable if output in found and found[output].excess > 1.0), None)
+        first = next((output for output in comparable if output in found and found[output].is_different), None)
         unknown = [output for output in comparable if output not in found]
         if first is not None:
             behind = _behind(first, both.propagation)

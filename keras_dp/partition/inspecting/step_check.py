@@ -18,6 +18,11 @@ class Measured(NamedTuple):
     excess: float
     own: float
 
+    @property
+    def is_different(self) -> bool:
+        """Whether the tensor differs by more than is allowed. No number does, too."""
+        return not self.excess <= 1.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
@@ -42,7 +47,7 @@ class Agreement:
     @property
     def different(self) -> dict[str, Measured]:
         """The tensors that differ by more than is allowed, by their names."""
-        return {name: one for name, one in self.measured.items() if not one.excess <= 1.0}
+        return {name: one for name, one in self.measured.items() if one.is_different}
 
 
 @dataclasses.dataclass(frozen=True)
