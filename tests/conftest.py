@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 import turn
 import ways_of_wrapping
+from checked_program import check_all_programs
 from commands_in_process import in_process, in_users_directory  # noqa: F401
 from tensorflow.python.framework import ops
 
@@ -32,6 +33,7 @@ if GPU_MEGABYTES:
     tf.config.experimental.enable_tensor_float_32_execution(False)
 # Workers of pytest say that their terminals have 80 columns: tests see the widest tables, wherever they run.
 os.environ["COLUMNS"] = str(tables.WIDEST)
+check_all_programs()
 # Imported modules stay alive: the garbage collector need not scan them after each test.
 gc.freeze()
 

@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.partition.building.builder import Builder, Built
-from keras_dp.partition.building.exchanges import Exchange
 from keras_dp.partition.building.instances import Feeds
 from keras_dp.partition.building.late_writes import hold_back_writes
+from keras_dp.partition.building.program import Program
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.placements import Facts, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
@@ -53,7 +53,7 @@ class Partition:
     Attributes:
         traced: the graph of the step.
         propagation: the placement of each tensor, and the plan for each node.
-        exchanges: the exchanges between towers.
+        program: the operations of home and of the towers.
         origins: by node of the partitioned graph, the traced node that it stands for; see `GraphWriter`.
         towers: by node of the partitioned graph, the number of its tower; nodes of no tower are left out.
         variables: the variables that the step uses.
@@ -62,7 +62,7 @@ class Partition:
 
     traced: Traced
     propagation: Propagation
-    exchanges: list[Exchange]
+    program: Program
     origins: Mapping[str, str]
     towers: Mapping[str, int]
     variables: Sequence[tf.Variable]
@@ -78,7 +78,7 @@ class Partition:
         """
         propagation, graph = built.propagation, built.graph
         towers = dict(graph.towers)
-        return cls(propagation.traced, propagation, built.exchanges, graph.origins, towers, trace.variables(), built.target)
+        return cls(propagation.traced, propagation, built.program, graph.origins, towers, trace.variables(), built.target)
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -164,7 +164,7 @@ def build(
     traced = propagation.traced
     feeds = _feeds(traced.arguments, arguments, len(target.devices))
     with _garbage_collection_put_off():
-        return Builder(propagation, target, feeds, rows.known).build([*traced.outputs, *more], traced.effects)
+        return Builder(propagation, target, feeds, rows.known, [*traced.outputs, *more], traced.effects).build()
 
 
 def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tensor]:

@@ -63,7 +63,7 @@ def is_package(path):
 def test_the_architecture_is_that_of_the_package():
     """Its tree has a line for each file, its text names files that are there, and large packages have an index."""
     page = text_of("docs/architecture.md")
-    (tree,) = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    (tree,) = re.findall(r"\n\n```\n(.*?)```", page, re.DOTALL)
     assert tree.splitlines() == list(lines_of(PACKAGE))
     named = set(re.findall(r"`([\w/]+(?:\.py|\.toml|/))`", page.replace(tree, "")))
     assert len(named) > 20

@@ -11,16 +11,16 @@ from keras_dp.partition.building.bodies import TowerBodies
 from keras_dp.partition.building.branches import with_merged_reads
 from keras_dp.partition.building.constants import Constants
 from keras_dp.partition.building.construction import Construction
-from keras_dp.partition.building.exchanges import Exchange, Exchanges
+from keras_dp.partition.building.exchanges import Exchanges
 from keras_dp.partition.building.forms import Forms
 from keras_dp.partition.building.homes import Homes
-from keras_dp.partition.building.instances import Feeds, Instances
+from keras_dp.partition.building.instances import Feeds, Instance, Instances, Place
 from keras_dp.partition.building.lookups import Lookups
-from keras_dp.partition.building.needed import Kind, NeededInstances, local_need
+from keras_dp.partition.building.program import Form, Operand, Operation, Program
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS
-from keras_dp.partition.facts.placements import REPLICATE, Replicate, Shard
+from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import HOST
@@ -38,8 +38,8 @@ class Built:
         own_rows: the names of the outputs that are this worker's rows alone.
         effects: the names of further nodes that must run.
         propagation: the plan of each traced node.
+        program: the operations that the graph has.
         instances: the nodes that compute each traced node.
-        exchanges: the exchanges between towers.
         meetings: the names of the nodes where towers meet.
         variables: the names of the tensors that refer to variables.
         variable_devices: the devices of variables by name, as far as they are known.
@@ -51,8 +51,8 @@ class Built:
     own_rows: Collection[str]
     effects: list[str]
     propagation: Propagation
+    program: Program
     instances: Instances
-    exchanges: list[Exchange]
     meetings: list[str]
     variables: list[str]
     variable_devices: dict[str, str]
@@ -66,14 +66,22 @@ class Builder:
         target: the devices.
         feeds: the names of the tensors that the graph is given.
         known_rows: the numbers of rows, if they are known while the step is traced; else None.
+        outputs: the names of the tensors of the traced graph that are wanted.
+        effects: the names of its nodes that must run.
 
     Attributes:
         graph: the graph so far.
-        exchanges: the exchanges between towers so far.
-        forms: the converter of tensors to the form that a node needs.
     """
 
-    def __init__(self, propagation: Propagation, target: Target, feeds: Feeds, known_rows: RowCounts | None = None):
+    def __init__(
+        self,
+        propagation: Propagation,
+        target: Target,
+        feeds: Feeds,
+        known_rows: RowCounts | None,
+        outputs: Iterable[str],
+        effects: Iterable[str],
+    ):
         self.propagation = propagation
         self._target = target
         self.devices = list(target.devices)
@@ -84,10 +92,12 @@ class Builder:
         construction = Construction(
             self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, target.across
         )
-        constants = Constants(self.graph, propagation)
-        self._needed = NeededInstances(propagation, feeds.whole, constants)
-        self.exchanges = Exchanges(construction, constants)
-        self.forms = Forms(construction, self.exchanges, constants)
+        constants, wanted = Constants(self.graph, propagation), list(map(output_of, outputs))
+        self._kept = dict.fromkeys(filter(self._keeps, wanted))
+        self._program = Program(propagation, feeds.whole, constants, wanted, self._kept, effects)
+        self._lookups = Lookups(propagation, self._program.operations)
+        self._exchanges = Exchanges(construction, constants, self._program.early)
+        self._forms = Forms(construction, self._exchanges, constants)
         self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
 
     def _with_constants(self, feeds: Feeds, known: RowCounts) -> Feeds:
@@ -106,40 +116,29 @@ class Builder:
             is_alive=[self.graph.constant(rows > 0, tf.bool, HOST) for rows in known.own_rows],
         )
 
-    def build(self, outputs: Iterable[str], effects: Iterable[str]) -> Built:
-        """Makes the nodes that some outputs and effects of the traced graph need, and no others.
-
-        Args:
-            outputs: the names of tensors.
-            effects: the names of nodes.
-        """
-        wanted, effects = [output_of(name) for name in outputs], list(effects)
-        needed = self._needed.of([(output, Shard(0) if self._keeps(output) else REPLICATE) for output in wanted], effects)
-        self._lookups = Lookups(self.propagation, needed)
-        self.exchanges.early = self._needed.early(needed)
-        makers: dict[Kind, Callable[[Any], Any]] = {
-            Kind.SHAPES: self._make_local_shapes,
-            Kind.TOWERS: self._make_on_towers,
-            Kind.HOME: self._make_at_home,
+    def build(self) -> Built:
+        """Writes the nodes that the outputs and effects need, and no others."""
+        makers: dict[Place, Callable[[Operation], list[str]]] = {
+            Place.SHAPES: self._on_each_tower,
+            Place.TOWERS: self._on_towers,
+            Place.HOME: lambda operation: [self._at_home(operation)],
         }
-        for definition in self.propagation.traced.nodes:
-            for kind, make in makers.items():
-                if (kind, definition.name) in needed:
-                    make(definition)
-        own = {output: self.exchanges.own_rows(output) for output in wanted if self._keeps(output)}
-        results = [own.get(output) or self.forms.whole(output) for output in wanted]
-        self.exchanges.finish()
+        for instance, operation in self._program.operations.items():
+            self._instances.made[instance] = makers[operation.place](operation)
+        own = {output: self._exchanges.own_rows(output) for output in self._kept}
+        results = [own.get(operand.output) or self._forms.whole(operand) for operand in self._program.results]
+        self._exchanges.finish()
         traced = self.propagation.traced
         return Built(
             self._target,
             self.graph,
             results,
             own.values(),
-            [*(name[1:] for effect in effects for name in self._controls(effect)), *self.exchanges.with_workers],
+            [*(name[1:] for name in self._controls(self._program.awaited)), *self._exchanges.with_workers],
             self.propagation,
+            self._program,
             self._instances,
-            self.exchanges.made,
-            self.exchanges.meetings,
+            self._exchanges.meetings,
             [self.feeds.whole[name] for name in traced.handles if self.propagation.static((name, 0)).dtype == tf.resource],
             {self.feeds.whole[name]: place for name, place in traced.places.items()},
         )
@@ -161,39 +160,44 @@ class Builder:
 
     # Make instances.
 
-    def _make_at_home(self, definition: Any) -> None:
-        if self._needed.counts_all_rows(definition):
-            self._instances.home[definition.name] = self._shape_of_whole(definition)
-        else:
-            device = self._homes.of_node(definition)
-            inputs = [self.forms.whole(output, device) for output in self.propagation.sources[definition.name]]
-            if definition.op in LOOPS:
-                inputs = self._beside_loop(definition, inputs, device)
-            controls = self._awaited(definition.name)
-            traced = self.propagation.traced
-            merged = with_merged_reads(definition, traced.library, traced.graph)
+    def _at_home(self, operation: Operation) -> str:
+        definition, operands = operation.definition, operation.operands
+        if any(map(_is_on_towers, operands)):
+            return self._shape_of_whole(definition, operands)
+        device = self._homes.of_node(definition)
+        inputs = [self._forms.whole(operand, device) for operand in operands]
+        if definition.op in LOOPS:
+            inputs = self._beside_loop(definition, inputs, device)
+        controls = self._controls(operation.awaited)
+        traced = self.propagation.traced
+        merged = with_merged_reads(definition, traced.library, traced.graph)
 
-            def copied() -> str:
-                return self.graph.copy(merged, device, inputs, controls)
+        def copied() -> str:
+            return self.graph.copy(merged, device, inputs, controls)
 
-            is_read = definition.op == "ReadVariableOp"
-            self._instances.home[definition.name] = self._read_once(inputs[0], controls, copied) if is_read else copied()
+        return self._read_once(inputs[0], controls, copied) if definition.op == "ReadVariableOp" else copied()
 
-    def _make_on_towers(self, definition: Any) -> None:
-        plan, outputs = self.propagation.plans[definition.name], self.propagation.sources[definition.name]
+    def _on_towers(self, operation: Operation) -> list[str]:
+        definition, plan = operation.definition, self.propagation.plans[operation.definition.name]
         made = []
         for tower in range(len(self.devices)):
-            device = self._device(definition.name, tower)
-            needs = enumerate(zip(outputs, plan.needs or (), strict=True))
-            inputs = [self.forms.form(output, need, tower, device, plan.readings.get(i)) for i, (output, need) in needs]
+            inputs = self._inputs(operation, tower)
             if definition.op in LOOPS:
-                inputs = self._beside_loop(definition, inputs, device, tower)
+                inputs = self._beside_loop(definition, inputs, self._device(definition.name, tower), tower)
             if plan.instance and not self._lookups.is_at_table(definition.name):
                 made.append(plan.instance(self, definition, tower, inputs))
             else:
                 own = self._bodies.on_tower(definition, plan, tower) if self._bodies and plan.functions else definition
                 made.append(self.copy(own, tower, inputs))
-        self._instances.towers[definition.name] = made
+        return made
+
+    def _on_each_tower(self, operation: Operation) -> list[str]:
+        towers = range(len(self.devices))
+        return [self.copy(operation.definition, tower, self._inputs(operation, tower)) for tower in towers]
+
+    def _inputs(self, operation: Operation, tower: int) -> list[str]:
+        device = self._device(operation.definition.name, tower)
+        return [self._forms.of_tower(operand, tower, device) for operand in operation.operands]
 
     def _device(self, name: str, tower: int) -> str:
         """Returns the device of a traced node's instance for a tower: the tower's, or that of the table which it looks up."""
@@ -214,21 +218,10 @@ class Builder:
             )
         return placed
 
-    def _make_local_shapes(self, definition: Any) -> None:
-        outputs = self.propagation.sources[definition.name]
-        needs = [local_need(self.propagation.facts[output].placement) for output in outputs]
-        made = []
-        for tower in range(len(self.devices)):
-            device = self._device(definition.name, tower)
-            inputs = [self.forms.form(output, need, tower, device) for output, need in zip(outputs, needs, strict=True)]
-            made.append(self.copy(definition, tower, inputs))
-        self._instances.shapes[definition.name] = made
-
-    def _shape_of_whole(self, definition: Any) -> str:
+    def _shape_of_whole(self, definition: Any, operands: Sequence[Operand]) -> str:
         """Writes the Shape, ShapeN or Size of whole tensors that towers hold as slices or parts."""
         dtype = tf.as_dtype(definition.attr["out_type"].type or tf.int32.as_datatype_enum)
-        outputs = self.propagation.sources[definition.name]
-        shapes = [self._whole_shape(output, dtype) for output in outputs]
+        shapes = [self._whole_shape(operand, dtype) for operand in operands]
         name = f"home/{definition.name}"
         if definition.op == "Size":
             return self.graph.add(
@@ -238,12 +231,12 @@ class Builder:
             return self.graph.add("Identity", shapes, self.graph.home, name, T=dtype)
         return self.graph.add("IdentityN", shapes, self.graph.home, name, T=[dtype] * len(shapes))
 
-    def _whole_shape(self, output: Output, dtype: tf.DType) -> str:
+    def _whole_shape(self, operand: Operand, dtype: tf.DType) -> str:
+        output = operand.output
         static, placement = self.propagation.static(output), self.propagation.facts[output].placement
-        is_given = output[0] in self.feeds.whole
-        is_there = static.rank is None if is_given else self.propagation.plans[output[0]].is_at_home
-        if isinstance(placement, Replicate) or is_there:
-            return self.graph.add("Shape", [self.forms.whole(output)], self.graph.home, "shape", T=static.dtype, out_type=dtype)
+        if not _is_on_towers(operand):
+            whole = self._forms.whole(operand)
+            return self.graph.add("Shape", [whole], self.graph.home, "shape", T=static.dtype, out_type=dtype)
         last = len(self.devices) - 1
         part, device = self._instances.part(output, last), self._device(output[0], last)
         shape = self.graph.add("Shape", [part], device, "shape", T=static.dtype, out_type=dtype)
@@ -251,7 +244,7 @@ class Builder:
             return shape
         # Along the axis of the rows, the number of entries is a multiple of the number of rows.
         along = np.arange(static.rank or 0) == placement.axis
-        return self.exchanges.of_all_rows(shape, along, dtype)
+        return self._exchanges.of_all_rows(shape, along, dtype)
 
     # Help rules that make their own instances.
 
@@ -266,8 +259,8 @@ class Builder:
             tower: the tower whose entries are counted; None for the whole batch.
         """
         rows = self.feeds.batch_rows if tower is None else self.feeds.rows[tower]
-        output = self.propagation.sources[name][0]
-        last = len(self.devices) - 1
+        operand, last = self._program.operations[Place.TOWERS, name].operands[0], len(self.devices) - 1
+        output = operand.output
         plain = int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
         total = self.graph.constant(plain, tf.int64, HOST)
         placement = self.propagation.facts[output].placement
@@ -279,7 +272,7 @@ class Builder:
                 factors = [rows, self.graph.constant(sum(blocks), device=HOST)]
             else:
                 device = self._device(output[0], last)
-                entries = self.graph.size(self.forms.form(output, placement, last, device), axis, dtype, device)
+                entries = self.graph.size(self._forms.of_tower(operand, last, device), axis, dtype, device)
                 factors = [entries]
                 if blocks is not None:
                     factors = [self.graph.binary("FloorDiv", entries, self.feeds.rows[last], device=HOST), rows]
@@ -308,15 +301,16 @@ class Builder:
 
     def own_mean(self, part: str, tower: int, dtype: tf.DType) -> str:
         """Returns the mean of a tower's rows, from its part of the mean of all rows."""
-        return self.exchanges.own_mean(part, tower, dtype)
+        return self._exchanges.own_mean(part, tower, dtype)
 
     def _awaited(self, name: str) -> list[str]:
         """Returns the control inputs that replace those of a traced node."""
-        return [control for source in self.propagation.awaited[name] for control in self._controls(source)]
+        return self._controls(self._program.awaits(name))
 
-    def _controls(self, name: str) -> list[str]:
-        """Returns the control inputs that replace a control input on a traced node."""
-        if not self._needed.is_waited_for(name):
-            return []
-        made = [self._instances.home[name]] if self.propagation.plans[name].is_at_home else self._instances.towers[name]
-        return [f"^{source_of(instance)}" for instance in made]
+    def _controls(self, instances: Iterable[Instance]) -> list[str]:
+        """Returns control inputs for some instances."""
+        return [f"^{source_of(name)}" for instance in instances for name in self._instances.made[instance]]
+
+
+def _is_on_towers(operand: Operand) -> bool:
+    return operand.form in (Form.GIVEN_ROWS, Form.TOWERS)

@@ -1,9 +1,7 @@
 """Sum the towers' parts, gather their rows, and cut tensors into slices."""
 
-import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -14,26 +12,12 @@ from keras_dp.partition.building.empty_slices import EmptySlices
 from keras_dp.partition.building.lengths import Lengths
 from keras_dp.partition.building.worker_exchanges import WorkerExchanges
 from keras_dp.partition.building.writing import Given
-from keras_dp.partition.facts.placements import Own, Partial, Placement, Replicate, Shard
+from keras_dp.partition.facts.placements import Own, Partial, Placement, Shard
 from keras_dp.partition.facts.rows import Rows, counts_all
 from keras_dp.partition.placing.measuring import measured_blocks
 from keras_dp.partition.placing.moments import Variance, variance_of_parts
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import Output, name_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """A meeting of towers.
-
-    Attributes:
-        kind: "sum" and other reductions of parts, "gather" of rows, "cut" of a whole tensor into slices, or "first" for the
-            first tower's own value.
-        output: the tensor.
-    """
-
-    kind: str
-    output: Output
 
 
 class Exchanges:
@@ -42,18 +26,16 @@ class Exchanges:
     Args:
         construction: the state of the partitioned graph.
         constants: the tensors that are known while tracing.
-
-    Attributes:
-        made: the exchanges so far.
-        meetings: the nodes of exchanges that need a tensor from every tower.
         early: the tensors of which towers need the whole, directly or indirectly. The sums of all other tensors over the
             workers are sent together.
+
+    Attributes:
+        meetings: the nodes of exchanges that need a tensor from every tower.
     """
 
-    def __init__(self, construction: Construction, constants: Constants):
-        self.made: list[Exchange] = []
+    def __init__(self, construction: Construction, constants: Constants, early: Container[Output]):
         self.meetings: list[str] = []
-        self.early: set[Output] = set()
+        self._early = early
         self._construction = construction
         self._graph, self._propagation, self._feeds = construction.graph, construction.propagation, construction.feeds
         self._devices, self._instances = construction.devices, construction.instances
@@ -67,30 +49,25 @@ class Exchanges:
         """The names of the tensors that workers exchanged."""
         return self._workers.made if self._workers else []
 
-    def whole(self, output: Output, placement: Any) -> str:
+    def whole(self, output: Output) -> str:
         """Returns the whole, at home, of a tensor that towers hold as slices or parts."""
-        return str(self._graph.once(("whole", output), lambda: self._met(output, placement)))
+        return str(self._graph.once(("whole", output), lambda: self._met(output)))
 
-    def _met(self, output: Output, placement: Any) -> str:
-        whole = self._combined(output, placement)
+    def _met(self, output: Output) -> str:
+        whole = self._combined(output)
         self.meetings.append(whole)
         return whole
 
-    def _combined(self, output: Output, placement: Any) -> str:
-        dtype = self._propagation.static(output).dtype
+    def _combined(self, output: Output) -> str:
+        dtype, placement = self._propagation.static(output).dtype, self._propagation.facts[output].placement
         if isinstance(placement, Shard):
-            self.made.append(Exchange("gather", output))
             return self._gathered(output, placement, dtype)
         if isinstance(placement, Variance):
-            self.made.append(Exchange("sum", output))
             return self._variance(output, placement.mean)
         if isinstance(placement, Partial):
-            self.made.append(Exchange(placement.reduction, output))
             return self._reduced(output, placement.reduction, dtype)
         if isinstance(placement, Own):
-            self.made.append(Exchange("first", output))
             return self._of_first(output, dtype)
-        assert isinstance(placement, Replicate), f"a list on towers is needed at home: {output[0]}"
         # It is the same on all towers, like the result of a loop, or counts each tower's own rows.
         own, entries = self._instances.part(output, len(self._devices) - 1), self._propagation.facts[output].entries
         if entries is None or not self._propagation.facts[output].counts_rows():
@@ -136,7 +113,7 @@ class Exchanges:
             return self._workers.reduced(Given(own, spec, home), reduction, name)
         sent = self._propagation.static(self._narrowest(output)).dtype
         given = Given(self._as(own, dtype, sent, home), tf.TensorSpec(spec.shape, sent), home)
-        return self._as(self._workers.sum(given, name, output in self.early), sent, dtype, home)
+        return self._as(self._workers.sum(given, name, output in self._early), sent, dtype, home)
 
     def _variance(self, output: Output, mean: Output) -> str:
         """Returns the variance of all rows from the variances of the towers' rows around their own means: see `moments`."""
@@ -156,7 +133,7 @@ class Exchanges:
         self._graph.inline(combined, [*(Given(part, spec, home) for part in parts), part_of_mean, shares], [variance])
         if self._workers is None:
             return variance
-        return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean, Partial()), name)
+        return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean), name)
 
     def _shares(self, rank: int, dtype: tf.DType) -> str:
         """Returns the shares of the batch's rows that the N towers have, of shape (N, 1, ..., 1) with `rank` ones."""
@@ -219,7 +196,7 @@ class Exchanges:
                 return narrowest
             output = self._propagation.sources[name][0]
             dtype, least = self._propagation.static(output).dtype, self._propagation.static(narrowest).dtype
-            if not dtype.is_floating or output[0] not in self._instances.towers:
+            if not dtype.is_floating or not self._instances.is_on_towers(output):
                 return narrowest
             if dtype.size > least.size:
                 # The cast rounded it, so the wider tensor has other values.
@@ -233,7 +210,6 @@ class Exchanges:
 
     def own_rows(self, output: Output) -> str:
         """Returns this worker's rows, which follow each other along the first axis."""
-        self.made.append(Exchange("gather", output))
         own = self._concatenated(output, self._empty_slices.rows(output, 0), 0)
         self.meetings.append(own)
         return own

@@ -1,9 +1,21 @@
 """Name the tensors of the traced graph in the partitioned one."""
 
 import dataclasses
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 
 from keras_dp.partition.tracing.names import Output, name_of, source_of
+
+
+class Place(enum.Enum):
+    """The places where a traced node is computed in the partitioned graph."""
+
+    SHAPES = "own shape"  # on each tower, for its own number of rows
+    TOWERS = "towers"
+    HOME = "home"
+
+
+Instance = tuple[Place, str]  # of a traced node, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +51,26 @@ class Instances:
 
     Attributes:
         slices: for each argument that has rows, the names of the N slices.
-        home: by traced node, the name of the instance at home.
-        towers: by traced node, the names of the N instances on the towers.
-        shapes: by traced node, the names of the N instances on the towers that count each tower's own rows.
+        made: by instance, the name of its node at home, or of the N nodes on the towers.
     """
 
     slices: Mapping[str, Sequence[str]]
-    home: dict[str, str] = dataclasses.field(default_factory=dict)
-    towers: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    shapes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    made: dict[Instance, list[str]] = dataclasses.field(default_factory=dict)
 
     def of(self, traced: Iterable[str]) -> set[str]:
         """Returns the names of all instances of some traced nodes, at home and on towers."""
-        made = [
-            name for node in traced for name in (*self.towers.get(node, ()), *([self.home[node]] if node in self.home else []))
-        ]
-        return {source_of(name) for name in made}
+        names = [name for node in traced for place in (Place.TOWERS, Place.HOME) for name in self.made.get((place, node), ())]
+        return {source_of(name) for name in names}
 
-    def part(self, output: Output, tower: int) -> str:
+    def at_home(self, output: Output) -> str:
+        """Returns the name of a tensor's instance at home."""
+        return name_of(self.made[Place.HOME, output[0]][0], output[1])
+
+    def part(self, output: Output, tower: int, place: Place = Place.TOWERS) -> str:
         """Returns the name of a tensor's instance on a tower."""
         name, port = output
-        return self.slices[name][tower] if name in self.slices else name_of(self.towers[name][tower], port)
+        return self.slices[name][tower] if name in self.slices else name_of(self.made[place, name][tower], port)
+
+    def is_on_towers(self, output: Output) -> bool:
+        """Returns whether towers compute a tensor."""
+        return (Place.TOWERS, output[0]) in self.made

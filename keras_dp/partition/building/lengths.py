@@ -7,7 +7,6 @@ import tensorflow as tf
 from keras_dp.partition.building.constants import Constants
 from keras_dp.partition.building.construction import Construction
 from keras_dp.partition.facts.rows import ALL_ROWS, Number
-from keras_dp.partition.tracing.names import name_of
 
 
 class Lengths:
@@ -45,13 +44,13 @@ class Lengths:
         propagation = self._construction.propagation
         output, axis = propagation.measures.measure(factor)
         dtype, device = propagation.static(output).dtype, self._construction.devices[tower]
-        name, port = output
-        if name in self._feeds.slices or name in self._instances.towers:
+        name = output[0]
+        if name in self._feeds.slices or self._instances.is_on_towers(output):
             return self._graph.size(self._instances.part(output, tower), axis, dtype, device)
         if name in self._feeds.whole:
             whole = self._feeds.whole[name]
         elif self._constants.is_known(output):
             whole = self._constants.write(output, self._feeds.batch_rows, self._graph.home, None)
         else:
-            whole = name_of(self._instances.home[name], port)
+            whole = self._instances.at_home(output)
         return self._graph.size(whole, axis, dtype)

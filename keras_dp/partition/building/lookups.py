@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-from keras_dp.partition.building.needed import Kind, NeededInstance
+from keras_dp.partition.building.instances import Instance, Place
 from keras_dp.partition.facts.placements import REPLICATE, Shard
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.slice_bytes import bytes_of, bytes_of_slice
@@ -29,14 +29,14 @@ class Lookups:
         needed: the instances that the partitioned graph has.
     """
 
-    def __init__(self, propagation: Propagation, needed: Collection[NeededInstance]):
+    def __init__(self, propagation: Propagation, needed: Collection[Instance]):
         self._propagation = propagation
-        on_towers = [name for name in propagation.nodes if (Kind.TOWERS, name) in needed or (Kind.SHAPES, name) in needed]
+        on_towers = [name for name in propagation.nodes if (Place.TOWERS, name) in needed or (Place.SHAPES, name) in needed]
         self._takers = takers_of({name: propagation.sources[name] for name in on_towers})
         lookups: dict[Output, list[str]] = defaultdict(list)
         sent: set[Output] = set()
         for name in on_towers:
-            if (Kind.TOWERS, name) in needed:
+            if (Place.TOWERS, name) in needed:
                 table = self._table(name)
                 if table is not None:
                     lookups[table].append(name)

@@ -116,12 +116,12 @@ def explain(partition: Partition, devices: Sequence[str], batch_rows: int) -> Ex
     order = {node.name: i for i, node in enumerate(partition.traced.nodes)}
     meetings = [
         Meeting(
-            exchange.kind,
+            exchange.form.name.lower(),
             name_of(*exchange.output),
             _bytes(partition, exchange.output, batch_rows),
             user_line(graph, exchange.output[0]),
         )
-        for exchange in sorted(partition.exchanges, key=lambda exchange: order.get(exchange.output[0], -1))
+        for exchange in sorted(partition.program.meetings, key=lambda exchange: order.get(exchange.output[0], -1))
     ]
     once = [
         Once(

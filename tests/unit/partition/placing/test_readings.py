@@ -92,7 +92,7 @@ def test_noise_of_a_weight_has_no_rows():
 
     _, partition = partitioned_step(step, [tf.TensorSpec([ROWS, ROWS], tf.float64)], [True], ROWS)
     assert not partition.gathered
-    assert [exchange.kind for exchange in partition.exchanges] == ["sum"]
+    assert [meeting.form.name.lower() for meeting in partition.program.meetings] == ["sum"]
 
 
 def test_gradients_of_normalized_noise_are_rows():

@@ -171,4 +171,4 @@ def test_each_tower_draws_the_numbers_of_its_own_rows(known_rows):
         return x * tf.random.stateless_normal(tf.shape(x), [3, 4], dtype=x.dtype)
 
     _, partition = partitioned_step(step, [tf.TensorSpec((known_rows, 3), tf.float64)], [True], known_rows)
-    assert [exchange.kind for exchange in partition.exchanges] == ["gather"]  # the result
+    assert [meeting.form.name.lower() for meeting in partition.program.meetings] == ["gather"]  # the result

@@ -221,4 +221,4 @@ def test_a_sum_that_is_spread_over_rows_is_cut_nowhere():
     x = np.random.default_rng(0).uniform(size=(7, 5))
     (result,), partition = run(step, [x])
     np.testing.assert_allclose(result, ((x - x.sum(0)) ** 2).sum())
-    assert [exchange.kind for exchange in partition.exchanges] == ["sum", "sum"]
+    assert [meeting.form.name.lower() for meeting in partition.program.meetings] == ["sum", "sum"]
