@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dp.partition.building.instances import Place
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.step import Partition
@@ -111,8 +112,7 @@ def explain(partition: Partition, devices: Sequence[str], batch_rows: int) -> Ex
         devices: the devices of the N towers.
         batch_rows: B, the number of rows for which bytes are computed.
     """
-    propagation, graph = partition.propagation, partition.traced.graph
-    plans = [plan for name, plan in propagation.plans.items() if name not in partition.traced.arguments]
+    graph = partition.traced.graph
     order = {node.name: i for i, node in enumerate(partition.traced.nodes)}
     meetings = [
         Meeting(
@@ -133,8 +133,8 @@ def explain(partition: Partition, devices: Sequence[str], batch_rows: int) -> Ex
         )
         for known in partition.gathered
     ]
-    at_home = sum(plan.is_at_home for plan in plans)
-    computed = len(plans) - at_home, at_home
+    places = [place for place, _ in partition.program.operations]
+    computed = places.count(Place.TOWERS), places.count(Place.HOME)
     target = partition.target
     return Explanation(list(devices), target.home, batch_rows, *computed, target.jit_compile, meetings, once)
 
