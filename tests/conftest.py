@@ -16,6 +16,7 @@ import tensorflow as tf
 import turn
 import ways_of_wrapping
 from commands_in_process import in_process, in_users_directory  # noqa: F401
+from imported_examples import example  # noqa: F401
 from tensorflow.python.framework import ops
 
 import keras_dp
