@@ -17,6 +17,7 @@ import turn
 import ways_of_wrapping
 from checked_program import check_all_programs
 from commands_in_process import in_process, in_users_directory  # noqa: F401
+from imported_examples import example  # noqa: F401
 from tensorflow.python.framework import ops
 
 import keras_dp

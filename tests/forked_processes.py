@@ -4,6 +4,7 @@ Servers import them once, and fork each process: an import takes six seconds. Ea
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -23,14 +24,9 @@ SERVERS = 2
 
 
 class Process:
-    """The process of a script; has the methods of `subprocess.Popen` that tests use.
+    """The process of a script with arguments, which prints to a log; has the methods of `subprocess.Popen` that tests use.
 
-    Args:
-        arguments: the script and its arguments.
-        log: the file for all that is printed.
-        environment: further environment variables.
-        server: the number of the server that forks it.
-        **options: `folder` to run in, and `session`: whether it leads a session of its own.
+    The server of that number forks it. The options are `folder` to run in, and `session`: whether it leads one of its own.
     """
 
     def __init__(self, *arguments, log, environment=None, server=0, **options):
@@ -73,6 +69,22 @@ def output_of(*arguments, seconds=400, **options):
             code = process.wait(seconds)
         output = log.read()
     assert code == 0, output[-3000:]
+    return output
+
+
+def output_of_command(*command, seconds=400, environment=None, **options):
+    """Runs a command without a server in a session of its own, all of which ends with it, and returns all that it prints.
+
+    The options are those of `subprocess.Popen`.
+    """
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(list(map(str, command)), env={**os.environ, **(environment or {})}, **options) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-5000:]
     return output
 
 

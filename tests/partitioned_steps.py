@@ -3,14 +3,12 @@
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.building.target import Target
-from keras_dp.partition.facts.node import Node
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing import propagation
 from keras_dp.partition.placing.readings import RowSources, readings
@@ -23,24 +21,53 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 HOME = "CPU:3"
 
 
-def run(step: Callable[..., object], arrays: Sequence[np.ndarray]) -> tuple:
+def specs_of(arrays, known_rows=None):
+    """Returns the specs of arrays whose first axis is the rows."""
+    return [tf.TensorSpec([known_rows, *array.shape[1:]], tf.constant(array).dtype) for array in arrays]
+
+
+def run(step, arrays):
     """Runs a partitioned step on arrays whose first axis is the rows, and returns its result and its partition."""
-    specs = [tf.TensorSpec([None, *array.shape[1:]], tf.constant(array).dtype) for array in arrays]
-    partitioned, partition = partitioned_step(step, specs, [True] * len(arrays))
+    partitioned, partition = partitioned_step(step, specs_of(arrays), [True] * len(arrays))
     return tf.nest.flatten(partitioned(*map(tf.constant, arrays))), partition
 
 
+def agree(step, *batches, specs=None, has_rows=None, known_rows=None, tolerance=1e-11, **options):
+    """Asserts that a step gives the same plain and partitioned on each batch, a list of arrays. Returns its partition."""
+    specs = specs or specs_of(batches[0], known_rows)
+    partitioned, partition = partitioned_step(step, specs, has_rows or [True] * len(specs), known_rows, **options)
+    plain = tf.function(step, autograph=False).get_concrete_function(*specs)
+    for batch in batches:
+        results = [tf.nest.flatten(function(*map(tf.constant, batch))) for function in (partitioned, plain)]
+        for received, expected in zip(*results, strict=True):
+            assert received.shape == expected.shape
+            np.testing.assert_allclose(received, expected, rtol=tolerance, atol=tolerance)
+    return partition
+
+
+def with_gradients(loss, *variables):
+    """Returns a step that computes a loss, and its gradients with respect to its first tensor and to variables."""
+
+    def step(x, *others):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = loss(x, *others)
+        return value, *tape.gradient(value, [x, *variables])
+
+    return step
+
+
 @contextlib.contextmanager
-def reading_at_random(seed: int) -> Iterator[None]:
+def reading_at_random(seed):
     """Reads integers as rows in a random order, makes random sources rows in random segments, and leaves out some readings."""
     draw = random.Random(seed)
 
-    def in_any_order(node: Node, blocks: tuple = ()) -> list[Node]:
+    def in_any_order(node, blocks=()):
         found = list(readings(node, blocks))
         draw.shuffle(found)
         return found[: draw.randint(1, len(found))]
 
-    def any_blocks(self: RowSources, node: Node, facts: object) -> tuple | None:
+    def any_blocks(self, node, facts):
         is_any = node.type in ("Fill", "Tile", "BroadcastTo") or draw.random() < 0.5
         return draw.choice([None, (), (1,), (2,), (1, 1)]) if is_any else ()
 
@@ -52,16 +79,8 @@ def reading_at_random(seed: int) -> Iterator[None]:
 
 
 def partitioned_step(
-    step: Callable[..., object],
-    specs: Sequence[tf.TensorSpec],
-    has_rows: Sequence[bool],
-    known_rows: int | None = None,
-    devices: Sequence[str] = DEVICES,
-    home: str = HOME,
-    collectives: OneWorker | None = None,
-    keeps_rows: bool = False,
-    **options: bool,
-) -> tuple:
+    step, specs, has_rows, known_rows=None, devices=DEVICES, home=HOME, collectives=None, keeps_rows=False, **options
+):
     """Partitions a step, and returns it as a function of whole tensors, with its partition.
 
     Each of several workers takes the whole tensors, and its towers the worker's own rows.
@@ -71,7 +90,7 @@ def partitioned_step(
     count, first = len(devices) * collectives.count, len(devices) * collectives.index
     towers = range(first, first + len(devices))
 
-    def function(*tensors: tf.Tensor) -> object:
+    def function(*tensors):
         rows = tf.shape(tensors[has_rows.index(True)])[0] if known_rows is None else known_rows
         begins = [rows * i // count for i in towers]
         ends = [rows * (i + 1) // count for i in towers]

@@ -38,12 +38,11 @@ class Line(NamedTuple):
 
 
 class RelayedNetwork:
-    """A network between workers, whose lines can be changed, held and cut while they are used.
+    """A network between workers, whose lines can be held and cut while they are used.
 
     Inside the `with` block, the relay runs, and does what it is asked; the numbers are those of workers.
 
         port(worker, other, address)            returns the port at which a worker reaches another one at its address
-        set_line(source, destination, line)     changes the line for all that is sent from now on
         hold(source, destination)               lets nothing pass, and closes nothing
         release(source, destination)            lets all that was held pass, and what follows it
         cut(worker, other)                      resets all connections, and returns their number; new ones may follow
@@ -72,14 +71,6 @@ class RelayedNetwork:
 
     def __getattr__(self, name):
         return functools.partial(self.__dict__["_ask"], name)
-
-    def hold_both(self, one, other):
-        self.hold(one, other)
-        self.hold(other, one)
-
-    def release_both(self, one, other):
-        self.release(one, other)
-        self.release(other, one)
 
 
 class Questions:
@@ -204,9 +195,6 @@ class _Relay:
             self._connections[pair].discard(writer)
             if not writer.is_closing():
                 _reset(writer)
-
-    async def do_set_line(self, source, destination, line):
-        self._directions[source, destination].line = Line(*line)
 
     async def do_hold(self, source, destination):
         self._directions[source, destination].passing.clear()

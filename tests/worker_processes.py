@@ -26,20 +26,14 @@ def free_ports(count):
 
 
 def tf_config(ports, index):
-    return json.dumps(
-        {"cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]}, "task": {"type": "worker", "index": index}}
-    )
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
 
 
 class Workers:
-    """Runs one of the scripts in W processes, and kills them at the end of the `with` block.
+    """Runs a script of tests/worker_scripts in W processes, and kills them at the end of the `with` block.
 
-    Args:
-        script: a file in tests/worker_scripts.
-        count: the number of workers, W.
-        directory: the directory for the outputs, worker_<i>.log.
-        arguments: the arguments of the script.
-        environment: further environment variables.
+    The outputs are in the directory, as worker_<i>.log. `environment` has further environment variables.
     """
 
     def __init__(self, script, count, directory, *arguments, **environment):
@@ -89,13 +83,9 @@ class Workers:
 
 
 class Launched:
-    """Runs `keras-dp launch` with worker_scripts/training.py or another script, and kills it at the end of the `with` block.
+    """Runs `keras-dp launch` with its options, a script and its arguments, and kills it at the end of the `with` block.
 
-    Args:
-        directory: the directory for the output.
-        options: the options of the command.
-        script: the script and its arguments.
-        environment: further environment variables.
+    The output is in the directory. `environment` has further environment variables.
     """
 
     def __init__(self, directory, options, *script, **environment):

@@ -11,12 +11,9 @@ from keras_dp.workers.collectives import Collectives
 
 
 def on_workers(count, function, order=None):
-    """Runs `function(collectives)` on W workers at the same time, and returns each worker's result.
+    """Runs `function(collectives)` eagerly on `count` workers at the same time, and returns each worker's result.
 
-    Args:
-        count: the number of workers, W.
-        function: a function that runs any collectives eagerly.
-        order: the order in which the runtime gathers; it may differ from the order of the workers.
+    The runtime gathers in an order that may differ from the order of the workers.
     """
     runtime = _Runtime(count, order or range(count))
 

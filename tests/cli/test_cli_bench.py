@@ -61,7 +61,7 @@ def test_built_in_models(name, parameters, batch_shape, output_shape):
 def test_a_language_model_looks_back_only_and_has_batches_of_tokens():
     model = models.transformer()
     model.compile("sgd", **models.classification())
-    (x, y), again = (next(iter(synthetic.dataset(model, 4).as_numpy_iterator())) for _ in range(2))
+    (x, y), again = (next(synthetic.dataset(model, 4).as_numpy_iterator()) for _ in range(2))
     assert x.shape == y.shape == (4, 64)
     assert x.dtype == np.int32
     assert all(tokens.min() >= 0 and 4_000 < tokens.max() < 5_000 for tokens in (x, y))
@@ -73,11 +73,7 @@ def test_a_language_model_looks_back_only_and_has_batches_of_tokens():
 
 @pytest.mark.parametrize(
     ("as_outputs", "named"),
-    [
-        (lambda *outputs: list(outputs), True),
-        (lambda *outputs: list(outputs), False),
-        (lambda kind, place: {"place": place, "kind": kind}, True),
-    ],
+    [(lambda *outputs: list(outputs), False), (lambda kind, place: {"place": place, "kind": kind}, True)],
 )
 def test_batches_of_several_inputs_and_outputs(as_outputs, named):
     words, image = keras.Input((5,), dtype="int32", name="words"), keras.Input((4, 4, 1), name="image")
@@ -104,11 +100,13 @@ def test_engines_train_the_same(in_process, name):
 
 
 @pytest.mark.processes
-def test_workers_share_the_towers(in_users_directory):
+def test_workers_share_the_towers(in_users_directory, request):
     """Two processes train as one with two towers does, and the first one answers."""
     of_workers = Run("workers", 2, 6, "user_models:small", workers=2, steps=3, warm_up=1)
     of_both = runs.measure_in_new_process(of_workers)
-    alone = runs.measure_in_new_process(dataclasses.replace(of_workers, engine="keras_dp", workers=1))
+    request.getfixturevalue("in_process")
+    keras.config.set_floatx("float32")
+    alone = measurement.measure(dataclasses.replace(of_workers, engine="keras_dp", workers=1))
     assert of_both.loss == pytest.approx(alone.loss, rel=1e-5)
     assert len(of_both.step_milliseconds) == len(alone.step_milliseconds) == 3
     if loopback.DEVICES.exists():
@@ -269,9 +267,8 @@ def test_files(seen, tmp_path, monkeypatch, capsys):
     assert written_before == [None, None, None, 2, 2]
     assert "keras_dp over it: the step time of keras_dp, divided by the step time of this engine" in capsys.readouterr().out
     with (tmp_path / "bench.csv").open(encoding="utf-8") as file:
-        assert [(row["engine"], row["median_milliseconds"], row["keras_dp_ratio"]) for row in csv.DictReader(file)] == [
-            ("keras_dp", "6.0", "1.0"), ("ceiling", "", ""), ("single", "12.0", "0.5"),
-        ]  # fmt: skip
+        rows = [(row["engine"], row["median_milliseconds"], row["keras_dp_ratio"]) for row in csv.DictReader(file)]
+    assert rows == [("keras_dp", "6.0", "1.0"), ("ceiling", "", ""), ("single", "12.0", "0.5")]
     written = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert written["command"].startswith("keras-dp bench --towers 2")
     assert written["environment"]["keras"] == keras.__version__
@@ -292,13 +289,7 @@ def test_files(seen, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("runs_until", "shown_rounds"), [(0, 0), (3, 1), (6, 2)])
 def test_an_interrupted_benchmark_shows_what_it_has(runs_until, shown_rounds, seen, tmp_path, monkeypatch, capsys):
     """Ctrl-C interrupts the run after the given number; a round has four runs."""
-
-    def measure(run):
-        if len(seen) == runs_until:
-            raise KeyboardInterrupt
-        seen.append(run)
-        return measured([10.0])
-
+    measure = mock.Mock(side_effect=[*[measured([10.0])] * runs_until, KeyboardInterrupt])
     monkeypatch.setattr(runs, "measure_in_new_process", measure)
     assert main(["bench", "--towers", "2", "--rounds", "3", "--out", str(tmp_path)]) == 130
     output = capsys.readouterr()
@@ -310,8 +301,7 @@ def test_an_interrupted_benchmark_shows_what_it_has(runs_until, shown_rounds, se
     assert f"measured in {shown_rounds} round" in output.out
     assert "failed" not in output.out
     assert ("mirrored  " in output.out) is (runs_until > 3)
-    written = json.loads((tmp_path / "bench.json").read_text())
-    assert len(written["runs"]) == runs_until
+    assert len(json.loads((tmp_path / "bench.json").read_text())["runs"]) == runs_until
 
 
 def test_engines_take_turns(seen, monkeypatch, capsys):
@@ -324,10 +314,8 @@ def test_engines_take_turns(seen, monkeypatch, capsys):
     monkeypatch.setattr(runs, "measure_in_new_process", measure)
     arguments = "bench --model unet --towers 4,2,2 --batch 8 --scaling weak --rounds 2 --steps 7 --batch-norm local"
     assert main(arguments.split()) == 1
-    first_round = [
-        ("keras_dp", 2, 16), ("ceiling", 2, 16), ("single", 1, 16), ("mirrored", 2, 16),
-        ("keras_dp", 4, 32), ("ceiling", 4, 32), ("single", 1, 32), ("mirrored", 4, 32),
-    ]  # fmt: skip
+    engines = ["keras_dp", "ceiling", "single", "mirrored"]
+    first_round = [(name, 1 if name == "single" else towers, 8 * towers) for towers in (2, 4) for name in engines]
     second_round = [cell for cell in first_round if cell[0] != "mirrored"]
     assert [(run.engine, run.towers, run.batch_size) for run in seen] == first_round + second_round
     assert all((run.model, run.steps, run.batch_norm) == ("unet", 7, "local") for run in seen)

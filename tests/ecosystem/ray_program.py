@@ -34,7 +34,6 @@ class Report(keras.callbacks.Callback):
 
 
 def fitted(wrapped, learning_rate, callback):
-    """Trains a `classifier`."""
     data = two_classes()
     model = classifier(wrapped)
     model.optimizer.learning_rate = learning_rate
@@ -59,16 +58,12 @@ def predictions(checkpoint):
 
 def searched(wrapped, directory):
     """Searches for the learning rate, one trial after the other, and stops a trial that is worse than those before it."""
+    scheduler = ASHAScheduler(grace_period=1, max_t=EPOCHS, reduction_factor=2)
+    objective = {"metric": "val_loss", "mode": "min"}
     tuner = ray.tune.Tuner(
         trial,
         param_space={"wrapped": wrapped, "learning_rate": ray.tune.grid_search([0.1, 0.001])},
-        tune_config=ray.tune.TuneConfig(
-            metric="val_loss",
-            mode="min",
-            max_concurrent_trials=1,
-            reuse_actors=True,
-            scheduler=ASHAScheduler(grace_period=1, max_t=EPOCHS, reduction_factor=2),
-        ),
+        tune_config=ray.tune.TuneConfig(scheduler=scheduler, max_concurrent_trials=1, reuse_actors=True, **objective),
         run_config=ray.tune.RunConfig(storage_path=directory, name=f"wrapped_{wrapped}", verbose=0),
     )
     results = tuner.fit()
@@ -92,14 +87,8 @@ def trained(directory):
 
 if __name__ == "__main__":
     out, servers = sys.argv[1:]
-    ray.init(
-        "local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80_000_000,
-        _temp_dir=servers,
-        _node_ip_address="127.0.0.1",
-    )
+    small = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
+    ray.init("local", **small, _temp_dir=servers, _node_ip_address="127.0.0.1")
     found = {"plain": searched(False, out), "wrapped": searched(True, out), "workers": trained(out)}
     ray.shutdown()
     Path(out, "found.json").write_text(json.dumps(found))

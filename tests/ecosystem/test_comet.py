@@ -1,12 +1,12 @@
 """Comet's own logging of Keras logs the inner model. It runs in a new process, as comet must be imported before Keras."""
 
 import json
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from forked_processes import output_of_command
 
 SCRIPT = """
 import sys
@@ -27,10 +27,8 @@ experiment.end()
 def logged(directory, kind):
     """Returns comet's log of a run: parameters, metrics by name, step and epoch, and the model's graph."""
     directory.mkdir()
-    command = [sys.executable, "-c", SCRIPT, str(directory), kind, str(Path(__file__).parent)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "unknown exception" not in result.stderr
+    output = output_of_command(sys.executable, "-c", SCRIPT, directory, kind, Path(__file__).parent)
+    assert "unknown exception" not in output
     (archive,) = directory.glob("*.zip")
     with zipfile.ZipFile(archive) as opened:
         messages = [json.loads(line) for line in opened.read("messages.json").splitlines()]

@@ -39,12 +39,10 @@ def test_metrics_plots_and_model(data, tmp_path):
         answers = keras.models.load_model(folder / "artifacts" / "best.keras").predict(data[0], verbose=0)
         return *written(folder), answers
 
-    (description, metrics, plots, answers), (other_description, other_metrics, other_plots, other_answers) = both(run)
+    (description, *numbers), (other_description, *other_numbers) = both(run)
     assert description == other_description
     assert "path: artifacts/best.keras" in description[1]
-    for part in ("train", "eval"):
-        assert other_metrics[part] == pytest.approx(metrics[part], rel=1e-4)
+    _, plots, _ = numbers
     assert plots.keys() == {f"{part}/{name}" for part in ("train", "eval") for name in ("accuracy", "loss")}
     assert {len(steps_and_values) for steps_and_values in plots.values()} == {3}
-    assert_same(plots, other_plots, 1e-4)
-    np.testing.assert_allclose(other_answers, answers, rtol=1e-4)
+    assert_same(numbers, other_numbers, 1e-4)

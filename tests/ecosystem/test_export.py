@@ -1,7 +1,6 @@
 """What a wrapped model exports equals what the plain model exports, gives `predict`'s answers, and runs without keras_dp."""
 
 import collections
-import subprocess
 import sys
 
 import keras
@@ -13,6 +12,7 @@ import tensorflow as tf
 import tf2onnx
 from ai_edge_litert.interpreter import Interpreter
 from comparison import assert_same, assert_same_script
+from forked_processes import output_of_command
 from keras import layers
 from tensorflow.core.protobuf import saved_model_pb2
 
@@ -69,26 +69,18 @@ def trained(kind, wrapped, **arguments):
     return model
 
 
-def trained_twins(kind, **arguments):
-    """Returns a plain and a wrapped model, trained alike, and then of the same weights, so that their files must be equal."""
-    plain, parallel = trained(kind, False), trained(kind, True, **arguments)
-    assert_same(plain.get_weights(), parallel.get_weights(), 1e-4)
-    parallel.set_weights(plain.get_weights())
-    return plain, parallel
-
-
-def assert_same_exports(export, kind, tolerance=1e-6, **arguments):
+def assert_same_exports(export, kind, directory, tolerance=1e-6, **arguments):
     """Exports a plain and a wrapped model, and compares their answers with `predict`, and what was exported with each other.
 
-    Args:
-        export: a function that exports a model and runs it, and returns what is the same for equal models, and all answers.
-        kind: a name in BUILD.
-        tolerance: of the answers.
-        arguments: further arguments of the wrapper.
+    `export` exports a model to a path in the directory, and returns what is the same for equal models, and all answers of what
+    it has exported, which may differ by the tolerance. The arguments are further ones of the wrapper.
     """
+    plain, parallel = trained(kind, False), trained(kind, True, **arguments)
+    assert_same(plain.get_weights(), parallel.get_weights(), 1e-4)
+    parallel.set_weights(plain.get_weights())  # so that their files must be equal
     contents = []
-    for model in trained_twins(kind, **arguments):
-        content, *answers = export(model)
+    for model in (plain, parallel):
+        content, *answers = export(model, directory / type(model).__name__)
         for answer in answers:
             assert_same(model.predict(given(kind), verbose=0), answer, tolerance)
         contents.append(content)
@@ -124,71 +116,60 @@ def answers_by_signature(loaded, kind, name="serving_default"):
 
 @pytest.mark.parametrize(("kind", "parameter_device"), [("images", "sharded"), ("tables", "sharded"), ("words", None)])
 def test_saved_model(kind, parameter_device, tmp_path):
-    def export(model):
-        directory = tmp_path / type(model).__name__
-        model.export(directory, verbose=False)
-        loaded = tf.saved_model.load(directory)
-        return content_of(directory), loaded.serve(given(kind)), answers_by_signature(loaded, kind)
+    def export(model, path):
+        model.export(path, verbose=False)
+        loaded = tf.saved_model.load(path)
+        return content_of(path), loaded.serve(given(kind)), answers_by_signature(loaded, kind)
 
-    assert_same_exports(export, kind, parameter_device=parameter_device)
+    assert_same_exports(export, kind, tmp_path, parameter_device=parameter_device)
 
 
 @pytest.mark.parametrize("kind", ["images", "tables"])
 def test_tensorflows_saved_model(kind, tmp_path):
     """`tf.saved_model.save` takes a wrapper, and adds a signature of one's own."""
 
-    def export(model):
-        directory = tmp_path / type(model).__name__
+    def export(model, path):
         specification = keras.tree.map_structure(lambda x: tf.TensorSpec((None, *x.shape[1:]), x.dtype), given(kind))
         negative = tf.function(lambda x: keras.tree.map_structure(tf.negative, model(x, training=False)))
-        tf.saved_model.save(model, directory / "default")
-        tf.saved_model.save(model, directory / "own", {"negative": negative.get_concrete_function(specification)})
-        default, own = (tf.saved_model.load(directory / name) for name in ("default", "own"))
+        tf.saved_model.save(model, path / "default")
+        tf.saved_model.save(model, path / "own", {"negative": negative.get_concrete_function(specification)})
+        default, own = (tf.saved_model.load(path / name) for name in ("default", "own"))
         answers = keras.tree.map_structure(tf.negative, answers_by_signature(own, kind, "negative"))
-        return [content_of(directory / name) for name in ("default", "own")], answers, answers_by_signature(default, kind)
+        return [content_of(path / name) for name in ("default", "own")], answers, answers_by_signature(default, kind)
 
-    assert_same_exports(export, kind)
+    assert_same_exports(export, kind, tmp_path)
 
 
 def test_export_archive(tmp_path):
     """An archive tracks the wrapper's variables and lookup tables, and takes endpoints of one's own."""
 
-    def export(model):
-        directory = tmp_path / type(model).__name__
+    def export(model, path):
         specification = {"number": tf.TensorSpec((None, 2)), "word": tf.TensorSpec((None, 1), "string")}
         archive = keras.export.ExportArchive()
         archive.track(model)
         archive.add_endpoint("answer", model.call, [specification])
-        archive.add_endpoint(
-            "doubled", lambda number, word: 2 * model({"number": number, "word": word}), [*specification.values()]
-        )
+        archive.add_endpoint("doubled", lambda inputs: 2 * model(inputs), [specification])
         archive.add_variable_collection("head", model.get_layer("class").variables)
-        archive.write_out(directory / "own", verbose=False)
-        whole = keras.export.ExportArchive()
-        whole.track_and_add_endpoint("whole", model, [specification])
-        whole.write_out(directory / "whole", verbose=False)
-        own, whole = (tf.saved_model.load(directory / name) for name in ("own", "whole"))
-        assert_same(model.get_layer("class").get_weights(), [variable.numpy() for variable in own.head], 0)
-        variables = [(variable.name, variable.shape) for loaded in (own, whole) for variable in loaded.variables]
-        content = [variables, *(content_of(directory / name) for name in ("own", "whole"))]
-        number, word = DATA["words"].values()
-        answers = own.answer(given("words")), own.doubled(number, word) / 2
-        return content, *answers, whole.whole(given("words")), answers_by_signature(own, "words", "answer")
+        archive.write_out(path, verbose=False)
+        loaded = tf.saved_model.load(path)
+        assert_same(model.get_layer("class").get_weights(), [variable.numpy() for variable in loaded.head], 0)
+        variables = [(variable.name, variable.shape) for variable in loaded.variables]
+        answers = loaded.answer(given("words")), loaded.doubled(given("words")) / 2
+        return [variables, content_of(path)], *answers, answers_by_signature(loaded, "words", "answer")
 
-    assert_same_exports(export, "words")
+    assert_same_exports(export, "words", tmp_path)
 
 
 def test_layers_around_a_saved_model(tmp_path):
     """`TFSMLayer` loads what a wrapper exported."""
 
-    def export(model):
-        directory = tmp_path / type(model).__name__
-        model.export(directory, verbose=False)
-        layer = layers.TFSMLayer(directory)
+    def export(model, path):
+        model.export(path, verbose=False)
+        layer = layers.TFSMLayer(path)
         weights = [(variable.name, variable.shape, variable.trainable) for variable in layer.weights]
         return weights, layer(given("tables")), keras.Model(model.input, layer(model.input)).predict(given("tables"), verbose=0)
 
-    assert_same_exports(export, "tables")
+    assert_same_exports(export, "tables", tmp_path)
 
 
 def test_training_around_a_saved_model(tmp_path):
@@ -225,19 +206,13 @@ def test_onnx(kind, tmp_path):
         names = [output.name for output in session.get_outputs()]
         return only_answer(dict(zip(names, session.run(names, DATA[kind]), strict=True)), kind)
 
-    def export(model):
-        paths = [tmp_path / f"{type(model).__name__}.{name}" for name in ("onnx", "from_keras")]
+    def export(model, path):
+        paths = [path.with_suffix(suffix) for suffix in (".onnx", ".from_keras")]
         model.export(paths[0], format="onnx", verbose=False)
         tf2onnx.convert.from_keras(model, output_path=paths[1])
         return [content_of_onnx(path) for path in paths], *map(run, paths)
 
-    assert_same_exports(export, kind)
-
-
-def answers_of_litert(content, kind):
-    """Runs a model of LiteRT."""
-    runner = Interpreter(model_content=content).get_signature_runner("serving_default")
-    return only_answer(runner(**DATA[kind]), kind)
+    assert_same_exports(export, kind, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -248,16 +223,20 @@ def answers_of_litert(content, kind):
 def test_litert(kind, options, tmp_path):
     """LiteRT, formerly TensorFlow Lite, gets the same file by `export` and by its own converter."""
 
-    def export(model):
-        path = tmp_path / f"{type(model).__name__}.tflite"
+    def run(content):
+        runner = Interpreter(model_content=content).get_signature_runner("serving_default")
+        return only_answer(runner(**DATA[kind]), kind)
+
+    def export(model, path):
+        path = path.with_suffix(".tflite")
         model.export(path, format="litert", verbose=False, **options)
         converter = tf.lite.TFLiteConverter.from_keras_model(model)
         for name, value in options.items():
             setattr(converter, name, value)
         contents = path.read_bytes(), converter.convert()
-        return contents, *(answers_of_litert(content, kind) for content in contents)
+        return contents, *map(run, contents)
 
-    assert_same_exports(export, kind, 1e-2 if options else 1e-6)
+    assert_same_exports(export, kind, tmp_path, 1e-2 if options else 1e-6)
 
 
 RUN = """
@@ -287,7 +266,6 @@ def test_files_run_without_keras_dp(tmp_path):
     model.export(tmp_path / "model.onnx", format="onnx", verbose=False)
     model.export(tmp_path / "model.tflite", format="litert", verbose=False)
     np.save(tmp_path / "x.npy", given("images"))
-    result = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    output_of_command(sys.executable, "-c", RUN, cwd=tmp_path)
     for name in ("exported", "saved", "onnx", "tflite"):
         assert_same(model.predict(given("images"), verbose=0), np.load(tmp_path / f"{name}.npy"), 1e-5)

@@ -43,16 +43,9 @@ def gpt2():
 
 
 def resnet():
-    backbone = keras_hub.models.ResNetBackbone(
-        input_conv_filters=[64],
-        input_conv_kernel_sizes=[3],
-        stackwise_num_filters=[64, 64],
-        stackwise_num_blocks=[1, 1],
-        stackwise_num_strides=[1, 2],
-        block_type="basic_block",
-        image_shape=(12, 12, 3),
-        dtype="float64",
-    )
+    blocks = {"stackwise_num_filters": [64, 64], "stackwise_num_blocks": [1, 1], "stackwise_num_strides": [1, 2]}
+    first = {"input_conv_filters": [64], "input_conv_kernel_sizes": [3], "image_shape": (12, 12, 3)}
+    backbone = keras_hub.models.ResNetBackbone(block_type="basic_block", **first, **blocks, dtype="float64")
     converter = keras_hub.layers.ResNetImageConverter(image_size=(12, 12), scale=1 / 255)
     preprocessor = keras_hub.models.ResNetImageClassifierPreprocessor(converter)
     return keras_hub.models.ResNetImageClassifier(backbone, num_classes=3, preprocessor=preprocessor)

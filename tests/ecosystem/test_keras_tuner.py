@@ -5,7 +5,7 @@ import keras_tuner
 import numpy as np
 import pytest
 import tensorflow as tf
-from classification import classifier
+from classification import both, classifier
 from keras import callbacks, layers
 from keras_tuner import oracles
 from sklearn.model_selection import KFold
@@ -36,16 +36,16 @@ def new_tuner(tuner_class, build, wrapped, directory, objective="val_loss", **op
     return tuner_class(build, objective, seed=SEED, **options)
 
 
-def searched(tuner_class, wrapped, data, directory, **options):
+def searched(tuner_class, wrapped, data, directory, watching=(), **options):
     """Searches for the number of units, and returns the tuner."""
     tuner = new_tuner(tuner_class, build_classifier(wrapped), wrapped, directory, **options)
-    tuner.search(*data, epochs=2, validation_data=data, verbose=0)
+    tuner.search(*data, epochs=2, validation_data=data, callbacks=list(watching), verbose=0)
     return tuner
 
 
-def assert_same_trials(tuner, other, count=None):
+def assert_same_trials(tuner, other, count=2):
     trials, other_trials = ([*one.oracle.trials.values()] for one in (tuner, other))
-    assert len(trials) == count if count else len(trials) > 1
+    assert len(trials) >= count
     assert [trial.hyperparameters.values for trial in trials] == [trial.hyperparameters.values for trial in other_trials]
     assert [trial.best_step for trial in trials] == [trial.best_step for trial in other_trials]
     np.testing.assert_allclose([trial.score for trial in other_trials], [trial.score for trial in trials], rtol=1e-4)
@@ -57,7 +57,7 @@ def assert_same_predictions(model, other, data):
 
 @pytest.mark.parametrize("tuner_class", TUNERS)
 def test_search(tuner_class, data, tmp_path):
-    plain, parallel = (searched(tuner_class, wrapped, data, tmp_path) for wrapped in (False, True))
+    plain, parallel = both(lambda wrapped: searched(tuner_class, wrapped, data, tmp_path))
     assert_same_trials(plain, parallel)
     hyperparameters = [trial.hyperparameters.values for trial in parallel.oracle.trials.values()]
     trained_on = any("tuner/trial_id" in values for values in hyperparameters)  # with the weights of an earlier trial
@@ -69,24 +69,16 @@ def test_search(tuner_class, data, tmp_path):
 
 def test_executions_callbacks_and_other_settings(data, tmp_path):
     """Repeats each trial, replaces what the models are compiled with, and skips a model that is too large."""
-    tuners = []
-    for wrapped in (False, True):
-        tuner = new_tuner(
-            keras_tuner.GridSearch,
-            build_classifier(wrapped),
-            wrapped,
-            tmp_path,
-            objective=[keras_tuner.Objective("val_accuracy", "max"), "val_loss"],
-            executions_per_trial=2,
-            max_model_size=36,
-            optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
-            loss="sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-        )
+
+    def trials(wrapped):
+        objective = [keras_tuner.Objective("val_accuracy", "max"), "val_loss"]
+        settings = {"objective": objective, "executions_per_trial": 2, "max_model_size": 36}
+        settings |= {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+        settings |= {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9)}
         watching = [callbacks.EarlyStopping("loss", patience=1)]
-        tuner.search(*data, epochs=2, validation_data=data, callbacks=watching, verbose=0)
-        tuners.append(tuner)
-    plain, parallel = ([*tuner.oracle.trials.values()] for tuner in tuners)
+        return [*searched(keras_tuner.GridSearch, wrapped, data, tmp_path, watching, **settings).oracle.trials.values()]
+
+    plain, parallel = both(trials)
     assert [trial.status for trial in parallel] == [trial.status for trial in plain] == ["COMPLETED", "FAILED"]
     assert "Oversized model: 37 parameters" in parallel[1].message
     np.testing.assert_allclose(parallel[0].score, plain[0].score, rtol=1e-4)
@@ -118,24 +110,22 @@ def test_a_distribution_strategy_is_refused(data, tmp_path):
 
 
 class Tuner(keras_tuner.RandomSearch):
-    """Defines a custom tuner, which trains and predicts itself."""
-
     def run_trial(self, trial, x, y, wrapped, verbose):
         model = classifier(wrapped, trial.hyperparameters.Int("units", 4, 8, step=4))
         return model.fit(x, y, epochs=1, verbose=verbose).history["loss"][0]
 
 
 def test_a_tuner_of_ones_own(data, tmp_path):
-    tuners = []
-    for wrapped in (False, True):
+    def searched_by_it(wrapped):
         tuner = Tuner(max_trials=2, seed=SEED, directory=tmp_path, project_name=f"wrapped_{wrapped}")
         tuner.search(*data, wrapped, verbose=0)
-        tuners.append(tuner)
-    assert_same_trials(*tuners)
+        return tuner
+
+    assert_same_trials(*both(searched_by_it))
 
 
-class FitOfItsOwn(keras_tuner.HyperModel):
-    """Defines a model and how it is fitted, with a searched batch size."""
+class LoopOfItsOwn(keras_tuner.HyperModel):
+    """Defines a model and a training loop as KerasTuner's guide does, which calls the callbacks itself."""
 
     def __init__(self, wrapped):
         super().__init__()
@@ -144,16 +134,7 @@ class FitOfItsOwn(keras_tuner.HyperModel):
     def build(self, hyperparameters):
         return classifier(self.wrapped, hyperparameters.Int("units", 4, 12))
 
-    def fit(self, hyperparameters, model, x, y, **options):
-        model.fit(x, y, batch_size=hyperparameters.Choice("batch_size", [8, 20]), **options)
-        return model.evaluate(x, y, verbose=0, return_dict=True)
-
-
-class LoopOfItsOwn(FitOfItsOwn):
-    """Defines a training loop as KerasTuner's guide does, which calls the callbacks itself."""
-
-    def fit(self, hyperparameters, model, x, y, callbacks, epochs, verbose):
-        del verbose
+    def fit(self, hyperparameters, model, x, y, callbacks, epochs, **options):
         optimizer = keras.optimizers.Adam(hyperparameters.Float("learning_rate", 1e-3, 1e-1, sampling="log"))
         loss_of = keras.losses.SparseCategoricalCrossentropy()
         mean = keras.metrics.Mean()
@@ -179,34 +160,29 @@ class LoopOfItsOwn(FitOfItsOwn):
         return float(mean.result())
 
 
-@pytest.mark.parametrize("hypermodel", [FitOfItsOwn, LoopOfItsOwn])
-def test_a_hypermodel_with_its_own_fit(hypermodel, data, tmp_path):
-    tuners = []
-    for wrapped in (False, True):
+def test_a_hypermodel_with_its_own_loop(data, tmp_path):
+    def searched_with_it(wrapped):
         objective = keras_tuner.Objective("loss", "min")
-        tuner = new_tuner(keras_tuner.RandomSearch, hypermodel(wrapped), wrapped, tmp_path, objective)
+        tuner = new_tuner(keras_tuner.RandomSearch, LoopOfItsOwn(wrapped), wrapped, tmp_path, objective)
         tuner.search(*data, epochs=2, verbose=0)
-        tuners.append(tuner)
+        return tuner
+
+    tuners = both(searched_with_it)
     assert_same_trials(*tuners)
     assert_same_predictions(*(tuner.get_best_models()[0] for tuner in tuners), data)
 
 
 def test_tuner_of_scikit_learn(data, tmp_path):
-    tuners = []
-    for wrapped in (False, True):
-
-        def build(hyperparameters, wrapped=wrapped):
+    def searched_by_it(wrapped):
+        def build(hyperparameters):
             return scikeras_estimator(wrapped).set_params(batch_size=hyperparameters.Choice("batch_size", [8, 40]))
 
-        tuner = keras_tuner.SklearnTuner(
-            oracles.GridSearchOracle(keras_tuner.Objective("score", "max"), max_trials=2),
-            build,
-            cv=KFold(2),
-            directory=tmp_path,
-            project_name=f"wrapped_{wrapped}",
-        )
+        oracle = oracles.GridSearchOracle(keras_tuner.Objective("score", "max"), max_trials=2)
+        tuner = keras_tuner.SklearnTuner(oracle, build, cv=KFold(2), directory=tmp_path, project_name=f"wrapped_{wrapped}")
         tuner.search(*data)
-        tuners.append(tuner)
+        return tuner
+
+    tuners = both(searched_by_it)
     assert_same_trials(*tuners)
     plain, parallel = (tuner.get_best_models()[0] for tuner in tuners)
     np.testing.assert_array_equal(parallel.predict(data[0]), plain.predict(data[0]))

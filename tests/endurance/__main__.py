@@ -23,7 +23,6 @@ WARM_UP = 1 / 3  # of a run's samples
 
 
 def parsed():
-    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m endurance", description=__doc__)
     parser.add_argument("--work", choices=WORK, nargs="+", default=list(WORK), help="what to do")
     parser.add_argument("--share", type=float, default=1.0, help="do this share of the full amounts")

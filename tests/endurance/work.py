@@ -18,23 +18,14 @@ X, Y = (np.random.default_rng(0).normal(size=(64, width)).astype("float32") for 
 
 
 class Sample(NamedTuple):
-    """What a process holds at one time.
+    """What a process holds at one time."""
 
-    Attributes:
-        done: how much of the work is done: steps, models, calls or fits.
-        seconds: the time since the start.
-        megabytes: its resident memory.
-        functions: the functions that TensorFlow knows.
-        threads: its threads, those of TensorFlow included.
-        files: its open file descriptors.
-    """
-
-    done: int
-    seconds: float
-    megabytes: float
-    functions: int
-    threads: int
-    files: int
+    done: int  # how much of the work is done: steps, models, calls or fits
+    seconds: float  # since the start
+    megabytes: float  # of resident memory
+    functions: int  # that TensorFlow knows
+    threads: int  # those of TensorFlow included
+    files: int  # open file descriptors
 
 
 def sample(done):

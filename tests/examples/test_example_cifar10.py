@@ -1,23 +1,11 @@
 """The example on CIFAR-10 has the right network, rates and pipeline, and its comparison resumes after an interruption."""
 
 import argparse
-import importlib
 import itertools
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """Imports an example by name."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    keras.config.set_floatx("float32")
-    return importlib.import_module
 
 
 def test_the_network_is_that_of_the_paper(example):
@@ -80,11 +68,9 @@ def test_what_is_wrong_is_refused(example, tmp_path):
 
 def test_the_comparison_goes_on_where_it_was_interrupted(example, tmp_path, capsys):
     comparison = example("large_batch_comparison")
-    parser = argparse.ArgumentParser()
-    comparison.add_arguments(parser)
-    args = parser.parse_args(["--seeds", "2", "--batch-norms", "local", "sync", "--out", str(tmp_path)])
-    sizes = {"depth": 8, "towers": 4, "batch_size": 64, "base_batch_size": 16}
-    vars(args).update(base_learning_rate=0.1, warmup_epochs=1, epochs=2, **sizes)
+    sizes = {"depth": 8, "towers": 4, "batch_size": 64, "base_batch_size": 16, "images": None, "seeds": 2}
+    modes = {"batch_norms": ["local", "sync"], "base_learning_rate": 0.1, "warmup_epochs": 1, "epochs": 2}
+    args = argparse.Namespace(**sizes, **modes, out=tmp_path)
     data = ((np.zeros((6, 2)), np.zeros(6)), (np.zeros((3, 2)), np.zeros(3)))
     trained = []
 

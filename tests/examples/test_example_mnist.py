@@ -1,6 +1,5 @@
-"""The examples train on MNIST from a package, a file or the internet, and never on other images."""
+"""The examples train on MNIST from a package, a file or the internet, never on other images, and make scenes of it."""
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -14,9 +13,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def mnist(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("data.mnist")
+def mnist(example):
+    return example("data.mnist")
 
 
 def test_without_a_source_they_are_4000_and_1000_of_mnist(mnist, capsys):
@@ -76,6 +74,24 @@ def test_both_accuracies_are_shown_and_are_the_same(tmp_path):
     received = float(re.fullmatch(r"test accuracy (\d+\.\d\d) %", towers)[1])
     assert min(expected, received) >= 40
     assert abs(expected - received) < 1
+
+
+def test_pixels_of_a_scene_have_the_class_of_the_digit_that_is_seen(example):
+    """Each digit has its own brightness, so that a visible pixel shows which class it must have. .ci/run trains on scenes."""
+    example = example("digits_segmentation")
+    labels = np.arange(10)
+    images = np.zeros((10, 28, 28, 1), "float32")
+    images[:, 4:20, 8:20] = (0.5 + labels / 20).reshape(10, 1, 1, 1)
+    (x, y), (again, _), (_, other) = (example.scenes(images, labels, 30, seed) for seed in (3, 3, 4))
+    assert x.shape == (30, example.SIZE, example.SIZE, 1)
+    ink = x[..., 0] > 0.4
+    np.testing.assert_array_equal(y[~ink], example.BACKGROUND)
+    np.testing.assert_allclose(x[..., 0][ink], 0.5 + y[ink] / 20, rtol=1e-6)
+    # Digits hide earlier ones, so that not every scene shows all ink.
+    seen = ink.sum(axis=(1, 2))
+    assert seen.min() < seen.max() == example.DIGITS * 16 * 12
+    np.testing.assert_array_equal(again, x)
+    assert (other != y).any()
 
 
 def test_every_example_is_in_the_list():

@@ -1,21 +1,14 @@
 """The example that measures rounding compares what it says, sees a fault, and goes on after an interruption."""
 
-import importlib
-from pathlib import Path
-
-import keras
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NETWORKS = ("convolutions", "smooth_convolutions", "perceptron", "attention", "lstm")
 
 
 @pytest.fixture
-def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    keras.config.set_floatx("float32")
-    return importlib.import_module("rounding")
+def example(example):
+    return example("rounding")
 
 
 def digits(count):

@@ -1,13 +1,12 @@
 """The Python blocks of README.md and of docs/ run as a reader would run them, and print what the pages show."""
 
-import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked_processes import output_of_command
 from page_programs import FENCE, commands, missing, programs, run
 
 from keras_dp.cli import COMMANDS
@@ -39,18 +38,11 @@ def test_page_runs_as_it_stands(page, tmp_path):
             output = run(tmp_path, name)
             assert missing(shown[name], output) is None, output[-3000:]
     for command, lines in launched:
-        output = launch(tmp_path, command)
+        # On a machine without GPUs, and where no terminal says how wide it is.
+        options = {"cwd": tmp_path, "environment": {"CUDA_VISIBLE_DEVICES": "-1", "COLUMNS": ""}}
+        output = output_of_command(sys.executable, "-m", "keras_dp", *command.split()[1:], **options)
         # Workers, and the two streams of each, are printed in any order.
         assert [line for line in lines.splitlines() if missing([line], output)] == [], output[-3000:]
-
-
-def launch(directory, command):
-    """Runs a command of `keras-dp` on a machine without GPUs, and returns all that it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"CUDA_VISIBLE_DEVICES": "-1"}
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    finished = subprocess.run([sys.executable, "-m", "keras_dp", *command.split()[1:]], cwd=directory, **both)
-    assert finished.returncode == 0, finished.stdout[-3000:]
-    return finished.stdout
 
 
 def test_questions_names_the_gpus_and_commands_that_there_are():

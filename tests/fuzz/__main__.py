@@ -25,19 +25,12 @@ from fuzz.shrinking import shrink
 _MOST_SECONDS = 150
 _PACKING = 15  # one in so many programs is also compared packed and not, bit for bit
 _SIMPLER = (
-    {"workers": 1},
-    {"workers": 2},
-    {"is_compiled": False},
-    {"is_packed": False},
-    {"is_sharded": False},
-    {"fails": False},
-    {"towers": 2},
-    {"reads_at_random": False},
+    *({"workers": 1}, {"workers": 2}, {"towers": 2}),
+    *({name: False} for name in ("is_compiled", "is_packed", "is_sharded", "fails", "reads_at_random")),
 )
 
 
 def parsed():
-    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="the number of programs")
     parser.add_argument("--seed", type=int, default=turn.SEED, help="the first seed; one of the commit's if it is left out")

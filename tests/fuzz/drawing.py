@@ -30,18 +30,12 @@ def _is_of(value, dtype):
 
 
 class Pool:
-    """The values of a program so far, with examples for each size of batch.
-
-    Args:
-        rng: the generator of random numbers.
-        scopes: for each size of batch, the values.
-        names: the names of the values, oldest first.
-        weights: how often each kind is to be drawn.
-        prefix: the first part of the names of new values.
-    """
+    """The values of a program so far, with examples for each size of batch."""
 
     def __init__(self, rng, scopes, names, weights, prefix):
-        self.rng, self.scopes, self.names, self.weights, self.prefix = rng, scopes, names, weights, prefix
+        self.rng, self.scopes = rng, scopes  # a scope for each size of batch
+        self.names, self.prefix = names, prefix  # of the values, oldest first, and the first part of new names
+        self.weights = weights  # how often each kind is to be drawn
         self.statements = []
 
     def pick(self, dtype, rank=None, least=0):

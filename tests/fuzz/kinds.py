@@ -14,18 +14,15 @@ from fuzz.programs import RUNS, WIDTH
 FLOAT = "float64"
 AXIS = (-2, -1, 0, 1, 2)
 EITHER = (True, False)
+# The partition calls nodes of its own so.
+OWN_NAMES = ["constant", "own_rows", "argument_0", "given_0", "read", "result_0", "home", "tower_0"]
 
 
 def of(*dtypes, rank=None, least=0, alike=False, bodies=0, **choices):
     """Returns a function that draws the arguments, the parameters and the bodies of a statement.
 
-    Args:
-        *dtypes: of the arguments.
-        rank: the rank of all arguments; None for any.
-        least: the least rank of arguments that are no integers.
-        alike: whether all arguments have the same shape.
-        bodies: the number of bodies of a few statements, whose argument is like the first argument.
-        **choices: the values of each parameter.
+    All arguments have one rank, if it is given, or at least the least one if they are no integers, and one shape if they are
+    alike. The argument of each body is like the first argument. The choices are the values of each parameter.
     """
 
     def draw(rng, pool):
@@ -64,7 +61,7 @@ UNARY = {
     "zeros like": tf.zeros_like,
     "ones like": tf.ones_like,
     "floor": tf.floor,
-    "gelu": lambda x: tf.nn.gelu(x),
+    "gelu": tf.nn.gelu,
     "clipped": lambda x: tf.clip_by_value(x, -0.7, 0.9),
     "not a number": lambda x: tf.where(x > 1.3, tf.constant(np.nan, x.dtype), x),
     "single precision": lambda x: tf.cast(tf.cast(x, tf.float32), x.dtype),
@@ -331,10 +328,7 @@ KINDS = {
     ),
     "numbers": (of("integer"), lambda i: tf.cast(i, tf.float64) * 0.25),
     "integers of alike": (of("integer", "integer", alike=True, function=INTEGERS), integers_of_alike),
-    "one hot": (
-        of("integer", axis=(-1, 0, 1), depth=(3, 5)),
-        lambda i, axis, depth: tf.one_hot(i, depth, axis=axis, dtype=tf.float64),
-    ),
+    "one hot": (of("integer", axis=(-1, 0, 1), depth=(3, 5)), functools.partial(tf.one_hot, dtype=tf.float64)),
     "gathered": (of(FLOAT, "integer", axis=(0, 1)), lambda x, i, axis: tf.gather(x, below(i, x, axis), axis=axis)),
     "gathered in each row": (of(FLOAT, "integer", least=1), lambda x, i: tf.gather(x, below(i, x, 1), batch_dims=1)),
     "gathered at pairs": (
@@ -362,10 +356,7 @@ KINDS = {
     ),
     "chosen by integers": (of(FLOAT, "integer", least=1), lambda x, i: tf.boolean_mask(x, i > 0)),
     "unique": (of("integer", rank=1), lambda i: tf.cast(tf.unique(i).y, tf.float64) * 0.1),
-    "mean or zero": (
-        of(FLOAT, least=1),
-        lambda x: tf.reduce_sum(x, 0) / tf.cast(tf.maximum(tf.shape(x)[0], 1), x.dtype),
-    ),
+    "mean or zero": (of(FLOAT, least=1), lambda x: tf.reduce_sum(x, 0) / tf.cast(tf.maximum(tf.shape(x)[0], 1), x.dtype)),
     # Numbers of rows.
     "times its size": (
         of(FLOAT, least=1, axis=(0, 1), static=EITHER),
@@ -392,15 +383,8 @@ KINDS = {
         of(FLOAT, least=1, divisor=(-2, -1, 2, 3), least_value=(-1, 0, 1)),
         times_a_quotient_of_its_size,
     ),
-    # Nodes that are called as the partition calls its own ones.
-    "named": (
-        of(FLOAT, name=("constant", "own_rows", "argument_0", "given_0", "read", "result_0", "home", "tower_0")),
-        tf.tanh,
-    ),
-    "matrix": (
-        of(FLOAT, least=1, function=MATRICES),
-        lambda x, function: tf.clip_by_value(MATRICES[function](x), -3.0, 3.0),
-    ),
+    "named": (of(FLOAT, name=OWN_NAMES), tf.tanh),
+    "matrix": (of(FLOAT, least=1, function=MATRICES), lambda x, function: tf.clip_by_value(MATRICES[function](x), -3.0, 3.0)),
     "image": (of(FLOAT, least=2, function=IMAGES), image),
     "spectrum": (of(FLOAT, least=1), lambda x: tf.tanh(tf.abs(tf.signal.rfft(x)))),
     "cross entropy": (
@@ -409,10 +393,7 @@ KINDS = {
     ),
     # Random numbers.
     "noise": (of(FLOAT, least=1, function=DRAWN, seed=range(9), size=("like", "rows"), static=EITHER), noise),
-    "dropped out": (
-        of(FLOAT, least=1, seed=range(9)),
-        lambda x, seed: tf.nn.experimental.stateless_dropout(x, 0.3, [seed, 1]),
-    ),
+    "dropped out": (of(FLOAT, least=1, seed=range(9)), lambda x, seed: tf.nn.experimental.stateless_dropout(x, 0.3, [seed, 1])),
     "shuffled": (
         of(FLOAT, least=1, seed=range(3)),
         lambda x, seed: tf.gather(x, tf.argsort(tf.random.stateless_uniform([tf.shape(x)[0]], [seed, 2]))),
@@ -601,10 +582,7 @@ KINDS_IN_A_SCOPE = {
     "choice": (of(FLOAT, "integer", bodies=3), choice),
     "loop": (of(FLOAT, bodies=1, rounds=(0, 1, 2, 3)), loop),
     "loop until": (of(FLOAT, bodies=1), loop_until),
-    "loop with a list": (
-        of(FLOAT, bodies=1, rounds=(1, 2, 3), taken=("stack", "first", "last", "length")),
-        loop_with_a_list,
-    ),
+    "loop with a list": (of(FLOAT, bodies=1, rounds=(1, 2, 3), taken=("stack", "first", "last", "length")), loop_with_a_list),
     "loop that grows": (of(FLOAT, bodies=1, rounds=(1, 2)), loop_that_grows),
     "list": (of(FLOAT, FLOAT, bodies=1, taken=(0, 1)), of_a_list),
     "mapped": (of(FLOAT, bodies=1, axis=(0, 1)), mapped),
@@ -612,10 +590,7 @@ KINDS_IN_A_SCOPE = {
     "function": (of(FLOAT, bodies=1, compiled=(False, False, False, True)), function),
     "custom gradient": (of(FLOAT, bodies=1), custom_gradient),
     "gradient": (of(FLOAT, bodies=1, of=("mean", "squares")), gradient),
-    "recomputed": (
-        of(FLOAT, bodies=1),
-        lambda scope, x, body: tf.recompute_grad(functools.partial(scope.call, body))(x),
-    ),
+    "recomputed": (of(FLOAT, bodies=1), lambda scope, x, body: tf.recompute_grad(functools.partial(scope.call, body))(x)),
     "fails": (of(FLOAT), fails),
     "layer": (of(FLOAT, least=2, function=LAYERS), layer),
 }

@@ -24,20 +24,12 @@ RUNS: dict[str, Callable[..., Any]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """One step of a program: computes a value from others.
+    """One step of a program: computes a value from others, all of which have names."""
 
-    Attributes:
-        kind: the name of the kind of statement; see `kinds`.
-        result: the name of the value that it computes.
-        arguments: the names of the values that it takes.
-        parameters: numbers and texts, as JSON knows them.
-        bodies: the bodies of a loop, branch or function.
-    """
-
-    kind: str
+    kind: str  # see `kinds`
     result: str
     arguments: tuple[str, ...]
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # numbers and texts, as JSON knows them
     bodies: tuple["Body", ...] = ()
 
     def __str__(self):
@@ -58,34 +50,21 @@ class Statement:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The statements of a loop, branch or function.
+    """The statements of a loop, branch or function."""
 
-    Attributes:
-        arguments: the names of the values that change from call to call.
-        statements: the statements.
-        result: the name of the value to return.
-    """
-
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # the values that change from call to call
     statements: tuple[Statement, ...]
     result: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step over a batch of rows.
-
-    Attributes:
-        statements: the statements.
-        results: the names of the values that the step returns.
-        loss: the name of the value whose mean is differentiated; None for a step without gradients.
-        optimizer: the name of the optimizer of the layers' weights.
-    """
+    """A step over a batch of rows."""
 
     statements: tuple[Statement, ...]
     results: tuple[str, ...]
-    loss: str | None = None
-    optimizer: str = "momentum"
+    loss: str | None = None  # the value whose mean is differentiated
+    optimizer: str = "momentum"  # of the layers' weights
 
     def __str__(self):
         lines = [*map(str, self.statements), f"return {', '.join(self.results)}"]
@@ -99,11 +78,7 @@ class Program:
 
 
 class State:
-    """The variables and generators of a program, the same for each run.
-
-    Args:
-        devices: the devices of the variables, in turn.
-    """
+    """The variables and generators of a program, the same for each run; its variables are on the devices in turn."""
 
     def __init__(self, devices=("CPU:0",)):
         draw = np.random.default_rng(5)
@@ -135,7 +110,6 @@ class State:
 
     @property
     def weights(self):
-        """The trainable weights of the layers."""
         return [weight for layer in self._layers.values() for weight in layer.trainable_weights]
 
     def optimizer(self, name):
@@ -153,27 +127,19 @@ class State:
             self._first += [variable.numpy() for variable in variables]
 
     def values(self):
-        """Returns the values of all variables."""
         return [variable.numpy() for variable in self._all]
 
     def is_first(self):
-        """Returns whether all variables have their first values."""
         return all(np.array_equal(one, other) for one, other in zip(self._first, self.values(), strict=True))
 
 
 class Scope:
-    """The values of a program, or of a body inside of it.
-
-    Args:
-        state: the variables.
-        values: the values so far, by name.
-    """
+    """The values of a program so far, or of a body inside of it, by name."""
 
     def __init__(self, state, values):
         self.state, self.variables, self.values = state, state.variables, dict(values)
 
     def run(self, statement):
-        """Returns the value of a statement."""
         return RUNS[statement.kind](statement, [self.values[name] for name in statement.arguments], self)
 
     def call(self, body, *arguments):
@@ -204,8 +170,7 @@ def step_of(program, state):
             loss = tf.reduce_mean(values[program.loss])
         sources = [x, *(state.variables[name] for name in ("kernel", "bias", "table"))]
         sources += [weight.value for weight in state.weights]
-        gradients = tape.gradient(loss, sources, unconnected_gradients="zero")
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        gradients = [*map(tf.convert_to_tensor, tape.gradient(loss, sources, unconnected_gradients="zero"))]
         state.variables["kernel"].assign_sub(0.1 * tf.clip_by_norm(gradients[1], 1.0))
         if state.weights:
             state.optimizer(program.optimizer).apply(gradients[len(sources) - len(state.weights) :], state.weights)

@@ -31,35 +31,21 @@ _NUDGE = 4e-15  # of the inputs, to see how much a program amplifies rounding
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The way in which a program is partitioned.
-
-    Attributes:
-        towers: the number of towers.
-        rows: the numbers of rows of the batches, one after the other.
-        is_static: whether the number of rows is known while the step is traced; all batches have as many then.
-        is_packed: whether devices send packed messages.
-        is_sharded: whether variables are on several devices.
-        is_compiled: whether XLA compiles the towers' operations.
-        fails: whether the checks of the program fail.
-        reads_at_random: whether integers are read as row counts at random; see `readings`.
-        is_optimized: whether TensorFlow's graph optimizer changes the graph.
-        workers: the number of workers, each of which has so many towers.
-    """
+    """The way in which a program is partitioned."""
 
     towers: int
-    rows: tuple[int, ...]
-    is_static: bool = False
-    is_packed: bool = False
-    is_sharded: bool = False
-    is_compiled: bool = False
-    fails: bool = False
-    reads_at_random: bool = False
-    is_optimized: bool = True
-    workers: int = 1
+    rows: tuple[int, ...]  # of the batches, one after the other
+    is_static: bool = False  # whether the number of rows is known while the step is traced
+    is_packed: bool = False  # whether devices send packed messages
+    is_sharded: bool = False  # whether variables are on several devices
+    is_compiled: bool = False  # whether XLA compiles the towers' operations
+    fails: bool = False  # whether the checks of the program fail
+    reads_at_random: bool = False  # whether integers are read as row counts at random; see `readings`
+    is_optimized: bool = True  # whether TensorFlow's graph optimizer changes the graph
+    workers: int = 1  # each of which has so many towers
 
 
 def draw_setting(seed):
-    """Draws a setting."""
     rng = random.Random(seed + 1)
     towers, is_static = rng.randint(1, 4), rng.random() < 0.5
     few = rng.choice([7, 8, 5, 6, 9, 3, 2, 1])
@@ -79,28 +65,16 @@ def of_kept(path):
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A difference between the plain and the partitioned program.
+    """A difference between the plain and the partitioned program."""
 
-    Attributes:
-        symptom: "differs", "fails" or "changes variables"; with the first line of an error.
-        details: numbers or a traceback.
-    """
-
-    symptom: str
-    details: str
+    symptom: str  # "differs", "fails" or "changes variables"; with the first line of an error
+    details: str  # numbers or a traceback
 
 
 def check(program, setting, seed, outcomes=None):
-    """Compares a program on towers with the plain one.
+    """Returns how a program on towers differs from the plain one; None if they are the same, or cannot be compared.
 
-    Args:
-        program: the program.
-        setting: the way in which it is partitioned.
-        seed: the seed of the batches.
-        outcomes: counts why a program is not compared, and how many are.
-
-    Returns:
-        The failure; None if the two are the same, or cannot be compared.
+    The seed is that of the batches. `outcomes` counts how many programs are compared, and why others are not.
     """
     outcomes = Counter() if outcomes is None else outcomes
     if setting.is_sharded and _has_compiled(program.statements):
@@ -165,29 +139,19 @@ def _devices_of(setting):
 
 def _has_compiled(statements):
     """Returns whether one of the statements, or one in their bodies, is a function that XLA compiles."""
-    return any(
-        statement.parameters.get("compiled") or any(_has_compiled(body.statements) for body in statement.bodies)
-        for statement in statements
-    )
+    within = any(_has_compiled(body.statements) for statement in statements for body in statement.bodies)
+    return within or any(statement.parameters.get("compiled") for statement in statements)
 
 
 @dataclasses.dataclass
 class _Outcome:
-    """The results of all steps, the variables after them, and what an error tells.
-
-    Attributes:
-        arrays: the results and the variables.
-        error: the error, if there was one.
-        is_unchanged: whether the variables have their first values.
-        fails_as_asked: whether a check of the program failed in the first step.
-        nodes: the number of nodes of the program.
-    """
+    """The results of all steps and the variables after them, and what an error tells."""
 
     arrays: list[np.ndarray]
     error: str | None = None
-    is_unchanged: bool = True
-    fails_as_asked: bool = False
-    nodes: int = 0
+    is_unchanged: bool = True  # whether the variables have their first values
+    fails_as_asked: bool = False  # whether a check of the program failed in the first step
+    nodes: int = 0  # of the program
 
     def is_same(self, other):
         """Returns whether two workers have the same results and variables, or both failed and left the same behind."""

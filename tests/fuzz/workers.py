@@ -13,11 +13,7 @@ _SECONDS = 120
 
 
 class Meeting:
-    """The exchanges between W workers, each of which has the same number on all workers.
-
-    Args:
-        count: W.
-    """
+    """The exchanges between workers, each of which has the same number on all of them."""
 
     def __init__(self, count):
         self.count = count
@@ -56,12 +52,7 @@ class Meeting:
 
 
 class InMemory(OneWorker):
-    """The collectives of one of the workers of a meeting; see `Collectives` for the methods.
-
-    Args:
-        meeting: the meeting.
-        index: the number of this worker.
-    """
+    """The collectives of one of the workers of a meeting; see `Collectives` for the methods."""
 
     def __init__(self, meeting, index):
         self.index, self.count = index, meeting.count

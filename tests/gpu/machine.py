@@ -24,7 +24,8 @@ def run(record):
             record.row("Versions", name=name, value=str(value))
     build = tf.sysconfig.get_build_info()
     for name in ("is_cuda_build", "is_rocm_build", "cuda_version", "cudnn_version", "cuda_compute_capabilities"):
-        record.row("TensorFlow's build", name=name, value=_in_words(build.get(name, "-")))
+        value = build.get(name, "-")
+        record.row("TensorFlow's build", name=name, value=" ".join(value) if isinstance(value, list) else str(value))
     capabilities = build.get("cuda_compute_capabilities", [])
     for card in cards:
         details = tf.config.experimental.get_device_details(card)
@@ -53,7 +54,3 @@ def _compiled_for(major, minor, capabilities):
     if any(int(name[:-1]) == major and int(name[-1]) <= minor for name in exact if name.isdecimal()):
         return "yes"
     return "no: the driver compiles at the first start, which may take minutes"
-
-
-def _in_words(value):
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

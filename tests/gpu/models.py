@@ -66,7 +66,6 @@ def sequences(rows):
 
 
 def of_images(*stack):
-    """Builds a classifier of images."""
     return keras.Sequential([keras.Input((12, 12, 3)), *stack, layers.Dense(CLASSES)])
 
 
@@ -131,7 +130,6 @@ CASES = {
 
 
 def loss():
-    """Returns the loss of all these models."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 

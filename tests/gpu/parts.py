@@ -8,10 +8,7 @@ MEANS_NOTHING = "means nothing"
 
 
 class Part(NamedTuple):
-    """Describes a part: what it teaches, when it is ended, what its result means without GPUs, and its module.
-
-    The `run` of the module takes the part's `Record`.
-    """
+    """Describes a part: what it teaches, when it is ended, what its result means without GPUs, and its module with `run`."""
 
     name: str
     teaches: str

@@ -14,9 +14,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -36,27 +34,25 @@ _OPTIONS = {"plain": {}, "packed": {"pack_copies": True}, "sharded": {"parameter
 _WAYS = list(itertools.product(_OPTIONS, (2, 3, 8)))
 
 
-def parsed() -> argparse.Namespace:
+def parsed():
     """Reads the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m graphs", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--than", type=Path, help="a file that was written before")
-    parser.add_argument(
-        "--ways", type=int, default=1, help=f"the ways for each program of tests/programs; {len(_WAYS)} for all"
-    )
+    parser.add_argument("--ways", type=int, default=1, help=f"ways for each program of tests/programs; {len(_WAYS)} for all")
     parser.add_argument("--random", type=int, default=200, help="the number of random programs")
     return parser.parse_args()
 
 
-def main() -> int:
+def main():
     """Writes the signatures, and prints how they differ from earlier ones. Returns 1 if any does."""
     options = parsed()
     keras_dp.use_logical_cpus(9)
     keras.config.set_floatx("float64")
-    found: dict[str, Any] = {}
-    for name, write in itertools.chain(published(options.ways), drawn(options.random), benchmarked()):
+    found = {}
+    for name, write in programs(options):
         with recorded() as signatures:
             keras.utils.set_random_seed(3)
             try:
@@ -73,27 +69,26 @@ def main() -> int:
     return differences(json.loads(options.than.read_text()), found)
 
 
-def published(count: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields the programs of tests/programs, in so many ways each, with functions that train them on towers."""
+def programs(options):
+    """Yields the name of each program and way, and a function that writes its graphs."""
     for i, (name, of_program) in enumerate(PROGRAMS.items()):
-        for j in range(i, i + count):
+        for j in range(i, i + options.ways):
             way, towers = _WAYS[j % len(_WAYS)]
             yield f"{name}, {way}, {towers} towers", functools.partial(trained, of_program, towers, _OPTIONS[way])
+    for seed in range(options.random):
+        yield f"random program {seed}", functools.partial(partitioned, seed)
+    for name, towers in itertools.product(BUILT_IN, (2, 8)):
+        if name != "resnet50" or towers == 8:
+            yield f"{name}, {towers} towers", functools.partial(one_step, name, towers)
 
 
-def trained(of_program: Callable[[], Any], towers: int, options: dict[str, Any]) -> None:
+def trained(of_program, towers, options):
     """Trains a program on towers."""
     build, script = of_program()
     script(keras_dp.DataParallelModel(build(), devices=towers, **options))
 
 
-def drawn(count: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields random programs, with functions that partition them."""
-    for seed in range(count):
-        yield f"random program {seed}", functools.partial(partitioned, seed)
-
-
-def partitioned(seed: int) -> None:
+def partitioned(seed):
     """Partitions a random program in its setting, for each of its workers."""
     program, setting = draw_program(seed), draw_setting(seed)
     devices = [f"CPU:{1 + i}" for i in range(setting.towers)]
@@ -103,15 +98,8 @@ def partitioned(seed: int) -> None:
         prepared(program, setting, [], devices, worker)
 
 
-def benchmarked() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields the models of `keras-dp bench`, with functions that take a step."""
-    for name, towers in itertools.product(BUILT_IN, (2, 8)):
-        if name != "resnet50" or towers == 8:
-            yield f"{name}, {towers} towers", functools.partial(one_step, name, towers)
-
-
-def one_step(name: str, towers: int) -> None:
-    """Takes one step of a model."""
+def one_step(name, towers):
+    """Takes one step of a model of `keras-dp bench`."""
     keras.config.set_floatx("float32")
     try:
         model = keras_dp.DataParallelModel(BUILT_IN[name].build(), devices=towers)
@@ -121,7 +109,7 @@ def one_step(name: str, towers: int) -> None:
         keras.config.set_floatx("float64")
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> int:
+def differences(before, after):
     """Prints the programs whose graphs have changed, and how. Returns 1 if any has."""
     changed = 0
     for name in before.keys() | after.keys():

@@ -4,8 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any
 from unittest import mock
 
 from keras_dp.partition import step
@@ -18,25 +16,20 @@ _COUNTED = {"token", "_gradient_op_type", "_forward_func_name", "_backward_func_
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Describes a function.
+    """Describes a function."""
 
-    Attributes:
-        digest: is the same for two functions that differ in names and in the order of what commutes alone.
-        operations: how many nodes it has of each type on each device, with the functions that it calls.
-    """
-
-    digest: str
-    operations: Mapping[str, int]
+    digest: str  # is the same for two functions that differ in names and in the order of what commutes alone
+    operations: dict[str, int]  # how many nodes it has of each type on each device, with the functions that it calls
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Signature]]:
+def recorded():
     """Collects the signatures of the functions that are written for towers."""
-    found: list[Signature] = []
+    found = []
     function_of, call = step.function_of, step.call
-    names: dict[int, list[str]] = {}
+    names = {}
 
-    def naming_arguments(written: Any, *arguments: Any) -> Any:
+    def naming_arguments(written, *arguments):
         function = function_of(written, *arguments)
         # TensorFlow numbers the variables that a function captures, throughout a process.
         captured = sorted((name for name in written.given if _number(name) >= 0), key=_number)
@@ -44,7 +37,7 @@ def recorded() -> Iterator[list[Signature]]:
         names[id(function)] = [places.get(name, name) for name in written.given]
         return function
 
-    def recording(function: Any) -> Any:
+    def recording(function):
         found.append(signature(function.definition, names.pop(id(function))))
         return call(function)
 
@@ -52,14 +45,14 @@ def recorded() -> Iterator[list[Signature]]:
         yield found
 
 
-def signature(definition: Any, arguments: list[str]) -> Signature:
+def signature(definition, arguments):
     """Describes a FunctionDef whose arguments stand for the tensors of these names."""
     body, names = body_with_functions(definition)
     functions = {function.signature.name: function for function in body.library.function}
-    known: dict[str, str] = {}
-    operations: collections.Counter[str] = collections.Counter()
+    known = {}
+    operations = collections.Counter()
 
-    def of_function(name: str) -> str:
+    def of_function(name):
         if name not in known:
             function = functions[name]
             inputs = {argument.name: f"argument {i}" for i, argument in enumerate(function.signature.input_arg)}
@@ -68,7 +61,7 @@ def signature(definition: Any, arguments: list[str]) -> Signature:
             known[name] = digest(function.node_def, inputs, results, effects)
         return known[name]
 
-    def digest(nodes: Any, digests: dict[str, str], results: list[str], effects: list[str]) -> str:
+    def digest(nodes, digests, results, effects):
         by_name = {node.name: node for node in nodes}
         # A node comes after its sources.
         waiting = list(reversed(by_name))
@@ -87,13 +80,13 @@ def signature(definition: Any, arguments: list[str]) -> Signature:
         every = sorted(digests[name] for name in by_name)
         return _hashed([every, [_of_tensor(name, digests) for name in results], sorted(digests[name] for name in effects)])
 
-    def of_node(node: Any, digests: Mapping[str, str]) -> str:
+    def of_node(node, digests):
         data = [_of_tensor(name, digests) for name in node.input if not name.startswith("^")]
         control = sorted(digests[name[1:]] for name in node.input if name.startswith("^"))
         attributes = [(key, of_attribute(value)) for key, value in sorted(node.attr.items()) if key not in _COUNTED]
         return _hashed([node.op, node.device, data, control, attributes])
 
-    def of_attribute(value: Any) -> Any:
+    def of_attribute(value):
         called = [value.func] if value.HasField("func") else list(value.list.func)
         if called and all(one.name in functions for one in called):
             return [of_function(one.name) for one in called]
@@ -106,15 +99,15 @@ def signature(definition: Any, arguments: list[str]) -> Signature:
     return Signature(digest(of_body, inputs, results, effects), dict(operations))
 
 
-def _number(name: str) -> int:
+def _number(name):
     last = name.rpartition("/")[2]
     return int(last) if last.isdecimal() else -1
 
 
-def _of_tensor(name: str, digests: Mapping[str, str]) -> tuple[str, str]:
+def _of_tensor(name, digests):
     node, _, result = name.partition(":")
     return digests[node], result or "0"
 
 
-def _hashed(content: Any) -> str:
+def _hashed(content):
     return hashlib.sha256(repr(content).encode()).hexdigest()[:24]

@@ -14,28 +14,16 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from mutation.mutants import Mutant, draw_mutants
+from mutation.mutants import draw_mutants
 from mutation.running import PARTITION, in_process, reach_lines, run_programs, run_tests
 
 ROOT = Path(__file__).parents[2]
 # All other modules decide results. These explain and draw the partition, or need several workers, XLA or a failure.
-_OTHERS = {
-    "bodies",
-    "both_ways",
-    "changes",
-    "comparison",
-    "compilation",
-    "explanation",
-    "failures",
-    "rounding",
-    "step_check",
-    "tensorflow_internals",
-    "user_lines",
-    "worker_exchanges",
-}
+_OTHERS = {"bodies", "both_ways", "changes", "comparison", "compilation", "explanation", "failures", "rounding", "step_check"}
+_OTHERS |= {"tensorflow_internals", "user_lines", "worker_exchanges"}
 
 
-def parsed() -> argparse.Namespace:
+def parsed():
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m mutation", description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="the number of mutants")
@@ -46,11 +34,11 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main():
     """Tests the mutants one by one, and prints the score."""
     options = parsed()
     options.out.mkdir(parents=True, exist_ok=True)
-    outcomes: collections.Counter[str] = collections.Counter()
+    outcomes = collections.Counter()
     with tempfile.TemporaryDirectory() as folder, (options.out / "outcomes.jsonl").open("a+") as file:
         copy = copied(Path(folder))
         reached = options.out / "reached.json"
@@ -70,7 +58,7 @@ def main() -> None:
     print(f"{outcomes.total()} mutants: " + ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()))
 
 
-def copied(folder: Path) -> Path:
+def copied(folder):
     """Copies what the tests need to a folder, and returns it."""
     for name in ("keras_dp", "tests", "docs", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -79,7 +67,7 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def outcome_of(mutant: Mutant, copy: Path, tests: dict, options: argparse.Namespace) -> str:
+def outcome_of(mutant, copy, tests, options):
     """Returns whether tests notice a mutant: "test" or "program" if they do, "no end" if they never end, or "survives"."""
     module = copy / mutant.path
     right = module.read_text()
@@ -96,11 +84,11 @@ def outcome_of(mutant: Mutant, copy: Path, tests: dict, options: argparse.Namesp
         module.write_text(right)
 
 
-def tests_of(mutant: Mutant, tests: dict) -> list[str]:
+def tests_of(mutant, tests):
     """Returns the tests that reach a mutant's line, or else its module: the quickest case of each test, then the next ones."""
     lines = tests["lines"].get(mutant.path, {})
     found = set(lines.get(str(mutant.line), ())) or {test for reaching in lines.values() for test in reaching}
-    cases: dict[str, list[str]] = collections.defaultdict(list)
+    cases = collections.defaultdict(list)
     for test in sorted(found, key=lambda test: tests["seconds"][test]):
         cases[test.partition("[")[0]].append(test)
     places = {test: (i, tests["seconds"][test]) for listed in cases.values() for i, test in enumerate(listed)}

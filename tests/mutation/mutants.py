@@ -3,8 +3,6 @@
 import dataclasses
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import parso
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -21,6 +19,10 @@ class _Condition(Operator):
 
     constant = ""
 
+    @classmethod
+    def examples(cls):
+        return (Example("if a: b", f"if {cls.constant}: b"), Example("a and b", f"a and {cls.constant}", occurrence=1))
+
     def mutation_positions(self, node):
         for i in self._conditions(node):
             yield node.children[i].start_pos, node.children[i].end_pos
@@ -30,7 +32,7 @@ class _Condition(Operator):
         return node
 
     @staticmethod
-    def _conditions(node) -> Iterator[int]:
+    def _conditions(node):
         """Yields the children of a node that are conditions."""
         if node.type == "if_stmt":
             yield from (i + 1 for i, child in enumerate(node.children) if child.get_code().strip() in ("if", "elif"))
@@ -45,48 +47,32 @@ class _Condition(Operator):
 class AlwaysHolds(_Condition):
     constant = "True"
 
-    @classmethod
-    def examples(cls):
-        return (Example("if a: b", "if True: b"), Example("a and b", "a and True", occurrence=1))
-
 
 class NeverHolds(_Condition):
     constant = "False"
 
-    @classmethod
-    def examples(cls):
-        return (Example("if a: b", "if False: b"), Example("a or b", "a or False", occurrence=1))
-
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A module with one fault.
+    """A module with one fault."""
 
-    Attributes:
-        path: the module, from the root of the repository.
-        line: the number of the line with the fault.
-        operator: the kind of the fault.
-        before, after: this line without and with the fault.
-        code: the source of the module with the fault.
-    """
-
-    path: str
-    line: int
-    operator: str
-    before: str
+    path: str  # of the module, from the root of the repository
+    line: int  # the number of the line with the fault
+    operator: str  # the kind of the fault
+    before: str  # this line without the fault
     after: str
-    code: str
+    code: str  # the source of the module with the fault
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.path}:{self.line} {self.operator}: {self.before} -> {self.after}"
 
 
-def draw_mutants(root: Path, modules: Sequence[Path], count: int, seed: int) -> Iterator[Mutant]:
+def draw_mutants(root, modules, count, seed):
     """Draws places in the modules, all with the same probability, and a fault for each. Larger samples begin alike."""
     operators = {name: get_operator(name)() for name in operator_names() if not any(part in name for part in _LEFT_OUT)}
     operators |= {kind.__name__: kind() for kind in (AlwaysHolds, NeverHolds)}
     codes = {path: path.read_text() for path in modules}
-    faults: dict[tuple, list[tuple[str, int]]] = defaultdict(list)
+    faults = defaultdict(list)
     for path, code in codes.items():
         lines, nodes = code.splitlines(), list(ast_nodes(get_ast(code)))
         for name, operator in operators.items():

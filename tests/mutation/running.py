@@ -6,7 +6,6 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["tensorflow", "keras", "pytest"])
 
 
-def in_process(copy: Path, seconds: float, task: Callable[..., int], *arguments: object) -> int:
+def in_process(copy, seconds, task, *arguments):
     """Runs a task in the copy of the repository; returns what it returns, or a negative number if it did not end."""
     process = _PROCESSES.Process(target=_in_copy, args=(copy, task, *arguments))
     process.start()
@@ -32,7 +31,7 @@ def in_process(copy: Path, seconds: float, task: Callable[..., int], *arguments:
     return process.exitcode
 
 
-def _in_copy(copy: Path, task: Callable[..., int], *arguments: object) -> None:
+def _in_copy(copy, task, *arguments):
     os.chdir(copy)
     sys.path[:] = [str(copy), str(copy / "tests"), *(path for path in sys.path if path not in (_ROOT, f"{_ROOT}/tests"))]
     sys.dont_write_bytecode = True
@@ -47,12 +46,12 @@ def _in_copy(copy: Path, task: Callable[..., int], *arguments: object) -> None:
     os._exit(int(code))
 
 
-def reach_lines(reached: Path) -> int:
+def reach_lines(reached):
     """Runs all tests, and writes which lines each of them reaches, and how long it takes."""
     import coverage  # of the extra "mutation": tests of this file run without it
 
     measured = coverage.Coverage(data_file=None, source=[PARTITION])
-    seconds: dict[str, float] = {}
+    seconds = {}
 
     class Recorder:
         @pytest.hookimpl(wrapper=True)
@@ -68,7 +67,7 @@ def reach_lines(reached: Path) -> int:
     code = pytest.main([*_OPTIONS, *_TESTS], plugins=[Recorder()])
     measured.stop()
     data = measured.get_data()
-    lines: dict[str, dict[int, list[str]]] = {}
+    lines = {}
     for path in data.measured_files():
         found = data.contexts_by_lineno(path).items()
         lines[os.path.relpath(path)] = {line: sorted(filter(None, tests)) for line, tests in found}
@@ -76,7 +75,7 @@ def reach_lines(reached: Path) -> int:
     return code
 
 
-def run_tests(chosen: list[str], seconds: float) -> int:
+def run_tests(chosen, seconds):
     """Runs tests in their order until one fails, or the time is over."""
     order = {test: i for i, test in enumerate(chosen)}
     began = time.monotonic()
@@ -97,7 +96,7 @@ def run_tests(chosen: list[str], seconds: float) -> int:
     return pytest.main([*_OPTIONS, *sorted({test.partition("::")[0] for test in chosen})], plugins=[Selection()])
 
 
-def run_programs(command: list[str]) -> int:
+def run_programs(command):
     """Runs random programs until one fails."""
     from fuzz.__main__ import main as run
 

@@ -35,14 +35,12 @@ def build():
 
 
 def train(model, batches, x=X):
-    """Trains on batches, which are lists of rows, and returns the weights."""
     for rows in map(list, batches):
         model.train_on_batch(x[rows], Y[rows], WEIGHTS[rows])
     return model.get_weights()
 
 
 def plain(optimizer, batches, model=None, x=X):
-    """Trains plain Keras, and returns the weights."""
     model = model or build()
     model.compile(optimizer, "mse")
     return train(model, batches, x)

@@ -134,12 +134,8 @@ SPARSE = np.where(X > 0.3, X, 0)
 SPARSE[3] = SPARSE[7:14] = 0
 
 
-def takes_sparse():
-    return keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(2)])
-
-
 @runs_dry
-@same_on_towers(takes_sparse, TOWERS)
+@same_on_towers(lambda: keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(2)]), TOWERS)
 def test_sparse_inputs(model):
     """Towers sum the gradients of a row of the kernel before Adam squares them, as one device does."""
     matrix, tensor = scipy.sparse.csr_matrix(SPARSE), tf.sparse.from_dense(SPARSE)
@@ -169,31 +165,21 @@ def test_ragged_inputs(model):
     return history, predict(model, TOKENS), model.train_on_batch(TOKENS[:5], Y[:5])
 
 
-class TakesRagged(keras.Model):
+class TakesNoDenseTensors(keras.Model):
     def __init__(self):
         super().__init__()
-        self.embedding, self.last = layers.Embedding(6, 3, mask_zero=True), layers.Dense(2)
+        self.embedding, self.kernel = layers.Embedding(6, 3, mask_zero=True), self.add_weight((4, 3))
+        self.last = layers.Dense(2)
 
-    def call(self, x):
-        return self.last(layers.GlobalAveragePooling1D()(self.embedding(x.to_tensor())))
-
-
-class TakesSparse(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.kernel, self.last = self.add_weight((4, 3)), layers.Dense(2)
-
-    def call(self, x):
-        return self.last(tf.sparse.sparse_dense_matmul(x, self.kernel.value))
+    def call(self, inputs):
+        tokens, flags = inputs
+        averages = layers.GlobalAveragePooling1D()(self.embedding(tokens.to_tensor()))
+        return self.last(averages + tf.sparse.sparse_dense_matmul(flags, self.kernel.value))
 
 
-OF_ONE_KIND = {"ragged": (TakesRagged, TOKENS), "sparse": (TakesSparse, tf.sparse.from_dense(SPARSE))}
-
-
-@pytest.mark.parametrize("kind", OF_ONE_KIND)
-def test_subclassed_models_that_take_nothing_but_ragged_or_sparse_tensors(kind):
-    build, x = OF_ONE_KIND[kind]
-    assert_same_script(build, lambda model: fit(compiled(model), x, Y), TOWERS)
+@same_on_towers(TakesNoDenseTensors, TOWERS)
+def test_subclassed_models_that_take_nothing_but_ragged_and_sparse_tensors(model):
+    return fit(compiled(model), (TOKENS, tf.sparse.from_dense(SPARSE)), Y)
 
 
 LETTERS = np.array([list("abcd")[i % 4] for i in range(ROWS)])
@@ -221,7 +207,7 @@ def test_strings(model):
 @runs_dry
 @same_on_towers(dense, TOWERS)
 def test_datasets(model):
-    """Covers cached and endless datasets, whole batches only, unknown lengths and shapes, and batches of any size."""
+    """Covers cached and endless datasets, whole batches only, unknown lengths and shapes, any sizes, and a scalar weight."""
     compiled(model)
     sizes = (7, 1, 9, 2, 4)
     shapes = tf.TensorSpec((None, None), "float64")
@@ -229,6 +215,7 @@ def test_datasets(model):
         dataset(X, Y, W).cache().prefetch(2),
         dataset(X, Y, drop_remainder=True).map(lambda x, y: (x, tf.cast(y, "float32"))),
         dataset(X, Y, W).filter(lambda x, y, w: True),
+        dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))),
         tf.data.Dataset.from_generator(lambda: generator(X, Y, sizes=sizes), output_signature=(shapes, shapes)),
     ]
     histories = [fit(model, data) for data in datasets]
@@ -334,13 +321,6 @@ def test_inputs_in_lists_and_tuples_and_by_name(model):
     return [fit(model, x, Y) for x in ways], predict(model, ways[-1])
 
 
-@same_on_towers(for_data(X, [Y, W]), TOWERS)
-def test_outputs_in_lists_and_by_name(model):
-    """Covers a loss, metrics, targets and weights for each output; `test_datasets_of_dictionaries` has them all by name."""
-    compiled(model, loss=["mse", "mae"], metrics=[["mae"], ["mse"]], weighted_metrics=[["mse"], None])
-    return [fit(model, X, [Y, W], sample_weight=weights) for weights in ([W, W**2], W)]
-
-
 NESTED_X = {"one": (W, [X.reshape(ROWS, 2, 2, 1)]), "two": {"three": np.zeros((ROWS, 0)), "four": X.reshape(ROWS, 2, 2)}}
 NESTED_Y = {"all": [Y], "some": {"few": (W, W**2)}}
 
@@ -372,21 +352,14 @@ def with_an_optional_input():
 
 @same_on_towers(with_an_optional_input, TOWERS)
 def test_none_in_place_of_an_array(model):
-    """None stands for an optional input, for the weights of the output "q", and for the targets of "r", which has no loss."""
+    """None stands for an optional input, for the weights of the output "q", and for the targets of "r", which has no loss.
+
+    Then the targets have "p" alone.
+    """
     compiled(model, loss={"p": "mse", "q": "mse", "r": None}, metrics=None)
     x, y, weights = {"a": X, "b": None}, {"p": Y, "q": Y, "r": None}, {"p": W, "q": None, "r": None}
-    return fit(model, x, y, sample_weight=weights), predict(model, x)
-
-
-def of_two_names():
-    inputs = keras.Input((4,))
-    p = layers.Dense(2, name="p")(inputs)
-    return keras.Model(inputs, {"p": p, "q": layers.Rescaling(2.0, name="q")(p)})
-
-
-@same_on_towers(of_two_names, TOWERS)
-def test_targets_for_some_outputs(model):
-    return fit(compiled(model, loss={"p": "mse"}, metrics=None), X, {"p": Y}, sample_weight={"p": W}), predict(model, X)
+    results = fit(model, x, y, sample_weight=weights), predict(model, x)
+    return results, fit(compiled(model, loss={"p": "mse"}, metrics=None), x, {"p": Y}, sample_weight={"p": W})
 
 
 def of_flags_and_classes():
@@ -413,17 +386,6 @@ def test_sample_weight(model):
     return [fit(model, X, Y, sample_weight=w) for w in weights]
 
 
-def of_tokens():
-    inputs = keras.Input((3,), dtype="int32")
-    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.Embedding(5, 2, mask_zero=True)(inputs)))
-
-
-@same_on_towers(of_tokens, TOWERS)
-def test_sample_weight_for_each_token(model):
-    compiled(model, loss="sparse_categorical_crossentropy", metrics=["accuracy"], weighted_metrics=["accuracy"])
-    return fit(model, np.arange(69).reshape(ROWS, 3) % 5, CLASSES[:, None] + [0, 1, 1], sample_weight=np.abs(X[:, :3]))
-
-
 @same_on_towers(lambda: dense(3, "softmax"), TOWERS)
 def test_class_weight(model):
     """Covers arrays, datasets, `PyDataset`s and single batches; classes without a weight have 1."""
@@ -434,20 +396,18 @@ def test_class_weight(model):
 
 
 @same_on_towers(dense, TOWERS)
-def test_validation_split(model):
+def test_validation(model):
+    """Covers splits, and arrays and datasets, with weights, in some epochs, with batch sizes and numbers of steps."""
     compiled(model, weighted_metrics=["mse"])
-    arguments = {"sample_weight": W, "validation_split": 0.3, "validation_batch_size": 5, "validation_freq": 2}
-    return fit(model, X, Y, epochs=4, **arguments), fit(model, tf.constant(X), Y, sample_weight=W, validation_split=0.05)
-
-
-@same_on_towers(dense, TOWERS)
-def test_validation_data(model):
-    """Covers arrays and datasets, with weights, `validation_freq`, `validation_steps` and `validation_batch_size`."""
-    compiled(model, weighted_metrics=["mse"])
-    now_and_then = {"validation_freq": [1, 3], "validation_steps": 2, "validation_batch_size": 4}
-    histories = [fit(model, X, Y, epochs=3, validation_data=(X[:11], Y[:11], W[:11]), **now_and_then)]
-    histories += [fit(model, X, Y, epochs=2, validation_data=data) for data in ([X, Y], dataset(X, Y, W))]
-    return [*histories, fit(model, X, Y, validation_data=dataset(X, Y).repeat(), validation_steps=6)]
+    ways = [
+        {"validation_split": 0.3, "validation_batch_size": 5, "validation_freq": 2, "epochs": 4},
+        {"validation_data": (X[:11], Y[:11], W[:11]), "validation_freq": [1, 3], "validation_steps": 2, "epochs": 3},
+        {"validation_data": [X, Y], "validation_batch_size": 4},
+        {"validation_data": dataset(X, Y, W)},
+        {"validation_data": dataset(X, Y).repeat(), "validation_steps": 6},
+    ]
+    histories = [fit(model, X, Y, sample_weight=W, **arguments) for arguments in ways]
+    return histories, fit(model, tf.constant(X), Y, sample_weight=W, validation_split=0.05)
 
 
 @runs_dry
@@ -481,34 +441,19 @@ def test_steps_per_execution(model):
 
 
 @same_on_towers(dense, TOWERS)
-def test_on_batch_methods(model):
-    """Covers weights of rows and of classes, results as lists and dictionaries, and fewer rows than towers."""
+def test_methods_beside_fit(model):
+    """Covers batch sizes, steps, weights of rows and classes, results as lists and dictionaries, and fewer rows than towers."""
     compiled(model, weighted_metrics=["mse"])
     results = []
     for x, y, w in batches(X, Y, W, sizes=(5, 2)):
         results.append(model.train_on_batch(x, y, w, return_dict=True))
         results.append(model.train_on_batch(x, y, class_weight={1: 2.0}))
         results += [model.test_on_batch(tf.constant(x), y, w), model.predict_on_batch(x)]
-    return results, model.test_on_batch(x, y, return_dict=True)
-
-
-@same_on_towers(dense, TOWERS)
-def test_evaluate_and_predict(model):
-    """Covers batch sizes, steps, weights, datasets and `PyDataset`s, and results as lists and dictionaries."""
-    compiled(model, weighted_metrics=["mse"]).train_on_batch(X, Y)
     ways = [{"batch_size": size} for size in (None, 4)] + [{"batch_size": 5, "steps": 2}]
-    evaluations = [evaluate(model, X, Y, sample_weight=W, **arguments) for arguments in ways]
-    evaluations += [evaluate(model, dataset(X, Y, W), steps=2), evaluate(model, PyDataset(X, Y), return_dict=False)]
+    results += [evaluate(model, X, Y, sample_weight=W, **arguments) for arguments in ways]
+    results += [evaluate(model, dataset(X, Y, W), steps=2), evaluate(model, PyDataset(X, Y), return_dict=False)]
     predictions = [predict(model, X, **arguments) for arguments in ways]
-    return evaluations, predictions, predict(model, dataset(X), steps=2)
-
-
-class AsString(layers.Layer):
-    def call(self, x):
-        return tf.strings.as_string(x)
-
-    def compute_output_spec(self, x):
-        return keras.KerasTensor(x.shape, "string")
+    return results, model.test_on_batch(x, y, return_dict=True), predictions, predict(model, dataset(X), steps=2)
 
 
 def of_any_dtype():
@@ -516,7 +461,8 @@ def of_any_dtype():
     best = keras.ops.argmax(x, -1)
     outputs = {"flags": x > 0, "half": keras.ops.cast(x, "float16"), "best": best}
     return keras.Model(
-        {"x": x, "tokens": tokens}, {**outputs, "names": AsString()(best), "twice": layers.Lambda(lambda x: 2 * x)(tokens)}
+        {"x": x, "tokens": tokens},
+        {**outputs, "names": layers.Lambda(tf.strings.as_string)(best), "twice": layers.Lambda(lambda x: 2 * x)(tokens)},
     )
 
 
@@ -529,7 +475,7 @@ def test_predictions_of_any_kind(model):
     return {**outputs, "names": outputs["names"].astype(int)}, ragged.flat_values, ragged.row_lengths()
 
 
-class NoiseForEachRow(keras.Model):
+class NoiseForEachRow(keras.Sequential):
     """Reads the number of rows from the static shape."""
 
     def train_step(self, data):
@@ -538,12 +484,7 @@ class NoiseForEachRow(keras.Model):
         return super().train_step((x + noise, y))
 
 
-def noisy():
-    inputs = keras.Input((4,))
-    return NoiseForEachRow(inputs, layers.Dense(2)(inputs))
-
-
-@same_on_towers(noisy, TOWERS)
+@same_on_towers(lambda: NoiseForEachRow([keras.Input((4,)), layers.Dense(2)]), TOWERS)
 def test_fails_where_one_device_does_not_know_the_batch_size(model):
     """After traces for two sizes, TensorFlow traces a function for any size."""
     compiled(model)
@@ -557,13 +498,10 @@ def test_fails_where_one_device_does_not_know_the_batch_size(model):
     return results
 
 
-def test_outputs_that_are_padded_to_the_longest_row():
-    """The longest row is that of the global batch."""
-    inputs = keras.Input((None,), dtype="int64", ragged=True)
-    model = keras.Model(inputs, Pad()(inputs))
-    expected = model.predict_on_batch(TOKENS)
-    received = keras_dp.DataParallelModel(model, devices=TOWERS).predict_on_batch(TOKENS)
-    np.testing.assert_array_equal(expected, received)
+@same_on_towers(lambda: keras.Sequential([keras.Input((None,), dtype="int64", ragged=True), Pad()]), TOWERS)
+def test_outputs_that_are_padded_to_the_longest_row(model):
+    """The longest row is that of the global batch: slices have others."""
+    return model.predict_on_batch(TOKENS[:5])
 
 
 REFUSED = {
@@ -571,14 +509,10 @@ REFUSED = {
     "objects": lambda model: model.fit(X.astype(object), Y),
     "strings of a fixed length": lambda model: model.fit(TEXTS, Y),
     "another number of targets": lambda model: model.fit(X, Y[:5]),
-    "another number of weights": lambda model: model.fit(X, Y, sample_weight=W[:5]),
     "targets beside a dataset": lambda model: model.fit(dataset(X, Y), Y),
-    "weights beside a generator": lambda model: model.fit(generator(X, Y), sample_weight=W, shuffle=False),
     "class weights and a generator": lambda model: model.fit(generator(X, Y), class_weight={0: 1.0}, shuffle=False),
-    "class weights and weights": lambda model: model.fit(X, Y, sample_weight=W, class_weight={0: 1.0}),
     "class weights and weights of a batch": lambda model: model.train_on_batch(X, Y, W, class_weight={0: 1.0}),
     "a split of a dataset": lambda model: model.fit(dataset(X, Y), validation_split=0.3),
-    "a split into nothing": lambda model: model.fit(X, Y, validation_split=0.99),
     "a generator of lists": lambda model: model.fit(([x, y] for x, y in generator(X, Y)), shuffle=False),
     "an empty generator": lambda model: model.fit(generator(sizes=()), shuffle=False),
     "executions of any number of steps": lambda model: compiled(model, steps_per_execution="auto").fit(X, Y),
@@ -619,21 +553,27 @@ def test_batches_of_numbers_without_rows(caplog):
 
 
 @runs_dry
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
 def test_refuses_batches_without_rows():
     """Plain Keras would take a step with a loss of 0, and would log nothing for validation data without batches."""
     parallel = compiled(keras_dp.DataParallelModel(dense(), devices=TOWERS))
+    none = dataset(X, Y).filter(lambda x, y: False)
+    for method in (parallel.fit, parallel.evaluate, parallel.predict):
+        with pytest.raises(ValueError, match="dataset is empty"):
+            method(dataset(X, Y).take(0), verbose=0)
+        with pytest.raises(ValueError, match=rf"{method.__name__}\(\) was given no batch"):
+            method(none, verbose=0)
     with pytest.raises(ValueError, match=r"evaluate\(\) was given no batch"):
-        fit(parallel, X, Y, validation_data=dataset(X, Y).filter(lambda x, y: False))
+        fit(parallel, X, Y, validation_data=none)
+    with pytest.raises(ValueError, match="no batch|empty"):
+        fit(parallel, X[:0], Y[:0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="at least one row"):
         parallel.train_on_batch(X[:0], Y[:0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="at least one row"):
         fit(parallel, generator(X, Y, sizes=(5, 0, 5)))
-
-
-@same_on_towers(dense, TOWERS)
-def test_tensors_without_rows(model):
-    """Plain Keras broadcasts a single weight to the rows."""
-    return fit(compiled(model), dataset(X, Y).map(lambda x, y: (x, y, tf.constant(0.5))))
+    # The model still trains afterwards, and no epoch is not an empty dataset.
+    assert len(fit(parallel, X, Y)["loss"]) == 1
+    assert fit(parallel, X, Y, epochs=0) == {}
 
 
 def test_refuses_tensors_with_other_numbers_of_rows():

@@ -118,9 +118,19 @@ class CompilingItsSteps(Network):
         self.test_function = lambda iterator: step(*next(iterator))
 
 
-@same_on_towers(CompilingItsSteps, 3)
-def test_a_train_function_from_the_step(model):
-    return fitted(compiled(model)), model.evaluate(X, Y, batch_size=8, verbose=0)
+def test_a_train_function_from_the_step():
+    """The one that a model has made before it was wrapped trains on one device, and is made anew."""
+
+    def build():
+        model = CompilingItsSteps()
+        fitted(compiled(model))
+        return model
+
+    def script(model):
+        return fitted(model), model.evaluate(X, Y, batch_size=8, verbose=0)
+
+    _, parallel = assert_same_script(build, script, 3)
+    assert own_of(parallel).steps.partition("train") is not None
 
 
 class LoopOverSteps(Network):
@@ -146,19 +156,6 @@ def test_a_loop_of_ones_own_around_steps_trains_on_the_towers(caplog):
     _, parallel = assert_same_script(built, lambda model: compiled(model).fit(epochs=2), 3)
     assert "ran on one device" not in caplog.text
     assert own_of(parallel).uses
-
-
-class LoopOfItsOwn(Network):
-    def fit(self, epochs):
-        for _ in range(epochs):
-            for x, y in batches():
-                loss = learned(self, lambda x=x, y=y: tf.reduce_mean((self(x, training=True) - y) ** 2))
-        return loss
-
-
-def test_a_loop_that_computes_by_itself_runs_as_it_is_and_says_so(caplog):
-    assert_same_script(LoopOfItsOwn, lambda model: compiled(model).fit(epochs=2), 3)
-    assert "own fit() ran on one device: it called neither super().fit(), nor train_on_batch()" in caplog.text
 
 
 def repeatedly(method):
@@ -242,20 +239,23 @@ class AdversariesWithTapes(Adversaries):
     def train(self, data):
         return [self.update(x, y) for x, y, _, _ in data]
 
+    def fit(self, data):
+        return self.train(data)
+
 
 def test_methods_of_ones_own_that_compute_by_themselves_say_so(caplog):
     """The warning names the method that was called, once, wherever the model keeps its optimizer."""
 
     def script(model):
         model.compile(keras.optimizers.SGD(0.1))
-        return [model.train(four_arguments()), model.train(four_arguments()), model.get_weights()]
+        return [model.train(four_arguments()), model.fit(four_arguments()), model.get_weights()]
 
     assert_same_script(AdversariesWithTapes, script, 3)
     records = [record for record in caplog.records if "one device" in record.message]
     assert [record.message.partition(":")[0] for record in records] == [
-        f"The model's own {name}() ran on one device" for name in ("update", "train")
+        f"The model's own {name}() ran on one device" for name in ("update", "train", "fit")
     ]
-    assert "train_step()" in records[0].message
+    assert "it called neither super().fit(), nor train_on_batch(), train_step()" in records[-1].message
 
 
 def test_methods_of_ones_own_are_the_models(caplog):
@@ -294,12 +294,13 @@ def test_a_fit_and_a_step(model):
     return fitted(model, temperature=2.0)
 
 
-class Saving(Network):
+@keras.saving.register_keras_serializable("tests")
+class Saving(keras.Sequential):
     """Saves, compiles and reads its class in the middle of its own loop."""
 
     def fit(self, path):
         self.train_on_batch(X, Y)
-        self.save_weights(path)
+        self.save(path)
         self.compile(keras.optimizers.Adam(0.01), "mae")
         assert self.__class__ is Saving
         assert type(type(self)()) is Saving
@@ -307,28 +308,16 @@ class Saving(Network):
 
 
 def test_a_loop_that_compiles_and_saves(tmp_path):
-    path = tmp_path / "model.weights.h5"
-    _, parallel = assert_same_script(Saving, lambda model: compiled(model).fit(path), 3)
+    """The file holds the user's class."""
+
+    def script(model):
+        results = compiled(model).fit(tmp_path / "model.keras")
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+        assert type(loaded) is Saving
+        return results, loaded.get_weights()
+
+    _, parallel = assert_same_script(lambda: Saving([keras.Input((4,)), layers.Dense(3)]), script, 3)
     assert isinstance(parallel.inner_model.optimizer, keras.optimizers.Adam)
-    again = Saving()
-    again(X)
-    again.load_weights(path)
-
-
-def test_what_is_saved_during_an_own_fit_is_the_plain_model(tmp_path):
-    """A callback that is given the model sees the wrapper; the file holds the user's class."""
-
-    @keras.saving.register_keras_serializable("tests")
-    class Saved(keras.Sequential):
-        def fit(self, *arguments, **named):
-            return super().fit(*arguments, **named)
-
-    path = tmp_path / "model.keras"
-    parallel = compiled(keras_dp.DataParallelModel(Saved([keras.Input((4,)), layers.Dense(3)]), devices=2))
-    parallel.fit(X, Y, verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(path)])
-    loaded = keras.saving.load_model(path)
-    assert type(loaded) is Saved
-    np.testing.assert_allclose(loaded.predict(X, verbose=0), parallel.predict(X, verbose=0))
 
 
 def test_own_loops_leave_the_model_as_it_was():

@@ -30,20 +30,6 @@ def with_heads(**units):
     return build
 
 
-two_headed = with_heads(a=3, b=1)
-
-
-def tagger(names=("out",)):
-    """Builds a model with outputs for each token, and a mask of the padding."""
-    inputs = keras.Input((6,), dtype="int32")
-    hidden = layers.Embedding(9, 4, mask_zero=True)(inputs)
-    return keras.Model(inputs, {name: layers.Dense(4, name=name)(hidden) for name in names})
-
-
-def targets():
-    return {"a": Y, "b": rng.normal(size=(23, 1))}
-
-
 def assert_exact(build, loss, x, *targets_and_weights, compared=assert_same_training, **arguments):
     """Trains with a loss and further arguments of `compile`, on batches of 9, 9 and 5 rows."""
     compared(build, lambda: {"optimizer": "sgd", "loss": loss, **arguments}, [((x, *targets_and_weights), 9)], 3)
@@ -58,40 +44,44 @@ REDUCTIONS = ["sum", "sum_over_batch_size", "mean", "mean_with_sample_weight"]
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_reductions(weighted):
-    """Each of several outputs has the loss of one reduction. A loss that is not reduced stands alone."""
+    """Each of several outputs has the loss of one reduction. A loss that is not reduced stands alone.
+
+    The weights of the first tower's rows are zero.
+    """
     of_each = {name: losses.MeanSquaredError(reduction=name) for name in REDUCTIONS}
-    weights = [dict.fromkeys(REDUCTIONS, WEIGHTS)] if weighted else []
-    assert_exact(with_heads(**dict.fromkeys(REDUCTIONS, 3)), of_each, X, dict.fromkeys(REDUCTIONS, Y), *weights)
-    assert_exact(dense, losses.MeanSquaredError(reduction="none"), X, Y, *([WEIGHTS] if weighted else []))
+    weights = [np.r_[np.zeros(3), WEIGHTS[3:]]] if weighted else []
+    of_outputs = [dict.fromkeys(REDUCTIONS, values) for values in (Y, *weights)]
+    assert_exact(with_heads(**dict.fromkeys(REDUCTIONS, 3)), of_each, X, *of_outputs)
+    assert_exact(dense, losses.MeanSquaredError(reduction="none"), X, Y, *weights)
 
 
 def test_masked_losses():
-    """tf.distribute averages the replicas' masked means, and silently trains other weights."""
+    """Masks leave a tower or a batch nothing. tf.distribute averages masked means, and silently trains other weights."""
+
+    def tagger():
+        inputs = keras.Input((6,), dtype="int32")
+        hidden = layers.Embedding(9, 4, mask_zero=True)(inputs)
+        return keras.Model(inputs, {name: layers.Dense(4, name=name)(hidden) for name in REDUCTIONS})
+
+    tokens = TOKENS.copy()
+    tokens[:3] = 0  # Covers the first tower's slice.
+    tokens[9:18] = 0  # Covers the second batch.
     of_each = {name: losses.SparseCategoricalCrossentropy(from_logits=True, reduction=name) for name in REDUCTIONS}
     metrics = {"metrics": {"sum": ["accuracy"]}, "weighted_metrics": {"sum": ["accuracy"]}}
     labels, weights = (dict.fromkeys(REDUCTIONS, values) for values in (rng.integers(0, 4, (23, 6)), rng.uniform(size=(23, 6))))
-    assert_exact(lambda: tagger(REDUCTIONS), of_each, TOKENS, labels, weights, **metrics)
+    assert_exact(tagger, of_each, tokens, labels, weights, **metrics)
 
 
-def test_masks_that_leave_a_tower_or_a_batch_nothing():
-    tokens = TOKENS.copy()
-    tokens[:4] = 0  # Covers the first tower's slice.
-    tokens[9:18] = 0  # Covers the second batch.
-    assert_exact(tagger, losses.SparseCategoricalCrossentropy(from_logits=True), tokens, {"out": rng.integers(0, 4, (23, 6))})
+def test_options_of_losses_in_a_list():
+    def build():
+        inputs = keras.Input((5,))
+        return keras.Model(inputs, [layers.Dense(3)(inputs), layers.Dense(3)(inputs)])
 
-
-def test_weights_that_are_zero_for_a_tower():
-    assert_exact(dense, losses.MeanSquaredError(reduction="mean_with_sample_weight"), X, Y, np.r_[np.zeros(3), WEIGHTS[3:]])
-
-
-def test_ignored_classes():
-    loss = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
-    assert_exact(dense, loss, X, rng.integers(-1, 3, 23))
-
-
-def test_label_smoothing():
-    one_hot = np.eye(3)[rng.integers(0, 3, 23)]
-    assert_exact(dense, losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1), X, one_hot)
+    ignoring = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    smoothing = losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    labels = rng.integers(-1, 3, 23)
+    arguments = {"loss_weights": [0.3, 2.0], "metrics": [None, ["accuracy"]], "weighted_metrics": [["accuracy"], None]}
+    assert_exact(build, [ignoring, smoothing], X, [labels, np.eye(3)[labels]], [WEIGHTS, WEIGHTS**2], **arguments)
 
 
 def test_outputs_without_an_axis_of_their_own():
@@ -121,15 +111,14 @@ class PerRow(losses.Loss):
         return ops.sum(ops.abs(y_true - y_pred) ** 3, axis=-1)
 
 
-def test_losses_of_ones_own_with_a_value_for_each_row():
-    loss = {"a": PerRow(), "b": lambda a, b: (a - b) ** 2}
-    assert_exact(two_headed, loss, X, targets(), {"a": WEIGHTS, "b": WEIGHTS})
-
-
-def test_losses_that_couple_rows():
-    """tf.distribute averages the replicas' losses."""
-    compared = {"compared": assert_towers_match_one_device, "weighted_metrics": {"a": ["mae"], "b": ["mae"]}}
-    assert_exact(two_headed, {"a": contrastive, "b": rmse}, X, targets(), **compared)
+def test_losses_of_ones_own():
+    """They have a value for each row, or couple the rows: tf.distribute averages the replicas' losses."""
+    loss = {"cubes": PerRow(), "squares": lambda a, b: (a - b) ** 2, "contrastive": contrastive, "rmse": rmse}
+    weights = {"cubes": WEIGHTS, "squares": WEIGHTS, "contrastive": None, "rmse": None}
+    compared = {"compared": assert_towers_match_one_device, "weighted_metrics": {"cubes": ["mae"], "rmse": ["mae"]}}
+    units = {"cubes": 3, "squares": 1, "contrastive": 3, "rmse": 1}
+    targets = {name: Y[:, :number] for name, number in units.items()}
+    assert_exact(with_heads(**units), loss, X, targets, weights, **compared)
 
 
 def test_losses_of_ones_own_for_several_rows_an_input():
@@ -155,77 +144,51 @@ def test_several_outputs():
         "weighted_metrics": {"a": ["mae"], "b": ["mae"]},
         "compared": assert_towers_match_one_device,
     }
-    weights = {"a": WEIGHTS, "b": WEIGHTS**2, "c": WEIGHTS}
-    assert_exact(with_heads(a=3, b=1, c=3), {"a": "mse", "b": "mae", "c": None}, X, targets() | {"c": Y}, weights, **of_each)
+    targets, weights = {"a": Y, "b": Y[:, :1], "c": Y}, {"a": WEIGHTS, "b": WEIGHTS**2, "c": WEIGHTS}
+    assert_exact(with_heads(a=3, b=1, c=3), {"a": "mse", "b": "mae", "c": None}, X, targets, weights, **of_each)
 
 
-def test_a_list_of_losses():
-    def build():
-        inputs = keras.Input((5,))
-        return keras.Model(inputs, [layers.Dense(3)(inputs), layers.Dense(2)(inputs)])
+def test_regularizers():
+    """Those of weights count once, not once for each tower. Keras divides those of activities by the number of rows."""
 
-    arguments = {"loss_weights": [0.3, 2.0], "metrics": [["mae"], None]}
-    assert_exact(build, ["mse", losses.Huber(0.1)], X, [Y, Y[:, :2]], **arguments)
-
-
-def test_weight_regularizers():
-    """They count once, not once for each tower."""
+    def own(weight):
+        return 0.01 * ops.sum(ops.abs(weight) ** 3)
 
     def build():
-        def own(weight):
-            return 0.01 * ops.sum(ops.abs(weight) ** 3)
-
-        regularized = layers.Dense(3, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.1), bias_regularizer=own)
-        return keras.Sequential([keras.Input((5,)), regularized])
+        of_weights = {"kernel_regularizer": keras.regularizers.L1L2(0.1, 0.1), "bias_regularizer": own}
+        regularized = layers.Dense(3, **of_weights, activity_regularizer=keras.regularizers.L2(0.1))
+        return keras.Sequential([keras.Input((5,)), layers.ActivityRegularization(l1=0.05, l2=0.02), regularized])
 
     assert_exact(build, "mse", X, Y, WEIGHTS)
 
 
-def test_activity_regularizers():
-    """Keras divides the penalties by the number of rows of the batch."""
-
-    def build():
-        regularized = layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.1))
-        return keras.Sequential([keras.Input((5,)), layers.ActivityRegularization(l1=0.05, l2=0.02), regularized])
-
-    assert_exact(build, "mse", X, Y)
-
-
 class Adding(layers.Layer):
-    """Adds losses that are functions of the outputs."""
-
-    def __init__(self, *penalties):
-        super().__init__()
-        self.penalties = penalties
-
-    def call(self, x):
-        for penalty in self.penalties:
-            self.add_loss(penalty(x))
-        return x
-
-
-def adding(*penalties):
-    return lambda: keras.Sequential([keras.Input((5,)), layers.Dense(3), Adding(*penalties)])
+    def call(self, y):
+        self.add_loss(0.1 * ops.sum(y**2))
+        for axis in (None, 0, -1):
+            self.add_loss(0.1 * ops.mean(y**2, axis=axis))
+        return y
 
 
 def test_added_losses():
-    """Scalars, and values for each column or row, are added as in Keras."""
-    each_column, each_row = (lambda y, axis=axis: 0.1 * ops.mean(y**2, axis=axis) for axis in (0, -1))
-    assert_exact(adding(lambda y: 0.1 * ops.mean(y**2), each_column, each_row), "mse", X, Y)
+    """Sums and means over the rows, and values for each column or row, are added as in Keras. There is no other loss here."""
+    assert_exact(lambda: keras.Sequential([keras.Input((5,)), layers.Dense(3), Adding()]), None, X)
 
 
-def test_sums_over_the_rows_as_added_losses():
-    """There is no other loss here."""
-    assert_exact(adding(lambda y: 0.1 * ops.sum(y**2)), None, X)
+class OwnComputeLoss(keras.Model):
+    """Has a scalar among its outputs, and divides by the maximum over the whole batch."""
 
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.temperature = self.add_weight(shape=(), initializer="ones")
 
-class OwnComputeLoss(keras.Sequential):
+    def call(self, x):
+        return self.dense(x), ops.exp(self.temperature)
+
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return ops.mean((y - y_pred) ** 2) / ops.max(ops.abs(x))  # The maximum over the whole batch.
-
-
-def test_overridden_compute_loss():
-    assert_exact(lambda: dense(OwnComputeLoss), None, X, Y)
+        logits, temperature = y_pred
+        return ops.mean((logits * temperature - y) ** 2) / ops.max(ops.abs(x))
 
 
 class OldComputeLoss(keras.Sequential):
@@ -235,8 +198,11 @@ class OldComputeLoss(keras.Sequential):
         return super().compute_loss(x, y, y_pred, sample_weight) * 2
 
 
-def test_overridden_compute_loss_without_training():
-    assert_exact(lambda: dense(OldComputeLoss), "mse", X, Y)
+@pytest.mark.parametrize(
+    ("build", "loss"), [(OwnComputeLoss, None), (lambda: dense(OldComputeLoss), "mse")], ids=["own", "old"]
+)
+def test_overridden_compute_loss(build, loss):
+    assert_exact(build, loss, X, Y)
 
 
 def test_no_loss_at_all():

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from comparison import assert_same_training, assert_towers_match_one_device
 from keras import layers, metrics, ops
@@ -58,49 +57,39 @@ def test_metrics_of_masked_outputs():
     assert_exact(tagger, tokens, rng.integers(0, 4, (23, 6)), compared=assert_towers_match_one_device, **compiled)
 
 
-@pytest.mark.parametrize(
-    ("metric", "activation", "loss"),
-    [
-        (metrics.CategoricalCrossentropy, "softmax", keras.losses.categorical_crossentropy),
-        (metrics.BinaryCrossentropy, tf.nn.sigmoid, keras.losses.binary_crossentropy),
-    ],
-)
-def test_outputs_keep_the_logits_behind_them(metric, activation, loss):
+def test_outputs_keep_the_logits_behind_them():
     """Keras computes crossentropies from the logits behind an activation; saturated outputs no longer contain them."""
 
-    class Own(metric):
-        pass
-
     def build():
-        return keras.Sequential([keras.Input((5,)), layers.Dense(3, kernel_initializer="ones"), layers.Activation(activation)])
+        inputs = keras.Input((5,))
+        logits = layers.Dense(3, kernel_initializer="ones")(inputs)
+        return keras.Model(inputs, [layers.Activation("softmax")(logits), layers.Activation(tf.nn.sigmoid)(logits)])
+
+    def loss():
+        functions = keras.losses.categorical_crossentropy, keras.losses.binary_crossentropy
+        return [lambda *answers, function=function: function(*answers) for function in functions]
+
+    def own_metrics():
+        return [[type("Own", (kind,), {})()] for kind in (metrics.CategoricalCrossentropy, metrics.BinaryCrossentropy)]
 
     y = np.eye(3)[rng.integers(0, 3, 23)]
-    assert_exact(build, 100 * X, y, loss=lambda: lambda *answers: loss(*answers), metrics=lambda: [Own(name="own")])
-
-
-def two_headed():
-    inputs = keras.Input((5,))
-    outputs = {name: layers.Dense(units, "sigmoid", name=name)(inputs) for name, units in (("a", 3), ("b", 1))}
-    return keras.Model(inputs, outputs)
+    assert_exact(build, 100 * X, [y, y], loss=loss, metrics=own_metrics)
 
 
 def test_metrics_of_each_output():
     """Metrics may be a dict, weighted or not; the logs also have the loss of each output."""
+
+    def build():
+        inputs = keras.Input((5,))
+        outputs = {name: layers.Dense(units, "sigmoid", name=name)(inputs) for name, units in (("a", 3), ("b", 1))}
+        return keras.Model(inputs, outputs)
+
     compiled = {
         "loss": lambda: {"a": "binary_crossentropy", "b": "mse"},
         "metrics": lambda: {"a": ["accuracy", metrics.AUC(name="auc")], "b": ["mae", "AUC"]},
         "weighted_metrics": lambda: {"a": [metrics.Precision(name="precision")], "b": [Largest()]},
     }
-    assert_exact(two_headed, X, {"a": LABELS, "b": LABELS[:, :1]}, {"a": WEIGHTS, "b": 1 - WEIGHTS}, **compiled)
-
-
-def spread_of_batch(y_true, y_pred):
-    return ops.std(y_pred)
-
-
-def test_metrics_of_ones_own():
-    compared = assert_towers_match_one_device
-    assert_exact(build, X, LABELS, compared=compared, metrics=lambda: [Largest(), spread_of_batch, "mae"])
+    assert_exact(build, X, {"a": LABELS, "b": LABELS[:, :1]}, {"a": WEIGHTS, "b": 1 - WEIGHTS}, **compiled)
 
 
 VALUES = {
@@ -154,5 +143,11 @@ class WithMethods(keras.Sequential):
         return {**results, "own": self.of_inputs.result() * 2}
 
 
-def test_metrics_of_methods_of_ones_own():
-    assert_exact(lambda: build(WithMethods), X, LABELS, metrics=lambda: ["mae"])
+def test_metrics_of_ones_own():
+    """Those that the model is compiled with, and those of its methods."""
+
+    def spread_of_batch(y_true, y_pred):
+        return ops.std(y_pred)
+
+    compared = {"compared": assert_towers_match_one_device, "metrics": lambda: [Largest(), spread_of_batch, "mae"]}
+    assert_exact(lambda: build(WithMethods), X, LABELS, **compared)

@@ -13,8 +13,8 @@ X = rng.normal(size=(23, 5))
 Y = rng.normal(size=(23, 3))
 
 
-def assert_exact(build, x=X, y=Y):
-    assert_same_training(build, lambda: {"optimizer": "adam", "loss": "mse"}, [((x, y), 9)], 3)
+def assert_exact(build, x=X, y=Y, fits=1, **arguments):
+    assert_same_training(build, lambda: {"optimizer": "adam", "loss": "mse"}, [((x, y), 9)] * fits, 3, **arguments)
 
 
 def sequential(*first):
@@ -54,8 +54,11 @@ KINDS = {"nested": nested, "subclassed, not built": Subclassed, "sequential, not
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model(kind):
-    """The first batch builds a model that is not built. tf.distribute refuses models that were built before its scope."""
-    assert_exact(KINDS[kind])
+    """The first batch builds a model that is not built. tf.distribute refuses models that were built before its scope.
+
+    Evaluation once mistook the new list of layers for a conversion, so that the next epoch had no train function.
+    """
+    assert_exact(KINDS[kind], fits=2, validation_data=(X[:7], Y[:7]))
 
 
 def test_loaded_models(tmp_path):
@@ -74,23 +77,6 @@ def test_loaded_models(tmp_path):
     assert_same_script(lambda: keras.models.load_model(tmp_path / "model.keras"), script, 3)
 
 
-@same_on_towers(built, 3)
-def test_frozen_layers_and_compile_again(model):
-    """Layers that are frozen in the first training train after a second compile(), of either model."""
-    inner = getattr(model, "inner_model", model)
-    results = []
-    for owner, trainable in ((inner, False), (model, False), (model, True), (inner, True)):
-        owner.trainable = trainable
-        results.append((len(model.trainable_weights), len(inner.trainable_weights)))
-    for owner, trainable in ((model, False), (inner, True), (inner, False), (model, True)):
-        inner.layers[0].trainable = trainable
-        before = inner.layers[0].get_weights()[0]
-        owner.compile(keras.optimizers.Adam(0.01), "mse")
-        results.append(model.train_on_batch(X, Y))
-        assert np.any(before != inner.layers[0].get_weights()[0]) == trainable
-    return results
-
-
 def with_a_frozen_base():
     base = built()
     base.trainable = False
@@ -101,15 +87,23 @@ def with_a_frozen_base():
 
 
 @same_on_towers(with_a_frozen_base, 3)
-def test_fine_tuning(model):
-    """A new head trains on a frozen base, whose batch normalization stays unchanged; then the whole model is tuned."""
+def test_frozen_layers_and_compile_again(model):
+    """A new head trains on a frozen base, whose batch normalization stays unchanged; then the whole model is tuned.
+
+    Each training follows a compile(), of the wrapper or of the inner model.
+    """
+    inner = getattr(model, "inner_model", model)
     results = []
-    for trainable in (False, True):
-        model.base.trainable = trainable
-        moving = model.base.layers[1].moving_mean.numpy()
-        model.compile(keras.optimizers.Adam(0.01), "mse")
+    for owner, trainable in ((inner, False), (model, False), (model, True), (inner, True)):
+        owner.trainable = trainable
+        results.append((len(model.trainable_weights), len(inner.trainable_weights)))
+    for owner, trainable in ((model, False), (inner, True)):
+        inner.base.trainable = trainable
+        before = inner.base.get_weights()
+        owner.compile(keras.optimizers.Adam(0.01), "mse")
         results.append(fitted(model))
-        assert np.any(moving != model.base.layers[1].moving_mean.numpy()) == trainable
+        changed = [np.any(one != other) for one, other in zip(before, inner.base.get_weights(), strict=True)]
+        assert set(changed) == {trainable}
     return results
 
 
@@ -121,8 +115,8 @@ def test_masks():
         hidden = layers.GRU(3, return_sequences=True)(layers.Masking()(inputs))
         return keras.Model(inputs, [layers.Dense(3)(layers.GlobalAveragePooling1D()(hidden)), layers.Dense(1)(hidden)])
 
-    x = rng.normal(size=(23, 6, 4)) * (np.arange(6) < rng.integers(1, 7, 23)[:, None])[..., None]
-    assert_exact(build, x, [Y, rng.normal(size=(23, 6, 1))])
+    x = rng.normal(size=(9, 6, 4)) * (np.arange(6) < rng.integers(1, 7, 9)[:, None])[..., None]
+    assert_exact(build, x, [Y[:9], rng.normal(size=(9, 6, 1))])
 
 
 class Updating(layers.Layer):
@@ -150,25 +144,22 @@ def test_state_updated_in_call():
 
 
 def test_lora():
-    """Its initializers are float32."""
-
     def build():
         model = built()
         model.layers[0].enable_lora(2)
         return model
 
-    keras.config.set_floatx("float32")
+    keras.config.set_floatx("float32")  # It is the dtype of its initializers.
     assert_exact(build)
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
-@pytest.mark.parametrize("mode", ["int8", "float8"])
-def test_quantized_layers(mode):
+def test_quantized_layers():
     """int8 leaves only the biases trainable; float8 takes its largest magnitudes over the global batch."""
 
     def build():
         model = built()
-        model.quantize(mode)
+        model.layers[0].quantize("int8")
+        model.layers[2].quantize("float8")
         return model
 
     assert_exact(build)
@@ -194,19 +185,11 @@ def test_stateful_layers():
 
 
 def test_rematerialized_layers():
-    class Remat(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.inside = layers.Dense(3, "tanh")
-            self.rematerialized = keras.remat(self.inside.call)
-
-        def build(self, shape):
-            self.inside.build(shape)
-
+    class Rematerialized(layers.Dense):
         def call(self, x):
-            return self.rematerialized(x)
+            return keras.remat(super().call)(x)
 
-    assert_exact(Remat)
+    assert_exact(lambda: keras.Sequential([keras.Input((5,)), Rematerialized(3, "tanh")]))
 
 
 FAMILIES_OF_APPLICATIONS = (

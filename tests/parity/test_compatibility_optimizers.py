@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from comparison import assert_same, assert_same_script, assert_same_training, largest_change, same_on_towers, values
+from comparison import assert_same, assert_same_training, largest_change, same_on_towers, values
 from keras import layers, optimizers
 
 import keras_dp
@@ -26,43 +26,31 @@ def test_schedule_free_starts_as_in_keras():
     assert_exact(lambda: optimizers.ScheduleFreeAdamW(0.05))
 
 
-@pytest.mark.parametrize("name", ["rmsprop", {"class_name": "Adam", "config": {"learning_rate": 0.01}}], ids=str)
-def test_optimizers_by_name_and_config(name):
-    assert_exact(lambda: name, epochs=1)
+def test_optimizers_by_config():
+    assert_exact(lambda: {"class_name": "Adam", "config": {"learning_rate": 0.01}}, epochs=1)
 
 
-def one_after_the_other(*made):
-    """Trains with one optimizer after the other, each from the weights of the last. Their configurations are kept."""
-    configurations = [optimizers.serialize(optimizer) for optimizer in made]
+@same_on_towers(build, 3)
+def test_options_of_optimizers(model):
+    """Under tf.distribute, clipping silently trains other weights, averages with a frequency crash, and accumulation does.
 
-    def script(model):
-        seen = []
-        for configuration in configurations:
-            model.compile(optimizers.deserialize(configuration), "mse")
-            seen.append(model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history)
-            seen.append((model.optimizer.learning_rate.numpy(), model.optimizer.iterations.numpy()))
-        return seen
-
-    assert_same_script(build, script, 3)
-
-
-def test_clipping():
-    """tf.distribute clips each replica's gradient before it sums them, and silently trains other weights."""
-    options = {"clipnorm": 0.05}, {"clipvalue": 0.01}, {"global_clipnorm": 0.05}
-    one_after_the_other(*[optimizers.SGD(0.05, **option) for option in options])
-
-
-def test_moving_averages_of_weights():
-    """tf.distribute crashes if a frequency is set."""
+    As in Keras, the mean of accumulated batches of different size counts each batch once.
+    """
     averages = {"use_ema": True, "ema_momentum": 0.7}
-    one_after_the_other(optimizers.Adam(0.05, **averages), optimizers.Adam(0.05, **averages, ema_overwrite_frequency=2))
+    options = [
+        {"clipnorm": 0.05, "loss_scale_factor": 64.0},
+        {"clipvalue": 0.01, **averages},
+        {"global_clipnorm": 0.05, **averages, "ema_overwrite_frequency": 2},
+        {"gradient_accumulation_steps": 2},
+    ]
+    histories = []
+    for option in options:
+        model.compile(optimizers.SGD(0.05, 0.9, **option), "mse")
+        histories.append(model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history)
+    return histories
 
 
-def test_gradient_accumulation():
-    """tf.distribute crashes. As in Keras, the mean of batches of different size counts each batch once."""
-    assert_exact(lambda: optimizers.SGD(0.1, 0.9, gradient_accumulation_steps=2))
-
-
+# The arguments of each schedule.
 SCHEDULES = {
     "CosineDecay": (0.1, 4),
     "CosineDecayRestarts": (0.1, 2),
@@ -74,9 +62,18 @@ SCHEDULES = {
 
 
 def test_every_learning_rate_schedule():
+    """A layer trains with each."""
     schedules = optimizers.schedules
     assert {*SCHEDULES, "LearningRateSchedule"} == {name for name in vars(schedules) if name[0].isupper()}
-    one_after_the_other(*[optimizers.SGD(getattr(schedules, name)(*given), 0.9) for name, given in SCHEDULES.items()])
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), *[layers.Dense(3, name=name) for name in SCHEDULES]])
+
+    def compiled():
+        made = {f"{name}/.*": optimizers.SGD(getattr(schedules, name)(*given), 0.9) for name, given in SCHEDULES.items()}
+        return {"optimizer": optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(), made)), "loss": "mse"}
+
+    assert_same_training(build, compiled, [((X, Y), 9)], 3)
 
 
 def test_several_optimizers_in_one():
@@ -96,10 +93,6 @@ class SignDescent(optimizers.Optimizer):
 
 def test_optimizers_of_ones_own():
     assert_exact(lambda: SignDescent(0.01))
-
-
-def test_static_loss_scale():
-    assert_exact(lambda: optimizers.SGD(0.1, loss_scale_factor=64.0, global_clipnorm=0.1))
 
 
 def test_dynamic_loss_scale():
@@ -129,19 +122,11 @@ def test_an_infinite_gradient_in_one_tower(model):
     assert changes == [True, False, True]
 
 
-def test_no_loss_scaling_when_it_is_refused():
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("mixed_float16")
-    plain, parallel = build(), keras_dp.DataParallelModel(build(), devices=3)
-    for scales in (True, False):
-        for model in (plain, parallel):
-            model.compile(optimizers.SGD(0.05), "mse", auto_scale_loss=scales)
-            assert hasattr(model.optimizer, "initial_scale") is scales
-        assert np.isfinite(parallel.fit(X, Y, batch_size=9, verbose=0).history["loss"]).all()
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16"])
-def test_mixed_precision(policy):
+@pytest.mark.parametrize(
+    ("policy", "auto_scale_loss"),
+    [("mixed_float16", True), ("mixed_float16", False), ("mixed_bfloat16", True), ("float16", True), ("bfloat16", True)],
+)
+def test_mixed_precision(policy, auto_scale_loss):
     """Scales and steps are equal, and weights are equal up to rounding of activations. Loss scaling follows the policy."""
     keras.config.set_floatx("float32")
 
@@ -153,8 +138,10 @@ def test_mixed_precision(policy):
         model = build()
         before = model.get_weights()
         trained = wrap(model)
-        trained.compile(optimizers.SGD(0.05), "mse")
-        assert hasattr(trained.optimizer, "initial_scale") is (policy == "mixed_float16")
+        trained.compile(optimizers.SGD(0.05), "mse", auto_scale_loss=auto_scale_loss)
+        assert hasattr(trained.optimizer, "initial_scale") is (policy == "mixed_float16" and auto_scale_loss)
+        # The user's optimizer is in a LossScaleOptimizer, and not another layer below.
+        assert getattr(trained.optimizer, "inner_optimizer", trained.optimizer).__class__ is optimizers.SGD
         history = trained.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
         results.append((history, model.get_weights(), values(trained.optimizer)))
         assert np.abs(np.float32(model.get_weights()[0]) - np.float32(before[0])).max() > 0.01

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_script
 from keras import layers
+from programs.steps import Learner
 
 import keras_dp
 
@@ -21,8 +22,6 @@ rng = np.random.default_rng(0)
 
 
 class Weighted(tf.experimental.BatchableExtensionType):
-    """Values with a weight for each."""
-
     values: tf.Tensor
     weights: tf.Tensor
 
@@ -52,9 +51,7 @@ def sample(rows):
     )
 
 
-class OfSamples(keras.Model):
-    """Learns from samples with steps of its own."""
-
+class OfSamples(Learner, keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = layers.Dense(3)
@@ -65,18 +62,12 @@ class OfSamples(keras.Model):
         bias = tf.reduce_sum(data.by_name["ragged"], axis=1)[:, None] + tf.sparse.to_dense(data.sparse)
         return self.dense(data.dense[0] * data.dense[1][:, None]) ** data.power + bias
 
-    def loss_of(self, data):
+    def loss_of(self, data, *_):
         target = data.target
-        return tf.reduce_sum(target.weights * (self.outputs(data) - target.values) ** 2) / tf.reduce_sum(target.weights)
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(only(data))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss}
+        return tf.reduce_sum(target.weights * (self.outputs(data) - target.values) ** 2) / tf.reduce_sum(target.weights), {}
 
     def test_step(self, data):
-        return {"loss": self.loss_of(only(data))}
+        return {"loss": self.loss_of(only(data))[0]}
 
     def predict_step(self, data):
         return self.outputs(only(data))
@@ -96,7 +87,7 @@ def test_steps_that_take_samples(run_eagerly):
         model.compile(keras.optimizers.SGD(1e-3), run_eagerly=run_eagerly)
         history = model.fit(data, shuffle=False, verbose=0, validation_data=data).history
         on_batches = [model.train_on_batch(eight), model.test_on_batch(one), model.predict_on_batch(one)]
-        return [history, on_batches, float(model.train_step(one)["loss"]), model.predict(data, verbose=0)]
+        return [history, on_batches, float(model.train_step(one)["total"]), model.predict(data, verbose=0)]
 
     _, parallel = assert_same_script(OfSamples, script, 3)
     if not run_eagerly:
@@ -133,14 +124,12 @@ def test_targets_and_sample_weights():
 
 
 class Graph(tf.experimental.ExtensionType):
-    """Nodes, edges between them, and a scalar."""
-
     nodes: tf.Tensor
     edges: tf.Tensor
     temperature: tf.Tensor
 
 
-class OfGraphs(keras.Model):
+class OfGraphs(Learner, keras.Model):
     """Adds to each node what it receives along its edges. The model takes its graph by keyword."""
 
     def __init__(self):
@@ -151,12 +140,8 @@ class OfGraphs(keras.Model):
         sent = tf.gather(graph.nodes * graph.temperature, graph.edges[:, 0])
         return self.update(graph.nodes + tf.math.unsorted_segment_sum(sent, graph.edges[:, 1], tf.shape(graph.nodes)[0]))
 
-    def train_step(self, data):
-        graph, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(graph=graph) - y) ** 2)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss}
+    def loss_of(self, graph, y, *_):
+        return tf.reduce_mean((self(graph=graph) - y) ** 2), {}
 
 
 def graph(nodes, edges):
@@ -188,22 +173,6 @@ def test_fields_are_named_like_keys(whole):
         return trained(model, data), model.train_on_batch(*batch)
 
     assert_same_script(build_of_graphs, script, 3, {"whole": whole})
-
-
-def test_types_tell_which_fields_stay_whole():
-    """Keras's dataset says that every batch has 5 nodes, 5 targets and 9 edges."""
-    data = tf.data.Dataset.from_tensors(graph(5, 9)).repeat(3)
-    assert_same_script(build_of_graphs, lambda model: trained(model, data), 3)
-
-
-def test_fields_with_other_rows_are_refused_by_name():
-    parallel = keras_dp.DataParallelModel(build_of_graphs(), devices=2)
-    parallel.compile("sgd")
-    with pytest.raises(ValueError, match=r'whole=\["edges"\].*\(4, 4\) \(0/nodes\), \(6, 2\) \(0/edges\), \(4, 3\) \(1\)'):
-        parallel.train_on_batch(*graph(4, 6))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[4 6 4\] \[of 0/nodes, 0/edges, 1\.\]") as error:
-        parallel.fit(graphs((4, 6)), shuffle=False, verbose=0)
-    assert 'whole=["edges"]' in "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
 def test_what_keras_refuses_is_refused():

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, largest_change, next_draws, twins, values
+from comparison import assert_same, assert_same_script, largest_change, next_draws, twins, values
 from keras import layers
 
 import keras_dp
@@ -170,15 +170,12 @@ def test_a_number_that_is_none_in_one_tower_does_what_it_does_in_plain_keras(row
         x = keras.Input((4,))
         return keras.Model(x, [layers.Dense(1, name="good")(x), layers.Dense(1, name="spoiled")(x)])
 
-    one, inner = twins(two_outputs)
-    parallel = keras_dp.DataParallelModel(inner, devices=TOWERS)
-    histories = []
-    for model in (one, parallel):
+    def script(model):
         model.compile("adam", ["mse", "mse"], metrics=["mae", "mae"], steps_per_execution=steps_per_execution)
-        histories.append(train(model, X, [y[:, :1], y[:, 1:]], epochs=2))
-    assert_same(*histories, 1e-9)
-    assert_same(*((model.get_weights(), values(model.optimizer)) for model in (one, parallel)), 1e-9)
-    good, spoiled = (inner.get_layer(name).get_weights() for name in ("good", "spoiled"))
+        return train(model, X, [y[:, :1], y[:, 1:]], epochs=2)
+
+    _, parallel = assert_same_script(two_outputs, script, TOWERS)
+    good, spoiled = (parallel.inner_model.get_layer(name).get_weights() for name in ("good", "spoiled"))
     assert all(np.isfinite(weight).all() for weight in good)
     assert all(np.isnan(weight).all() for weight in spoiled)
 
@@ -198,15 +195,16 @@ class Unfinished(keras.Sequential):
 
 def test_after_an_error_in_the_first_trace_the_model_is_compiled_again():
     """The variables that the trace was making have no values, in plain Keras as well."""
-    models = twins(lambda: Unfinished([keras.Input((4,)), layers.Dense(5), layers.BatchNormalization(), layers.Dense(2)]))
-    one, parallel = models[0], keras_dp.DataParallelModel(models[1], devices=TOWERS)
-    histories = []
-    for model in (one, parallel):
+
+    def build():
+        return Unfinished([keras.Input((4,)), layers.Dense(5), layers.BatchNormalization(), layers.Dense(2)])
+
+    def script(model):
         model.compile(keras.optimizers.Adam(0.01), "mse")
         with pytest.raises(FaultError):
             train(model, X, Y)
         assert [slot.numpy().size for slot in model.optimizer.variables[2:]] == [0] * 12
         model.compile(keras.optimizers.Adam(0.01), "mse")
-        histories.append(train(model, X, Y, epochs=2))
-    assert_same(*histories, 1e-9)
-    assert_same(one.get_weights(), models[1].get_weights(), 1e-9)
+        return train(model, X, Y, epochs=2)
+
+    assert_same_script(build, script, TOWERS)

@@ -33,7 +33,6 @@ def build():
 
 
 def unwritable(fault, folder, name):
-    """Returns a folder in which a file of this name cannot be written."""
     if fault == "read-only":
         return READ_ONLY
     if fault == "no folder":
@@ -123,7 +122,6 @@ def train_until_it_is_full(folder, towers):
 
 
 def may_mount():
-    """Whether this system lets a process mount a filesystem that it alone sees."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     try:
         return subprocess.run(command, capture_output=True).returncode == 0

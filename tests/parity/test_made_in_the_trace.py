@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_run, described, next_draws
 from keras import layers, ops, optimizers
+from programs.catalogue import normal
 
 # Keras says so of layers that only a loss calls.
 pytestmark = pytest.mark.filterwarnings(r"ignore:`build\(\)` was called on layer:UserWarning")
@@ -25,16 +26,8 @@ def case(function):
     return function
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
-
-
 # Two batches of 8 rows, or three with a last one of 5.
 X, Y = normal(21, 3, seed=1), normal(21, 2, seed=2)
-
-
-def mlp():
-    return keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
 
 
 def unbuilt():
@@ -63,8 +56,8 @@ def state(model):
     return [described(inner.variables), described(inner.optimizer.variables) if inner.optimizer else None]
 
 
-def compiled(model, loss="mse", metrics=None, optimizer=None, **arguments):
-    model.compile(optimizer or optimizers.Adam(0.01), loss=loss, metrics=metrics, **arguments)
+def compiled(model, loss="mse", metrics=None, optimizer=None):
+    model.compile(optimizer or optimizers.Adam(0.01), loss=loss, metrics=metrics)
     return model
 
 
@@ -83,7 +76,7 @@ def fits(loss="mse", metrics=None):
 
 @case
 def what_a_loss_makes():
-    """Makes a variable, a metric, a layer and a generator."""
+    """Makes a variable of Keras and one of TensorFlow, a metric, a layer and a generator."""
 
     class Lazy(keras.losses.Loss):
         scale = None
@@ -91,33 +84,18 @@ def what_a_loss_makes():
         def call(self, y, p):
             if self.scale is None:
                 self.scale = keras.Variable(np.ones(2), trainable=False, name="scale")
+                self.raw = tf.Variable(1.0, dtype="float64", trainable=False)
                 self.mean = keras.metrics.Mean(name="inside")
                 self.layer = layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(seed=1))
                 self.seed = keras.random.SeedGenerator(5)
             self.scale.assign(0.9 * self.scale + 0.1 * ops.mean(ops.abs(y - p), 0))
+            self.raw.assign_add(ops.mean(p))
             self.mean.update_state(ops.abs(y - p))
             noise = 0.1 * keras.random.normal(ops.shape(p), seed=self.seed)
-            near = ops.sum((y - p + noise) ** 2 / self.scale, -1) / (1.0 + self.mean.result())
+            near = self.raw * ops.sum((y - p + noise) ** 2 / self.scale, -1) / (1.0 + self.mean.result())
             return near + ops.mean((self.layer(y) - self.layer(p)) ** 2, -1)
 
     return unbuilt, fits(Lazy)
-
-
-@case
-def a_tensorflow_variable_that_a_loss_makes():
-    made = []
-
-    def loss(y, p):
-        if not made:
-            made.append(tf.Variable(1.0, dtype="float64", trainable=False))
-        made[0].assign_add(tf.reduce_mean(p))
-        return tf.reduce_mean((y - p) ** 2) * made[0]
-
-    def script(model):
-        made.clear()
-        return [fits(loss)(model), made[0].numpy()]
-
-    return mlp, script
 
 
 @case
@@ -153,47 +131,16 @@ def a_tracker_that_a_step_makes():
     return lambda: Tracking([keras.Input((3,)), layers.Dense(2)]), fits()
 
 
-# Layers that only a loss calls.
-
-
-@case
-def a_candidate_tower_of_a_loss():
-    """The prediction does not call it."""
-
-    class Recommender(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.query, self.candidate = unbuilt(), unbuilt()
-
-        def call(self, x):
-            return self.query(x)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return ops.mean((y_pred - self.candidate(y)) ** 2) + 0.1 * ops.mean(y_pred @ ops.transpose(self.candidate(y)))
-
-    def script(model):
-        compiled(model, None)
-        return [predict(model), state(model), fit(model), state(model), fit(model, 21), state(model)]
-
-    return Recommender, script
-
-
 # What evaluations and predictions make.
 
-CALLED_FIRST = {
-    "evaluate": lambda model: evaluate(model),
-    "predict": lambda model: predict(model),
-    "train_on_batch": lambda model: model.train_on_batch(X[:8], Y[:8]),
-}
 
-
-@pytest.mark.parametrize("first", CALLED_FIRST)
+@pytest.mark.parametrize("first", [evaluate, predict, lambda model: model.train_on_batch(X[:8], Y[:8])])
 def test_a_call_before_fit_makes_what_plain_keras_makes(first):
     """An evaluation makes no slots of the optimizer; a prediction makes no state of the loss and its metrics."""
 
     def script(model):
         compiled(model, metrics=["mae"], optimizer=optimizers.Adam(0.01, use_ema=True))
-        results = [state(model), CALLED_FIRST[first](model), state(model), next_draws()]
+        results = [state(model), first(model), state(model), next_draws()]
         return [*results, fit(model), state(model), next_draws()]
 
     assert_same_run(unbuilt, script)
@@ -215,11 +162,11 @@ class Counted(layers.Layer):
 
 
 def counts(build, loss="mse", metrics=None):
-    """Counts calls of Python after each of several calls of a model."""
+    """Returns a script that counts calls of Python after each of several calls of a model."""
 
     def script(model):
         CALLS.clear()
-        compiled(model, loss, metrics and metrics())
+        compiled(model, loss, metrics)
         seen, results = [], []
         for call in (
             lambda: fit(model, epochs=2),
@@ -255,7 +202,7 @@ def calls_and_draws_of_a_layer():
 
 
 @case
-def calls_of_a_subclass():
+def calls_and_draws_of_a_model_its_step_a_loss_and_a_metric():
     class Model(keras.Model):
         def __init__(self):
             super().__init__()
@@ -265,21 +212,19 @@ def calls_of_a_subclass():
             CALLS.append((training, *x.shape))
             return self.norm(self.a(x), training=training)
 
-    return counts(Model)
+        def train_step(self, data):
+            order = np.random.permutation(3)
+            return super().train_step((tf.gather(data[0], order, axis=1), *data[1:]))
 
+    def loss(y, p):
+        CALLS.append(("loss", *p.shape))
+        return ops.mean((y - p) ** 2, -1) * random.choice([1.0, 2.0, 3.0]) * (1 + np.random.rand())
 
-@case
-def calls_of_losses_and_metrics_and_draws_of_a_loss():
-    def counted(name, draw=lambda: 1.0):
-        def function(y, p):
-            CALLS.append((name, *p.shape))
-            return ops.mean((y - p) ** 2, -1) * draw()
+    def metric(y, p):
+        CALLS.append(("metric", *p.shape))
+        return ops.mean((y - p) ** 2, -1)
 
-        function.__name__ = name
-        return function
-
-    loss = counted("loss", lambda: random.choice([1.0, 2.0, 3.0]) * (1 + np.random.rand()))
-    return counts(mlp, loss, lambda: [counted("metric")])
+    return counts(Model, loss, [metric])
 
 
 @case
@@ -293,16 +238,6 @@ def calls_of_a_model_that_makes_nothing():
         return [fit(model), str(CALLS), fit(model), str(CALLS)]
 
     return lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4), Counted(), layers.Dense(2)]), script
-
-
-@case
-def a_permutation_that_a_step_draws_while_traced():
-    class Shuffling(keras.Sequential):
-        def train_step(self, data):
-            order = np.random.permutation(3)
-            return super().train_step((tf.gather(data[0], order, axis=1), *data[1:]))
-
-    return counts(lambda: Shuffling([layers.Dense(4, "tanh"), layers.Dense(2)]))
 
 
 # Keras's global generator.
@@ -328,40 +263,24 @@ def draws_of_the_global_generator():
 
 @case
 def builds_that_know_the_rows():
-    """The model makes a weight for each row, and its layer remembers its shape."""
-
-    class Remembering(layers.Layer):
-        def build(self, shape):
-            CALLS.append(shape)
-
-        def call(self, x):
-            return x
+    """The model makes a weight for each row."""
 
     class Model(keras.Model):
         def build(self, shape):
             self.rows = self.add_weight(shape=(shape[0], 1), initializer="ones", name="rows")
-            self.a, self.between = layers.Dense(2), Remembering()
+            self.a = layers.Dense(2)
             self.a.build(shape)
 
         def call(self, x):
-            return self.between(self.a(x)) * self.rows
+            return self.a(x) * self.rows
 
-    def script(model):
-        CALLS.clear()
-        return [fit(compiled(model)), state(model), evaluate(model, 16), str(CALLS)]
-
-    return Model, script
+    return Model, lambda model: [fit(compiled(model)), state(model), evaluate(model, 16)]
 
 
 @case
-def another_compilation_between_two_fits():
-    """The first fit of a model without an input has batches of several sizes."""
-
+def several_sizes_in_the_first_fit_of_a_model_without_an_input():
     def script(model):
-        results = [fit(compiled(model, metrics=["mae"]), 21), state(model)]
-        results.append(str(getattr(model, "inner_model", model).input_shape))
-        compiled(model, "mae", optimizer=optimizers.SGD(0.05, 0.9))
-        results += [state(model), evaluate(model), state(model)]
+        results = [fit(compiled(model), 21), state(model), str(getattr(model, "inner_model", model).input_shape)]
         return [*results, fit(model), state(model), next_draws()]
 
     return unbuilt, script

@@ -1,7 +1,9 @@
 """A DataParallelModel is compiled, fitted and debugged like a Keras model, also with unusual models, eagerly and by XLA."""
 
+import contextlib
 import copy
 import traceback
+from unittest import mock
 
 import keras
 import numpy as np
@@ -40,28 +42,23 @@ def test_a_data_parallel_optimizer_is_taken_as_it_is():
     assert parallel.optimizer is optimizer
 
 
-def test_a_scalar_among_the_outputs():
-    class WithTemperature(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(2)
-            self.temperature = self.add_weight(shape=(), initializer="ones")
-
-        def call(self, x):
-            return self.dense(x), keras.ops.exp(self.temperature)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            logits, temperature = y_pred
-            return keras.ops.mean((logits * temperature - y) ** 2)
-
-    assert_same_training(WithTemperature, lambda: {"optimizer": "sgd"}, [((X, Y), 5)], 3)
-
-
 @same_on_towers(lambda: keras.Sequential([keras.Input((50,)), layers.Dropout(0.5, seed=3), layers.Dense(1)]), 3)
 def test_dropout_is_one_devices(model):
     model.compile("sgd", "mse")
     model.fit(np.ones((9, 50)), np.ones((9, 1)), batch_size=4, shuffle=False, verbose=0)
     np.testing.assert_array_equal(model.layers[0].seed_generator.state.numpy(), [3, 3])
+
+
+@contextlib.contextmanager
+def functions_run_eagerly():
+    try:
+        tf.config.run_functions_eagerly(True)
+        tf.data.experimental.enable_debug_mode()
+        yield
+    finally:
+        tf.config.run_functions_eagerly(False)
+        # The debug mode has no public way to end. If it stays on, it keeps every later function of a dataset.
+        debug_mode.DEBUG_MODE = False
 
 
 def test_functions_that_were_traced_run_eagerly_once_that_is_asked_for():
@@ -77,37 +74,26 @@ def test_functions_that_were_traced_run_eagerly_once_that_is_asked_for():
     parallel.fit(X, Y, verbose=0)
     parallel.predict(X, verbose=0)
     assert all(seen)
-    try:
-        tf.config.run_functions_eagerly(True)
-        del seen[:]
+    seen.clear()
+    with functions_run_eagerly():
         parallel.train_on_batch(X, Y)
         parallel.test_on_batch(X, Y)
         parallel.predict_on_batch(X)
-        assert set(seen) == {False}
-    finally:
-        tf.config.run_functions_eagerly(False)
+    assert set(seen) == {False}
 
 
-def test_running_eagerly_runs_the_inner_model_and_says_so_once(caplog):
-    one, *inners = twins(build, 3)
+@pytest.mark.parametrize("by_keras", [True, False])
+def test_running_eagerly_runs_the_inner_model_and_says_so_once(by_keras, caplog):
+    one, inner = twins(build)
     expected = fit_evaluate_predict(one, compile_arguments, [((X, Y), 5)], epochs=1)
-    for inner, how in zip(inners, ("run_eagerly", "run_functions_eagerly"), strict=True):
-        caplog.clear()
-        try:
-            tf.config.run_functions_eagerly(how == "run_functions_eagerly")
-            if how == "run_functions_eagerly":
-                tf.data.experimental.enable_debug_mode()
-            arguments = {**compile_arguments(), "run_eagerly": how == "run_eagerly"}
-            parallel = keras_dp.DataParallelModel(inner, devices=3)
-            received = fit_evaluate_predict(parallel, arguments.copy, [((X, Y), 5)], epochs=1)
-        finally:
-            tf.config.run_functions_eagerly(False)
-            # The debug mode has no public way to end. If it stays on, it keeps every later function of a dataset.
-            debug_mode.DEBUG_MODE = False
-        assert_same(expected, received, 1e-9, how)
-        assert_same(one.get_weights(), inner.get_weights(), 1e-9, how)
-        (said,) = [record.message for record in caplog.records if record.name == "keras_dp" and record.levelname == "WARNING"]
-        assert "one device" in said
+    parallel = keras_dp.DataParallelModel(inner, devices=3)
+    with contextlib.nullcontext() if by_keras else functions_run_eagerly():
+        arguments = {**compile_arguments(), "run_eagerly": by_keras}
+        received = fit_evaluate_predict(parallel, arguments.copy, [((X, Y), 5)], epochs=1)
+    assert_same(expected, received, 1e-9)
+    assert_same(one.get_weights(), inner.get_weights(), 1e-9)
+    (said,) = [record.message for record in caplog.records if record.name == "keras_dp" and record.levelname == "WARNING"]
+    assert "one device" in said
 
 
 @pytest.fixture
@@ -156,26 +142,18 @@ def test_copies_keep_the_choice_of_xla():
     assert not copy.deepcopy(parallel).jit_compile
 
 
-def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(gpu_beside, monkeypatch):
+def test_the_step_is_never_compiled_by_xla_even_if_there_are_gpus(gpu_beside):
     """Keras's jit_compile="auto" turns XLA on where it sees a GPU, which would put all towers on one device."""
-    compiled_by_xla = []
-    function = tf.function
-
-    def spy(*args, **kwargs):
-        compiled_by_xla.append(bool(kwargs.get("jit_compile")))
-        return function(*args, **kwargs)
-
     plain = build()
     plain.compile("sgd", "mse")
     assert plain.jit_compile, "the faked GPU turns XLA on in plain Keras"
-    monkeypatch.setattr(tf, "function", spy)
-    parallel = parallel_model()
-    parallel.jit_compile = True
+    parallel = parallel_model(jit_compile=True)
     assert parallel.jit_compile
-    parallel.fit(X, Y, batch_size=5, verbose=0)
-    parallel.evaluate(X, Y, verbose=0)
-    parallel.predict(X, verbose=0)
-    assert set(compiled_by_xla) == {False}
+    with mock.patch.object(tf, "function", wraps=tf.function) as function:
+        parallel.fit(X, Y, batch_size=5, verbose=0)
+        parallel.evaluate(X, Y, verbose=0)
+        parallel.predict(X, verbose=0)
+    assert {bool(call.kwargs.get("jit_compile")) for call in function.call_args_list} == {False}
 
 
 @pytest.mark.parametrize("built", [False, True])

@@ -87,52 +87,6 @@ def steps_without_tensors_and_with_attributes_that_change(wrap):
     return model.loop(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)), model.calls, model.get_weights()
 
 
-def callbacks_and_methods_stop_training(wrap):
-    """Observers of Keras, as this callback, once got the model inside, which does not train."""
-
-    class Model(keras.Sequential):
-        def enough(self):
-            self.stop_training = True
-
-    class Average(keras.callbacks.SwapEMAWeights):
-        def on_epoch_end(self, epoch, logs=None):
-            super().on_epoch_end(epoch, logs)
-            if epoch == 1:
-                self.model.enough()
-
-    model = compiled(wrap(dense(Model)), keras.optimizers.SGD(0.1, use_ema=True))
-    return fitted(model, epochs=4, callbacks=[Average(swap_on_epoch=True)])
-
-
-def special_methods(wrap):
-    class Model(keras.Sequential):
-        def __len__(self):
-            return len(self.layers)
-
-        def __getitem__(self, index):
-            return self.layers[index].name
-
-        def __iter__(self):
-            return iter([layer.units for layer in self.layers])
-
-        def __enter__(self):
-            self.entered = True
-            return self
-
-        def __exit__(self, *error):
-            self.entered = False
-
-        def __getattr__(self, name):
-            if name == "made_up":
-                return "made up"
-            raise AttributeError(name)
-
-    model = wrap(dense(Model))
-    with model as entered:
-        inside = entered.entered
-    return [len(model), len(model[0]) > 0, list(model), inside, model.entered, model.made_up]
-
-
 def an_own_summary_and_names_of_the_wrapper(wrap):
     class Model(keras.Sequential):
         devices = "mine"
@@ -348,14 +302,7 @@ def a_checkpoint_restored_before_the_layers_exist(wrap, folder):
 
 
 def models_that_hold_their_wrappers(wrap):
-    """A student holds its own wrapper, one that trains it, and its teacher's."""
-
-    class Trainer:
-        def __init__(self, model):
-            self.model = model
-
-        def train(self):
-            return fitted(self.model)
+    """A student holds its own wrapper, a function that trains it, and its teacher's wrapper."""
 
     class Student(keras.Sequential):
         def train_step(self, data):
@@ -365,27 +312,8 @@ def models_that_hold_their_wrappers(wrap):
     student.teacher = teacher
     student = compiled(wrap(student))
     student.me = student
-    student.trainer = Trainer(student)
-    return fitted(compiled(teacher)), student.trainer.train(), len(student.trainable_variables), fitted(teacher)
-
-
-def a_loss_scaled_optimizer(wrap):
-    """The user's optimizer is inside a LossScaleOptimizer, and not another layer below."""
-    model = wrap(dense())
-    model.dtype_policy = keras.DTypePolicy("mixed_float16")
-    assert isinstance(compiled(model).optimizer, keras.optimizers.LossScaleOptimizer)
-    model.optimizer.inner_optimizer.momentum = 0.9
-    return fitted(model, epochs=2), type(model.optimizer.inner_optimizer).__name__
-
-
-def what_a_step_computed_eagerly_keeps(wrap):
-    class Model(keras.Sequential):
-        def train_step(self, data):
-            self.seen = getattr(self, "seen", 0) + 1
-            return own_update(self, *data)
-
-    model = compiled(wrap(dense(Model)), run_eagerly=True)
-    return fitted(model), model.seen
+    student.train = functools.partial(fitted, student)
+    return fitted(compiled(teacher)), student.train(), len(student.trainable_variables), fitted(teacher)
 
 
 class Mixin:
@@ -398,18 +326,33 @@ class Mixin:
         return "more"
 
 
-def methods_of_instances_and_mixins_and_patches(wrap):
+def methods_that_are_special_mixed_in_or_patched(wrap):
     class Model(keras.Sequential, Mixin):
+        def __len__(self):
+            return len(self.layers)
+
+        def __enter__(self):
+            self.entered = True
+            return self
+
+        def __exit__(self, *error):
+            self.entered = False
+
+        def __getattr__(self, name):
+            if name == "made_up":
+                return "made up"
+            raise AttributeError(name)
+
         def value(self):
             return 1
 
     model = wrap(dense(Model))
-    with mock.patch.object(Model, "value", return_value=2):
-        values = [model.value()]
-    values.append(model.value())
+    with mock.patch.object(Model, "value", return_value=2), model as entered:
+        values = [model.value(), entered.entered]
+    values += [model.value(), model.entered, model.made_up, len(model), model.more()]
     own = compiled(model).fit
     model.fit = lambda *arguments, **named: own(*arguments, **{**named, "epochs": 2})
-    return values, fitted(model), model.more()
+    return values, fitted(model)
 
 
 def what_methods_set_on_the_class(wrap):
@@ -710,33 +653,25 @@ def test_errors_of_the_users_own_keep_their_words():
     assert "single rows" not in " ".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
-class Adversaries(keras.Model):
+class Adversaries(keras.Sequential):
     """Keeps its optimizers in a list and a dictionary, as GANs do."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = keras.Sequential([layers.Dense(4), layers.Dense(2)]), layers.Dense(2)
 
     def compile(self, optimizers, named):
         super().compile()
         self.optimizers, self.named = optimizers, {"deeper": [named]}
 
-    def call(self, x):
-        return self.other(self.one(x)[:, :1])
-
     def train_step(self, data):
         x, y = data
-        parts = [(self.one, self.optimizers[0]), (self.other, self.named["deeper"][0])]
         with tf.GradientTape(persistent=True) as tape:
             loss = tf.reduce_mean((self(x) - y) ** 2)
-        for part, optimizer in parts:
+        for part, optimizer in zip(self.layers, (self.optimizers[0], self.named["deeper"][0]), strict=True):
             optimizer.apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
         return {"loss": loss}
 
 
 def adversaries(**options):
     keras.utils.set_random_seed(1)
-    parallel = on_towers(Adversaries(), **options)
+    parallel = on_towers(dense(Adversaries), **options)
     parallel.compile([keras.optimizers.Adam(0.1)], keras.optimizers.SGD(0.1, momentum=0.9))
     return parallel, fitted(parallel)
 
@@ -753,24 +688,6 @@ def test_optimizers_wherever_a_model_keeps_them():
     _, rounded = adversaries(gradient_dtype="bfloat16")
     apart = [largest_change([one], [other]) for one, other in zip(expected[1], rounded[1], strict=True)]
     assert 1e-9 < min(apart) <= max(apart) < 0.1
-
-
-def test_a_method_makes_the_function_of_towers_anew():
-    """The one that it made for the model alone trains on one device."""
-    made = []
-
-    class Model(keras.Sequential):
-        def make_train_function(self, force=False):
-            if self.train_function is None or force:
-                made.append(self)
-                step = tf.function(lambda data: self.distribute_strategy.run(self.train_step, args=(data,)))
-                self.train_function = lambda iterator: step(next(iterator))
-
-    model = compiled(dense(Model))
-    fitted(model)
-    parallel = on_towers(model)
-    fitted(parallel)
-    assert [type(each) for each in made] == [Model, type(parallel)]
 
 
 def test_no_gradient_of_a_step_leads_to_the_model():

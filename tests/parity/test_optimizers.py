@@ -16,9 +16,7 @@ Y = np.cos(np.arange(22.0)).reshape(11, 2)
 
 
 def build():
-    return keras.Sequential(
-        [keras.Input((4,)), layers.Dense(5), layers.BatchNormalization(), layers.ReLU(), layers.Dense(2)],
-    )
+    return keras.Sequential([keras.Input((4,)), layers.Dense(5), layers.BatchNormalization(), layers.ReLU(), layers.Dense(2)])
 
 
 def lars(w, gradients, rate, momentum, decay, trust, nesterov=False, adapted=True):
@@ -120,18 +118,15 @@ def decayed(model, step):
 
 
 def without_gradients(optimizer, model):
-    """Returns a function that applies gradients of zero."""
     variables = model.trainable_variables
     return lambda: optimizer.apply([np.zeros(variable.shape) for variable in variables], variables)
 
 
-@pytest.mark.parametrize("wrapped", ["inner model", "wrapper"])
-def test_biases_and_normalization_do_not_decay(wrapped):
+def test_biases_and_normalization_do_not_decay():
     model = layers_of_all_kinds()
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.25)
-    parallel = keras_dp.DataParallelModel(model, devices=2, parameter_device="sharded")
-    exclude_from_weight_decay(optimizer, parallel if wrapped == "wrapper" else model)
-    parallel.compile(optimizer, "mse")
+    exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, "mse")
     assert decayed(model, without_gradients(optimizer, model))[0] == {"kernel", "recurrent_kernel", "embeddings"}
 
 

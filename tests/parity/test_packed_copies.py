@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparison import assert_same, assert_same_script, twins, values
+from comparison import assert_same, assert_same_script, assert_same_training, twins, values
 from keras import layers
 
 import keras_dp
@@ -66,16 +66,13 @@ def trained(parallel, x, optimizer):
 @pytest.mark.parametrize("case", CASES)
 def test_packed_copies_give_the_same_result_bit_for_bit(case):
     build, x, optimizer, parameter_device = CASES[case]
-    models = twins(build)
-    wrappers = [
-        keras_dp.DataParallelModel(model, devices=3, parameter_device=parameter_device, pack_copies=packs)
-        for model, packs in zip(models, (False, True), strict=True)
-    ]
-    # TensorFlow's graph optimizer adds in another order where it knows more shapes, which rounds otherwise.
-    with graph_optimizer(arithmetic_optimization=False):
-        results = [trained(parallel, x, optimizer) for parallel in wrappers]
-    state = [(parallel.get_weights(), values(parallel.optimizer)) for parallel in wrappers]
-    assert_same(*zip(results, state, strict=True), 0.0)
+    results = []
+    for model, packs in zip(twins(build), (False, True), strict=True):
+        parallel = keras_dp.DataParallelModel(model, 3, parameter_device, pack_copies=packs)
+        # TensorFlow's graph optimizer adds in another order where it knows more shapes, which rounds otherwise.
+        with graph_optimizer(arithmetic_optimization=False):
+            results.append([trained(parallel, x, optimizer), parallel.get_weights(), values(parallel.optimizer)])
+    assert_same(*results, 0.0)
 
 
 def test_towers_that_combine_sums_and_are_compiled_have_one_devices_result():
@@ -84,8 +81,7 @@ def test_towers_that_combine_sums_and_are_compiled_have_one_devices_result():
 
     def script(model):
         optimizer = keras.optimizers.Adam(global_clipnorm=0.5, gradient_accumulation_steps=2)
-        is_parallel = isinstance(model, keras_dp.DataParallelModel)
-        model.compile(optimizer, "mse", jit_compile=is_parallel)
+        model.compile(optimizer, "mse", jit_compile=isinstance(model, keras_dp.DataParallelModel))
         histories = [model.fit(x, x[..., :2], batch_size=size, shuffle=False, verbose=0).history for size in (8, 2)]
         return [histories, model.evaluate(x, x[..., :2], verbose=0)]
 
@@ -93,8 +89,6 @@ def test_towers_that_combine_sums_and_are_compiled_have_one_devices_result():
 
 
 class StepOfSums(keras.Sequential):
-    """Trains as Keras does, and returns what a function makes of the model, the rows and the targets."""
-
     def __init__(self, of_rows):
         super().__init__([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
         self.of_rows = of_rows
@@ -139,13 +133,9 @@ def test_a_step_may_return_sums_of_which_one_needs_the_other(of_rows):
 
     Such a step failed, as a cycle: both parts were in one message, and the addition was to begin after it.
     """
-    x, y = RNG.normal(size=(21, 3)), RNG.normal(size=(21, 2))
-
-    def script(model):
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-
-    assert_same_script(lambda: StepOfSums(of_rows), script, 3, {"parameter_device": STEPS[of_rows], "pack_copies": True})
+    data = RNG.normal(size=(21, 3)), RNG.normal(size=(21, 2))
+    compiled, arguments = {"optimizer": "sgd", "loss": "mse"}, {"parameter_device": STEPS[of_rows], "pack_copies": True}
+    assert_same_training(lambda: StepOfSums(of_rows), lambda: compiled, [(data, 8)], 3, arguments)
 
 
 def report(**arguments):

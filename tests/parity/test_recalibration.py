@@ -26,45 +26,19 @@ def assert_population(layer, values, rtol=1e-12):
     np.testing.assert_allclose(layer.moving_variance, values.var(axes), rtol=rtol, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["sync", "local", "first"])
-def test_moments_of_all_rows(mode):
-    """In every mode, the statistics are the moments of the whole population. The last batch has one row."""
-    inner = one_layer()
-    recalibrate_batch_norm(keras_dp.DataParallelModel(inner, 3, batch_norm=mode), X, batch_size=8, verbose=0)
-    assert_population(inner.layers[0], X)
-
-
-class Batches(keras.utils.PyDataset):
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        return X[index * 8 : index * 8 + 8], Y[index * 8 : index * 8 + 8]
-
-
 def dataset(*arrays):
     return tf.data.Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0]).batch(8)
 
 
-DATA = {
-    "tensor": lambda: tf.constant(X),
-    "x, y and weights": lambda: (X, Y, np.zeros(17)),
-    "dataset of x": lambda: dataset(X),
-    "dataset of x, y and weights": lambda: dataset(X, Y, np.zeros(17)),
-    "generator": lambda: ((X[i : i + 8],) for i in (0, 8, 16)),
-    "PyDataset": Batches,
-}
-
-
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras warns so of every generator that ends.
-@pytest.mark.parametrize("data", DATA)
-def test_plain_models_and_all_kinds_of_data(data):
-    model = one_layer()
-    recalibrate_batch_norm(model, DATA[data](), verbose=0)
-    assert_population(model.layers[0], X)
+def test_plain_models_and_other_kinds_of_data():
+    for data in (tf.constant(X), (X, Y, np.zeros(17)), ((X[i : i + 8],) for i in (0, 8, 16))):
+        model = one_layer()
+        recalibrate_batch_norm(model, data, verbose=0)
+        assert_population(model.layers[0], X)
 
 
-@pytest.mark.parametrize("mode", ["sync", "local"])
+@pytest.mark.parametrize("mode", ["sync", "local", "first"])
 def test_later_layers_see_what_training_shows_them(mode):
     """The second layer's statistics pool its inputs, for which plain Keras normalizes each batch or slice by itself."""
     x = rng.normal(2, 3, size=(17, 4, 3))
@@ -99,9 +73,8 @@ def test_masked_entries_do_not_count(channels):
 
 def test_renormalizing_layers():
     """The statistics that inference uses are set; those that training refers to stay unchanged."""
-    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(renorm=True)])
-    layer = model.layers[0]
-    recalibrate_batch_norm(model, X, batch_size=8, verbose=0)
+    layer = layers.BatchNormalization(renorm=True)
+    recalibrate_batch_norm(keras.Sequential([keras.Input((3,)), layer]), X, batch_size=8, verbose=0)
     assert_population(layer, X)
     np.testing.assert_allclose(layer.moving_stddev, np.sqrt(X.var(0) + layer.epsilon), rtol=1e-12)
     np.testing.assert_array_equal(layer.renorm_mean, np.zeros(3))

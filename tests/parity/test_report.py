@@ -84,9 +84,8 @@ def test_a_number_of_rows_that_is_not_known_is_said_to_be_assumed():
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_batches_of_sizes_that_differ_cannot_be_made_up():
-    parallel = keras_dp.DataParallelModel(
-        keras.Sequential([keras.Input((None, 4)), layers.GlobalAveragePooling1D(), layers.Dense(1)]), devices=2
-    )
+    model = keras.Sequential([keras.Input((None, 4)), layers.GlobalAveragePooling1D(), layers.Dense(1)])
+    parallel = keras_dp.DataParallelModel(model, devices=2)
     parallel.compile("sgd", "mse")
     batches = [(np.ones((4, length, 4)), np.ones((4, 1))) for length in (3, 5)]
     types = tf.TensorSpec((None, None, 4)), tf.TensorSpec((None, 1))
@@ -169,14 +168,10 @@ REPORT = Report(
         ({"rows": [0, 8]}, "1 of 2 devices have no rows: use batches of 2 rows or more."),
         ({"batch_rows": 1, "rows": [0, 1]}, "The batch counts as one row, since it has no more or all its tensors stay whole"),
         ({"share": None, "flops": None}, "How much of the arithmetic the devices divide is not known"),
-        (
-            {"share": 0.5},
-            "50.0 % of the arithmetic. One device computes the rest, so training is at most 1.3 times",
-        ),
+        ({"share": 0.5}, "50.0 % of the arithmetic. One device computes the rest, so training is at most 1.3 times"),
         ({"flops": 10**9}, "but compute only 42 operations for each byte that they send. GPUs would wait for their links"),
         ({"workers": 2, "batch_rows": 16}, "up to 4.0 times the speed of one device"),
     ],
-    ids=["good", "one device", "idle", "one row", "unknown", "once", "small", "workers"],
 )
 def test_the_verdict(changes, verdict):
     report = dataclasses.replace(REPORT, **changes)

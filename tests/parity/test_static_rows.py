@@ -13,47 +13,29 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_run, plain_run
 from keras import layers, ops, optimizers
+from programs.catalogue import normal
+from programs.steps import Learner
 
 import keras_dp
-from keras_dp.error_notes import add_note
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
-
-
-def mlp():
-    return keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
 
 
 def data(batches, rows):
     return normal(batches * rows, 3, seed=1), normal(batches * rows, 2, seed=2)
 
 
-def trains(rows, others=False, metrics=(), loss="mse", make_data=data):
+def trains(rows, metrics=(), loss="mse", make_data=data):
     """Returns a script whose batches all have as many rows: in `fit`, `evaluate` and `predict`.
 
-    With `others`, it also calls `*_on_batch`, evaluates and predicts with batches of other sizes, and fits with a last batch
-    that is smaller. Without a loss, the step of the model has its own, and is not evaluated.
+    Without a loss, the step of the model has its own, and is not evaluated.
     """
 
     def script(model):
         model.compile(optimizers.SGD(0.02, 0.9), loss=loss, metrics=list(metrics) or None)
-        fit = functools.partial(model.fit, batch_size=rows, shuffle=False, verbose=0)
         x, y = make_data(3, rows)
-        results = [fit(x, y, epochs=2).history]
+        results = [model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0).history]
         if loss is not None:
             results.append(model.evaluate(x[rows:], y[rows:], batch_size=rows, verbose=0))
-        results.append(model.predict(x[rows:], batch_size=rows, verbose=0))
-        if others:
-            results += [model.train_on_batch(x[:rows], y[:rows]), model.test_on_batch(x[:rows], y[:rows])]
-            x, y = make_data(2, rows + 1)
-            results += [
-                model.evaluate(x, y, batch_size=rows + 1, verbose=0),
-                model.predict(x[1:], batch_size=rows, verbose=0),
-                fit(x[:-1], y[:-1]).history,
-            ]
-        return results
+        return [*results, model.predict(x[rows:], batch_size=rows, verbose=0)]
 
     return script
 
@@ -72,24 +54,20 @@ class Calls(layers.Layer):
         return self.function(x, self.rows, *self.state)
 
 
-def together(idioms, rows, others=False):
+def together(idioms, rows):
     """Returns (build, script) of a model with these idioms: layers in a row, the mean of losses or of steps, and metrics.
 
     They are functions and classes, by kind and name: "loss" and "metric" have functions of (y, p, rows), "layer" of (x, rows),
     "step" of (model, x, y, rows), and the name of an initializer of (x, rows, state). Classes take the number of rows.
     """
-    steps, of_metrics = idioms.get("step", {}), idioms.get("metric", {})
+    steps = idioms.get("step", {})
 
     def mean(functions, *arguments):
         return tf.add_n([function(*arguments, rows) for function in functions.values()]) / len(functions)
 
-    class Steps(keras.Sequential):
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                value = mean(steps, self, *data[:2])
-            gradients = tape.gradient(value, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            return {"loss": value}
+    class Steps(Learner, keras.Sequential):
+        def loss_of(self, x, y):
+            return mean(steps, self, x, y), {}
 
     def build():
         between = []
@@ -106,7 +84,7 @@ def together(idioms, rows, others=False):
         return keras.metrics.MeanMetricWrapper(lambda y, p: each(y, p, rows), name.replace(" ", "_"))
 
     loss = None if steps else (lambda y, p: mean(idioms["loss"], y, p)) if "loss" in idioms else "mse"
-    return build, trains(rows, others, [metric(*each) for each in of_metrics.items()], loss)
+    return build, trains(rows, [metric(*each) for each in idioms.get("metric", {}).items()], loss)
 
 
 def square(x):
@@ -124,12 +102,6 @@ def constant_pairs(y, p, rows):
 def micro_batches_of_a_reshape(y, p, rows):
     parts = tf.reshape(p - y, (2, rows // 2, 2))
     return tf.reduce_max(tf.reduce_mean(parts**2, [1, 2])) + tf.reduce_sum(tf.reduce_mean(parts, 1) ** 2)
-
-
-def a_shape_that_is_ensured(y, p, rows):
-    e = tf.ensure_shape(p - y, (rows, 2))
-    e.set_shape((rows, 2))
-    return square(e)
 
 
 def two_views_of_each_row(y, p, rows):
@@ -159,16 +131,6 @@ def deviations_in_groups(x, rows):
     return tf.concat([x, tf.tile(deviation[:, None], (min(4, x.shape[0]), 1))], 1)
 
 
-def a_dense_layer_over_rows(x, rows):
-    mixing = np.random.RandomState(0).normal(size=(rows, rows)) / rows
-    return x + tf.transpose(tf.tensordot(tf.transpose(x), mixing, 1))
-
-
-def a_loop_from_zeros(x, rows):
-    zeros = tf.zeros((rows, 4), x.dtype)
-    return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(0.5 * h + x)), (0, zeros))[1]
-
-
 def another_path_for_unknown_rows(x, rows):
     """Decodes as a layer for conditional random fields does: by one path if the number of rows is unknown."""
     if x.shape[0] is None:
@@ -191,8 +153,6 @@ def updated_in_parts(x, rows, state):
 
 
 class StatefulRecurrence(layers.Layer):
-    """Carries a state for each row from one batch to the next."""
-
     def __init__(self, rows):
         super().__init__()
         self.rows, self.cell = rows, layers.GRU(3, stateful=True)
@@ -205,8 +165,6 @@ class StatefulRecurrence(layers.Layer):
 
 
 class Places(keras.metrics.Metric):
-    """Has a place for each row."""
-
     def __init__(self, rows):
         super().__init__(name="places")
         self.sums = self.add_variable((rows,), initializer="zeros", name="sums")
@@ -256,7 +214,6 @@ NOISES = {
 }
 # By group and kind; the kinds are those of `together`.
 IDIOMS = {
-    # This group also calls `*_on_batch`, and has batches of other sizes.
     "asking": {
         "loss": {
             "a sum by the rows or one": lambda y, p, rows: tf.reduce_sum(tf.square(p - y)) / (p.shape[0] or 1),
@@ -279,21 +236,17 @@ IDIOMS = {
     "constants": {
         "loss": {
             "rows unstacked": lambda y, p, rows: tf.add_n([tf.reduce_sum(row**2) for row in tf.unstack(p - y)]) / rows,
-            "a permutation of NumPy's own state": lambda y, p, rows: square(
-                p - tf.gather(y, np.random.permutation(p.shape[0]))
-            ),
             "weights of NumPy by row": lambda y, p, rows: tf.reduce_mean(
                 np.linspace(0.5, 1.5, rows * 2).reshape(rows, 2) * (p - y) ** 2
             ),
             "constant pairs": constant_pairs,
         },
-        "layer": {"a dense layer over rows": a_dense_layer_over_rows},
         "metric": {"places": Places},
     },
     "shapes": {
         "loss": {
             "micro-batches of a reshape": micro_batches_of_a_reshape,
-            "a shape that is ensured": a_shape_that_is_ensured,
+            "a shape that is ensured": lambda y, p, rows: square(tf.ensure_shape(p - y, (rows, 2))),
             "two views of each row": two_views_of_each_row,
         },
         "layer": {**NOISES, "deviations in groups": deviations_in_groups},
@@ -306,7 +259,6 @@ IDIOMS = {
             ),
             "a function of NumPy between": a_function_of_numpy_between,
         },
-        "layer": {"a loop from zeros": a_loop_from_zeros},
     },
     "state": {
         "zeros": {"assigned by row": assigned_by_row},
@@ -329,7 +281,6 @@ IDIOMS = {
 
 
 def squares(*shape):
-    """Returns a function that makes inputs of this shape, and targets with the first of its sizes."""
     return lambda batches, rows: (normal(batches * rows, *shape, seed=1), normal(batches * rows, shape[0], seed=2))
 
 
@@ -372,65 +323,17 @@ def classes_as_rows(rows):
         return normal(batches * of_batch, 3, seed=1), np.random.default_rng(2).integers(0, rows, batches * of_batch)
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return lambda: keras.Sequential([layers.Dense(rows)]), trains(rows, True, ["accuracy"], loss, make_data)
+    return lambda: keras.Sequential([layers.Dense(rows)]), trains(rows, ["accuracy"], loss, make_data)
 
 
 def a_batch_shape_of_the_input(rows):
     return lambda: keras.Sequential([keras.Input(batch_shape=(rows, 3)), layers.Dense(4), layers.Dense(2)]), trains(rows)
 
 
-# What else feeds a batch.
-
-
-def feeding(fit_all, **compiled):
-    """Returns a function of the number of rows, of a function of (model, fit, x, y, rows) that returns results."""
-
-    def by_the_rows(y, p):
-        """Depends on whether the number of rows is known, by row."""
-        return tf.reduce_mean((p - y) ** 2, -1) * (p.shape[0] or 0.5)
-
-    def script(rows, model):
-        model.compile(optimizers.SGD(0.002), by_the_rows, metrics=["mae"], weighted_metrics=[], **compiled)
-        fit = functools.partial(model.fit, verbose=0, shuffle=False)
-        return fit_all(model, lambda *given, **named: fit(*given, **named).history, *data(7, rows), rows)
-
-    return lambda rows: (mlp, functools.partial(script, rows))
-
-
-def batches_of_one_size(model, fit, x, y, rows):
-    x, y = x[: 4 * rows], y[: 4 * rows]
-    shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=3)
-    return [
-        fit(x, y, batch_size=rows, shuffle=True),
-        fit(x, y, batch_size=rows, validation_split=0.5),
-        fit(shuffled.repeat().batch(rows, drop_remainder=True), steps_per_epoch=3),
-        fit(((x[:rows], y[:rows]) for _ in range(3)), steps_per_epoch=3),
-    ]
-
-
-def batches_of_several_sizes(model, fit, x, y, rows):
-    x, y = x[: 4 * rows], y[: 4 * rows]
-    validation = {"validation_batch_size": rows + 1}
-    return [
-        fit(x, y, batch_size=rows, validation_data=(x[: 2 * rows + 2], y[: 2 * rows + 2]), **validation),
-        fit(x, y, batch_size=rows, validation_data=(x[1:], y[1:]), **validation),
-        fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)),
-        fit(x, y, batch_size=rows, sample_weight=np.linspace(0, 2, len(x))),
-    ]
-
-
-def three_steps_in_one_execution(model, fit, x, y, rows):
-    return [
-        fit(x, y, batch_size=rows, epochs=2),
-        model.evaluate(x, y, batch_size=rows, verbose=0),
-        model.predict(x, batch_size=rows, verbose=0),
-    ]
-
-
 # By name, a function of the number of rows that returns (build, script), and the numbers of rows and towers. Towers have
 # several rows each, one, and none.
 PROGRAMS = {
-    f"{group}, batches of {rows}": (functools.partial(together, idioms, others=group == "asking"), rows, towers)
+    f"{group}, batches of {rows}": (functools.partial(together, idioms), rows, towers)
     for group, idioms in IDIOMS.items()
     for rows, towers in ((8, 3), (1, 4) if group == "state" else (2, 4))
 } | {
@@ -439,31 +342,14 @@ PROGRAMS = {
     "sequences as long as rows": (sequences_as_long_as_rows, 2, 3),
     "images as high as rows": (images_as_high_as_rows, 6, 4),
     "classes as rows": (classes_as_rows, 2, 2),
-    "batches of one size": (feeding(batches_of_one_size), 8, 3),
-    "batches of several sizes": (feeding(batches_of_several_sizes), 6, 4),
-    "three steps in one execution": (feeding(three_steps_in_one_execution, steps_per_execution=3), 1, 4),
 }
-
-
-def assert_same_program(make, rows, towers):
-    # Metrics belong to one model.
-    assert_same_run(*make(rows), towers, plain_run(*make(rows)))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_idiom_trains_as_on_one_device(name):
-    """If a group of idioms fails, the error says which of them do so alone."""
     make, rows, towers = PROGRAMS[name]
-    try:
-        assert_same_program(make, rows, towers)
-    except Exception as error:
-        group = make.args[0] if isinstance(make, functools.partial) else {}
-        for kind, (idiom, function) in [(kind, each) for kind, idioms in group.items() for each in idioms.items()]:
-            try:
-                assert_same_program(functools.partial(together, {kind: {idiom: function}}, **make.keywords), rows, towers)
-            except Exception as reason:
-                add_note(error, f"{idiom} fails alone: {reason}")
-        raise
+    # Metrics belong to one model.
+    assert_same_run(*make(rows), towers, plain_run(*make(rows)))
 
 
 # Nothing is lost where the number of rows is known: what towers share of these models when it is unknown, they share then.

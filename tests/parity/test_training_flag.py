@@ -1,13 +1,12 @@
 """Models whose call depends on `training` train on towers as in plain Keras, which calls them with `training=True` first."""
 
-import functools
-
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from comparison import assert_same_run
-from keras import layers, ops, optimizers
+from keras import layers, ops
+from programs.catalogue import normal
+from programs.steps import Learner, fits, mean_square
 
 # Keras says so of layers that only the other mode calls.
 pytestmark = [
@@ -15,39 +14,25 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning"),
 ]
 
-DRAW = np.random.default_rng(1)
-X, Y = DRAW.normal(size=(21, 3)), DRAW.normal(size=(21, 2))
-# Two batches of 8 rows, whose number plain Keras knows; and one more of 5 rows.
-KNOWN, UNKNOWN = 16, 21
+X, Y = normal(13, 3, seed=1), normal(13, 2, seed=2)
+# Two batches of 5 rows, whose number plain Keras knows; and one more of 3 rows.
+KNOWN, UNKNOWN = 10, 13
 
 
-def trains(build, loss="mse", targets=lambda y: y, evaluates=True, predicts=True, metrics=None):
-    """Returns `build`, and a script of a number of rows and a model, which evaluates and predicts where plain Keras does."""
-
-    def script(rows, model):
-        x, y = X[:rows], targets(Y[:rows])
-        model.compile(optimizers.SGD(0.05, 0.9), loss=loss, metrics=metrics)
-        results = [model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history]
-        if evaluates:
-            results.append(model.evaluate(x, y, batch_size=6, verbose=0))
-        if predicts:
-            results.append(model.predict(x, batch_size=6, verbose=0))
-        return results
-
-    return build, script
+class TwoLayers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.kept = layers.Dense(2), layers.Dense(2), None
 
 
-def calling(call, loss="mse", targets=lambda y: y, evaluates=True, predicts=True, **methods):
-    """Makes a program of a model with two dense layers, `a` and `b`, and this call and other methods."""
+def trains(build, rows, targets=lambda y: y, loss="mse", **arguments):
+    """Returns (build, script), which evaluates and predicts where plain Keras does."""
+    return build, fits(X[:rows], targets(Y[:rows]), loss=loss, **{"evaluates": True, "predicts": True, **arguments})
 
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.kept = layers.Dense(2), layers.Dense(2), None
 
-    for name, method in {"call": call, **methods}.items():
-        setattr(Model, name, method)
-    return trains(Model, loss, targets, evaluates, predicts)
+def model_with(call, **methods):
+    """Makes a class of models with two dense layers, `a` and `b`, and this call and other methods."""
+    return type("Model", (TwoLayers,), {"call": call, **methods})
 
 
 def only_training_calls_b(self, x, training=False):
@@ -66,10 +51,6 @@ def refuses_inference(self, x, training=False):
     if not training:
         raise NotImplementedError("for training only")
     return self.a(x)
-
-
-def takes_the_flag_by_keyword(self, x, *, training):
-    return only_training_calls_b(self, x, training)
 
 
 def makes_a_layer_while_training(self, x, training=False):
@@ -104,7 +85,7 @@ class OnlyWhileTraining(layers.Layer):
 
     def __init__(self):
         super().__init__()
-        self.seed, self.mix = keras.random.SeedGenerator(3), layers.Dense(4)
+        self.seed, self.mix = keras.random.SeedGenerator(3), layers.Dense(2)
 
     def call(self, x, training=None):
         if not training:
@@ -113,30 +94,26 @@ class OnlyWhileTraining(layers.Layer):
         return x + self.mix(keras.random.normal(ops.shape(x), seed=self.seed))
 
 
-class WithoutTheFlag(keras.Model):
+class WithoutTheFlag(TwoLayers):
     """Its own call does not take `training`, on which a layer depends."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.between, self.b = layers.Dense(4, "tanh"), OnlyWhileTraining(), layers.Dense(2)
+        self.between = OnlyWhileTraining()
 
     def call(self, x):
         return self.b(self.between(self.a(x)))
 
 
-def step_in_both_modes(self, data):
-    x, y = data
-    with tf.GradientTape() as tape:
-        target = tf.stop_gradient(self(x, training=False))
-        loss = tf.reduce_mean((self(x, training=True) - 0.5 * (y + target)) ** 2)
-    variables = self.trainable_variables
-    self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-    return {"loss": loss}
+class StepInBothModes(Learner, TwoLayers):
+    call = only_training_calls_b
+
+    def loss_of(self, x, y):
+        return mean_square(0.5 * (y + tf.stop_gradient(self(x, training=False))), self(x, training=True)), {}
 
 
 def evaluation_in_training_mode(self, data):
-    x, y = data
-    return {"loss": tf.reduce_mean((self(x, training=True) - y) ** 2)}
+    return {"loss": mean_square(data[1], self(data[0], training=True))}
 
 
 def prediction_in_training_mode(self, data):
@@ -159,65 +136,51 @@ def makes_no_layer(self, shape):
 
 
 PROGRAMS = {
-    "two outputs while training": (
+    "two outputs while training": trains(
+        model_with(both_while_training), KNOWN, lambda y: (y, 2 * y), ["mse", "mae"], evaluates=False
+    ),
+    "a dictionary after training alone": trains(
+        model_with(lambda self, x, training=False: self.a(x) if training else {"answer": self.a(x), "score": self.b(x)}),
         KNOWN,
-        calling(both_while_training, ["mse", "mae"], targets=lambda y: (y, 2 * y), evaluates=False),
+        evaluates=False,
     ),
-    "a dictionary after training alone": (
+    "a model for training only": trains(model_with(refuses_inference), KNOWN, evaluates=False, predicts=False),
+    "a flag by keyword only": trains(model_with(lambda self, x, *, training: only_training_calls_b(self, x, training)), KNOWN),
+    "a layer that only inference calls": trains(model_with(only_inference_calls_b), UNKNOWN),
+    "a layer that is made while training": trains(model_with(makes_a_layer_while_training), KNOWN),
+    "a normalization for each mode": trains(NormalizationForEachMode, KNOWN),
+    "rows that training keeps for the loss": trains(
+        model_with(keeps_rows_while_training, compute_loss=loss_of_what_is_kept), UNKNOWN, loss=None
+    ),
+    "a model without the flag": trains(WithoutTheFlag, UNKNOWN, metrics=["mae"]),
+    "a step that calls in both modes": trains(StepInBothModes, UNKNOWN, loss=None, evaluates=False),
+    "an evaluation and a prediction in training mode": trains(
+        model_with(only_training_calls_b, test_step=evaluation_in_training_mode, predict_step=prediction_in_training_mode),
+        UNKNOWN,
+    ),
+    "metrics of the first output": trains(
+        model_with(both_while_training, compute_metrics=metrics_of_the_first_output, compute_loss=sum_over_outputs),
         KNOWN,
-        calling(
-            lambda self, x, training=False: self.a(x) if training else {"answer": self.a(x), "score": self.b(x)},
-            evaluates=False,
-        ),
+        loss=None,
     ),
-    "a wider output while training": (
-        UNKNOWN,
-        calling(
-            lambda self, x, training=False: ops.concatenate([self.a(x), self.b(x)], -1) if training else self.a(x),
-            lambda y, p: tf.reduce_mean((p - (tf.concat([y, y], -1) if p.shape[-1] == 4 else y)) ** 2),
-        ),
-    ),
-    "a model for training only": (KNOWN, calling(refuses_inference, evaluates=False, predicts=False)),
-    "a flag by keyword only": (KNOWN, calling(takes_the_flag_by_keyword)),
-    "a layer that only inference calls": (UNKNOWN, calling(only_inference_calls_b)),
-    "a layer that is made while training": (KNOWN, calling(makes_a_layer_while_training)),
-    "a normalization for each mode": (KNOWN, trains(NormalizationForEachMode)),
-    "rows that training keeps for the loss": (
-        UNKNOWN,
-        calling(keeps_rows_while_training, None, compute_loss=loss_of_what_is_kept),
-    ),
-    "a model without the flag": (UNKNOWN, trains(WithoutTheFlag, metrics=["mae"])),
-    "a step that calls in both modes": (
-        UNKNOWN,
-        calling(only_training_calls_b, None, train_step=step_in_both_modes, evaluates=False),
-    ),
-    "an evaluation and a prediction in training mode": (
-        UNKNOWN,
-        calling(only_training_calls_b, test_step=evaluation_in_training_mode, predict_step=prediction_in_training_mode),
-    ),
-    "metrics of the first output": (
-        KNOWN,
-        calling(both_while_training, None, compute_metrics=metrics_of_the_first_output, compute_loss=sum_over_outputs),
-    ),
-    "a build that calls nothing": (UNKNOWN, calling(only_training_calls_b, build=makes_no_layer)),
+    "a build that calls nothing": trains(model_with(only_training_calls_b, build=makes_no_layer), UNKNOWN),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_model_trains_as_on_one_device(name):
-    rows, (build, script) = PROGRAMS[name]
-    assert_same_run(build, functools.partial(script, rows))
+    assert_same_run(*PROGRAMS[name])
 
 
 @pytest.mark.parametrize(("call", "first"), [(only_training_calls_b, "evaluate"), (only_inference_calls_b, "predict")])
 def test_model_that_another_call_builds_first(call, first):
     """Makes the variables that plain Keras makes by `evaluate` or `predict` before `fit`, and the others in `fit`."""
-    build, script = calling(call)
+    build, script = trains(model_with(call), KNOWN)
 
     def begins(model):
-        model.compile(optimizers.SGD(0.05, 0.9), "mse")
-        data = (X[:12], Y[:12]) if first == "evaluate" else (X,)
+        model.compile("sgd", "mse")
+        data = (X, Y) if first == "evaluate" else (X,)
         results = [getattr(model, first)(*data, batch_size=6, verbose=0), [variable.path for variable in model.variables]]
-        return [results, script(KNOWN, model)]
+        return [results, script(model)]
 
     assert_same_run(build, begins)

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from programs.catalogue import CLASSES, FEATURES, integers, mlp, program, uniform
+from programs.catalogue import CLASSES, mlp, program, uniform
 from programs.steps import adam, dense, descend, fits
 
 IMAGES = uniform(13, 4, 4, 1, seed=31)
@@ -68,11 +68,8 @@ def wasserstein_gan():
         def __init__(self):
             super().__init__()
             self.critic, self.generator = mlp(5, 4, 4, 1, normalized=True), mlp(3, 4, 5, normalized=True)
+            self.critic_optimizer, self.generator_optimizer = adam(), adam()
             self.seed = keras.random.SeedGenerator(33)
-
-        def compile(self, critic_optimizer, generator_optimizer):
-            super().compile()
-            self.critic_optimizer, self.generator_optimizer = critic_optimizer, generator_optimizer
 
         def penalty(self, real, fake):
             share = keras.random.uniform((ops.shape(real)[0], 1), seed=self.seed)
@@ -84,26 +81,22 @@ def wasserstein_gan():
             return tf.reduce_mean((tf.sqrt(tf.reduce_sum(tf.square(slope), axis=1)) - 1.0) ** 2)
 
         def train_step(self, real):
-            rows = tf.shape(real)[0]
+            shape = tf.shape(real)[0], 3
             for _ in range(2):
-                noise = keras.random.normal((rows, 3), seed=self.seed)
+                noise = keras.random.normal(shape, seed=self.seed)
                 with tf.GradientTape() as tape:
                     fake = self.generator(noise, training=True)
                     right, wrong = self.critic(real, training=True), self.critic(fake, training=True)
                     penalty = self.penalty(real, fake)
                     critic_loss = tf.reduce_mean(wrong) - tf.reduce_mean(right) + 10.0 * penalty
                 descend(self.critic_optimizer, tape, critic_loss, self.critic.trainable_variables)
-            noise = keras.random.normal((rows, 3), seed=self.seed)
+            noise = keras.random.normal(shape, seed=self.seed)
             with tf.GradientTape() as tape:
                 generator_loss = -tf.reduce_mean(self.critic(self.generator(noise, training=True), training=True))
             descend(self.generator_optimizer, tape, generator_loss, self.generator.trainable_variables)
             return {"critic": critic_loss, "generator": generator_loss, "penalty": penalty}
 
-    def script(model):
-        model.compile(adam(), adam())
-        return model.fit(FEATURES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-
-    return WGAN, script
+    return WGAN, fits(y=None)
 
 
 @program
@@ -112,25 +105,24 @@ def adversarial_regularization():
 
     class Adversarial(keras.Model):
         def train_step(self, data):
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            x, y = data
             with tf.GradientTape(persistent=True) as tape:
                 tape.watch(x)
                 answers = self(x, training=True)
-                loss = self.compute_loss(x, y, answers, sample_weight)
+                loss = self.compute_loss(x, y, answers)
                 moved = x + 0.5 * tf.sign(tape.gradient(loss, x)) + 3.0 * tf.stop_gradient(tape.gradient(loss, x))
-                worse = self.compute_loss(x, y, self(moved, training=True), sample_weight)
+                worse = self.compute_loss(x, y, self(moved, training=True))
                 total = loss + 0.5 * worse
             descend(self.optimizer, tape, total, self.trainable_variables)
-            return {**self.compute_metrics(x, y, answers, sample_weight), "fit": loss, "worse": worse}
+            return {**self.compute_metrics(x, y, answers), "fit": loss, "worse": worse}
 
         def test_step(self, data):
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            x, y = data
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 loss = self.compute_loss(x, y, self(x, training=False))
             answers = self(x + 0.5 * tf.sign(tape.gradient(loss, x)), training=False)
             return {**self.compute_metrics(x, y, answers), "robust": self.compute_loss(x, y, answers)}
 
-    given = {"y": CLASSES, "sample_weight": 0.5 + integers(3, 13, seed=36), "optimizer": adam, "evaluates": True}
-    script = fits(**given, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-    return dense(Adversarial, outputs=3, activation="softmax"), script
+    compiled = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+    return dense(Adversarial, 3, "softmax"), fits(y=CLASSES, optimizer=adam, evaluates=True, **compiled)

@@ -5,7 +5,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from programs.catalogue import CLASSES, FEATURES, TARGETS, integers, mlp, normal, program, uniform
-from programs.steps import Learner, adam, descend, fits, rows_of
+from programs.steps import Learner, adam, descend, fits, follow, rows_of
 
 IMAGES = uniform(13, 6, 6, 1, seed=41)
 
@@ -26,12 +26,15 @@ def unit(x):
     return tf.math.l2_normalize(x, axis=1)
 
 
-def copy_of(network):
-    """Returns a frozen network with the same weights."""
-    copy = keras.models.clone_model(network)
-    copy.set_weights(network.get_weights())
-    copy.trainable = False
-    return copy
+class Siamese(Learner, keras.Model):
+    """Compares rows that an encoder encodes."""
+
+    def __init__(self, encoder=None):
+        super().__init__()
+        self.encoder = encoder or mlp(5, 4, 3)
+
+    def call(self, x, training=False):
+        return self.encoder(x, training=training)
 
 
 @program
@@ -43,22 +46,12 @@ def simclr():
             super().__init__()
             self.augment, self.gently = augmenter("strong"), augmenter("weak")
             conv = layers.Conv2D(3, 3, strides=2, activation="relu")
-            self.encoder = keras.Sequential(
-                [keras.Input((6, 6, 1)), conv, layers.Flatten(), layers.Dense(4, activation="tanh")]
-            )
+            self.encoder = keras.Sequential([keras.Input((6, 6, 1)), conv, layers.Flatten(), layers.Dense(4, "tanh")])
             self.projection, self.probe = mlp(4, 4, 3), mlp(4, 3)
+            self.contrastive_optimizer, self.probe_optimizer = adam(), adam()
+            self.probe_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="contrastive_accuracy")
             self.probe_accuracy = keras.metrics.SparseCategoricalAccuracy(name="probe_accuracy")
-            self.losses_of_step = [keras.metrics.Mean(name="contrastive"), keras.metrics.Mean(name="probe")]
-
-        def compile(self, contrastive_optimizer, probe_optimizer):
-            super().compile()
-            self.contrastive_optimizer, self.probe_optimizer = contrastive_optimizer, probe_optimizer
-            self.probe_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-        @property
-        def metrics(self):
-            return [*self.losses_of_step, self.accuracy, self.probe_accuracy]
 
         def contrast(self, one, other):
             similarities = ops.matmul(ops.normalize(one, axis=1), ops.transpose(ops.normalize(other, axis=1))) / 0.1
@@ -76,27 +69,14 @@ def simclr():
                 loss = self.contrast(one, other)
             weights = self.encoder.trainable_weights + self.projection.trainable_weights
             descend(self.contrastive_optimizer, tape, loss, weights)
-            self.losses_of_step[0].update_state(loss)
             with tf.GradientTape() as tape:
                 logits = self.probe(self.encoder(self.gently(images, training=True), training=False), training=True)
                 probe_loss = self.probe_loss(labels, logits)
             descend(self.probe_optimizer, tape, probe_loss, self.probe.trainable_weights)
-            self.losses_of_step[1].update_state(probe_loss)
             self.probe_accuracy.update_state(labels, logits)
-            return {metric.name: metric.result() for metric in self.metrics}
+            return {"probe": probe_loss, **{metric.name: metric.result() for metric in self.metrics}}
 
-        def test_step(self, data):
-            images, labels = data
-            logits = self.probe(self.encoder(images, training=False), training=False)
-            self.probe_accuracy.update_state(labels, logits)
-            return {"probe_accuracy": self.probe_accuracy.result(), "raw": self.probe_loss(labels, logits)}
-
-    def script(model):
-        model.compile(adam(), adam())
-        history = model.fit(IMAGES, CLASSES, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-        return history, model.evaluate(IMAGES, CLASSES, batch_size=4, verbose=0, return_dict=True)
-
-    return SimCLR, script
+    return SimCLR, fits(IMAGES, CLASSES)
 
 
 @program
@@ -107,7 +87,8 @@ def momentum_contrast():
         def __init__(self):
             super().__init__()
             self.encoder = noisy(5, 4)
-            self.momentum_encoder = copy_of(self.encoder)
+            self.momentum_encoder = keras.models.clone_model(self.encoder)
+            self.momentum_encoder.trainable = False
             self.queue = self.add_weight(name="queue", shape=(8, 3), initializer="random_normal", trainable=False)
 
         def train_step(self, x):
@@ -119,8 +100,7 @@ def momentum_contrast():
                 losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.zeros(tf.shape(x)[0], tf.int32), logits)
                 loss = tf.reduce_mean(losses)
             descend(self.optimizer, tape, loss, self.encoder.trainable_variables)
-            for mean, weight in zip(self.momentum_encoder.weights, self.encoder.weights, strict=True):
-                mean.assign(0.9 * mean + 0.1 * weight)
+            follow(self.momentum_encoder, self.encoder)
             self.queue.assign(tf.concat([keys, self.queue.value], axis=0)[:8])
             return {"loss": loss, "hits": tf.reduce_mean(tf.cast(tf.argmax(logits, 1) == 0, "float64"))}
 
@@ -131,10 +111,9 @@ def momentum_contrast():
 def nearest_neighbors_in_a_queue():
     """Replaces each row by its nearest neighbor in a queue, and then compares rows with rows (NNCLR)."""
 
-    class NNCLR(Learner, keras.Model):
+    class NNCLR(Siamese):
         def __init__(self):
-            super().__init__()
-            self.encoder = noisy(5, 4)
+            super().__init__(noisy(5, 4))
             self.queue = self.add_weight(name="queue", shape=(9, 3), initializer="random_normal", trainable=False)
 
         def nearest(self, projections):
@@ -143,7 +122,7 @@ def nearest_neighbors_in_a_queue():
             return projections + ops.stop_gradient(neighbors - projections)
 
         def loss_of(self, x):
-            one, other = unit(self.encoder(x, training=True)), unit(self.encoder(x, training=True))
+            one, other = unit(self(x, training=True)), unit(self(x, training=True))
             pairs = (one, other), (other, one)
             logits = ops.concatenate([ops.matmul(self.nearest(a), ops.transpose(b)) / 0.1 for a, b in pairs], axis=0)
             places = ops.tile(ops.arange(ops.shape(x)[0]), (2,))
@@ -161,32 +140,16 @@ def barlow_twins():
     def normalized(x):
         return (x - tf.reduce_mean(x, axis=0)) / tf.math.reduce_std(x, axis=0)
 
-    class Barlow(Learner, keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.encoder = mlp(5, 4, 3, normalized=True)
-            self.noise = layers.GaussianNoise(0.3, seed=43)
-
+    class Barlow(Siamese):
         def loss_of(self, *views):
-            one, other = (normalized(self.encoder(self.noise(view, training=True), training=True)) for view in views)
+            one, other = (normalized(self(view, training=True)) for view in views)
             correlation = tf.matmul(one, other, transpose_a=True) / rows_of(one)
             rest = tf.reshape(correlation, [-1])[:-1]
             off = tf.reshape(tf.reshape(rest, (2, 4))[:, 1:], [-1])
             loss = tf.reduce_sum((1 - tf.linalg.diag_part(correlation)) ** 2) + 5e-2 * tf.reduce_sum(off**2)
             return loss, {"rows": rows_of(one)}
 
-    return Barlow, fits(y=FEATURES + 0.1 * normal(13, 5, seed=44), optimizer=adam)
-
-
-class Siamese(Learner, keras.Model):
-    """Holds an encoder."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = mlp(5, 4, 3)
-
-    def call(self, x, training=False):
-        return self.encoder(x, training=training)
+    return lambda: Barlow(mlp(5, 4, 3, normalized=True)), fits(y=FEATURES + 0.1 * normal(13, 5, seed=44), optimizer=adam)
 
 
 @program
@@ -218,10 +181,6 @@ def retrieval():
             self.users.build(None), self.items.build(None)
             self.top = keras.metrics.SparseTopKCategoricalAccuracy(k=2, name="top_2")
 
-        @property
-        def metrics(self):
-            return [self.top]
-
         def loss_of(self, user_ids, item_ids):
             scores = ops.matmul(self.users(user_ids), ops.transpose(self.items(item_ids)))
             duplicates = ops.cast(ops.equal(item_ids[:, None], item_ids[None]), "float64")
@@ -242,18 +201,13 @@ def retrieval():
 def metric_learning():
     """Compares all anchors with all positives of the batch by an einsum of embeddings, with the loss given to compile."""
 
-    class MetricLearning(keras.Model):
-        def train_step(self, data):
-            anchors, positives = data
-            with tf.GradientTape() as tape:
-                one, other = self(anchors, training=True), self(positives, training=True)
-                similarities = ops.einsum("ae,pe->ap", one, other) / 0.2
-                labels = ops.arange(ops.shape(one)[0])
-                loss = self.compute_loss(y=labels, y_pred=similarities)
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            for metric in self.metrics:
-                metric.update_state(*((loss,) if metric.name == "loss" else (labels, similarities)))
-            return {metric.name: metric.result() for metric in self.metrics}
+    class MetricLearning(Learner, keras.Model):
+        def loss_of(self, anchors, positives):
+            one, other = self(anchors, training=True), self(positives, training=True)
+            similarities = ops.einsum("ae,pe->ap", one, other) / 0.2
+            labels = ops.arange(ops.shape(one)[0])
+            loss = self.compute_loss(y=labels, y_pred=similarities)
+            return loss, self.compute_metrics(anchors, labels, similarities)
 
     def build():
         inputs = keras.Input((6, 6, 1))
@@ -282,8 +236,8 @@ def images_and_texts():
             one, other = unit(self.vision(images, training=training)), unit(self.text(texts, training=training))
             return ops.matmul(one, ops.transpose(other)) * ops.exp(self.temperature)
 
-        def loss_of(self, data, training=True):
-            logits = self(data, training=training)
+        def loss_of(self, data):
+            logits = self(data, training=True)
             labels = ops.arange(ops.shape(logits)[0])
             ways = logits, ops.transpose(logits)
             errors = [keras.losses.sparse_categorical_crossentropy(labels, way, from_logits=True) for way in ways]
@@ -294,22 +248,17 @@ def images_and_texts():
             self.temperature.assign(ops.clip(self.temperature, 0.0, 2.61))
             return {**logs, "temperature": self.temperature}
 
-        def test_step(self, data):
-            self.tracker.update_state(self.loss_of(data[0], training=False)[0])
-            return {"total": self.tracker.result()}
-
     data = (IMAGES, integers(8, 13, 4, seed=48))
-    return CLIP, fits(data, None, optimizer=lambda: keras.optimizers.AdamW(0.01), evaluates=True)
+    return CLIP, fits(data, None, optimizer=lambda: keras.optimizers.AdamW(0.01))
 
 
 @program
 def prototypes():
     """Assigns two views to prototypes by Sinkhorn iterations over the whole batch and predicts one from the other (SwAV)."""
 
-    class SwAV(Learner, keras.Model):
+    class SwAV(Siamese):
         def __init__(self):
             super().__init__()
-            self.encoder = mlp(5, 4, 3)
             self.prototypes = self.add_weight(name="prototypes", shape=(3, 4), initializer="orthogonal")
 
         def assign_rows(self, scores):
@@ -321,7 +270,7 @@ def prototypes():
             return tf.stop_gradient(tf.transpose(shares * rows_of(scores)))
 
         def loss_of(self, *views):
-            one, other = (tf.matmul(unit(self.encoder(view, training=True)), self.prototypes) for view in views)
+            one, other = (tf.matmul(unit(self(view, training=True)), self.prototypes) for view in views)
             pairs = (one, self.assign_rows(other)), (other, self.assign_rows(one))
             losses = [tf.reduce_sum(wanted * tf.nn.log_softmax(scores / 0.1), axis=1) for scores, wanted in pairs]
             return -tf.reduce_mean(losses), {"rows": rows_of(one)}

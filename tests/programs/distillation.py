@@ -5,7 +5,7 @@ import tensorflow as tf
 from keras import ops
 
 from programs.catalogue import CLASSES, FEATURES, TARGETS, integers, mlp, normal, program
-from programs.steps import Learner, adam, dense, descend, fits, mean_square
+from programs.steps import Learner, adam, dense, descend, descends, fits, follow, mean_square
 
 
 @program
@@ -13,14 +13,13 @@ def knowledge_distillation():
     """Trains a student on labels and on a frozen teacher's softened answers, by two losses that are given to compile."""
 
     class Distiller(keras.Model):
-        def __init__(self, student, teacher):
+        def __init__(self):
             super().__init__()
-            self.student, self.teacher = student, teacher
+            self.student, self.teacher = mlp(5, 4, 3, normalized=True), mlp(5, 8, 3)
 
-        def compile(self, optimizer, metrics, student_loss, distillation_loss, alpha, temperature):
-            super().compile(optimizer=optimizer, metrics=metrics)
-            self.student_loss, self.distillation_loss = student_loss, distillation_loss
-            self.alpha, self.temperature = alpha, temperature
+        def compile(self, student_loss, distillation_loss, temperature, **arguments):
+            super().compile(**arguments)
+            self.student_loss, self.distillation_loss, self.temperature = student_loss, distillation_loss, temperature
 
         def call(self, x, training=False):
             return self.student(x, training=training)
@@ -32,7 +31,7 @@ def knowledge_distillation():
                 answers = self.student(x, training=True)
                 by_labels = self.student_loss(y, answers)
                 by_teacher = self.distillation_loss(wanted, ops.softmax(answers / self.temperature)) * self.temperature**2
-                loss = self.alpha * by_labels + (1 - self.alpha) * by_teacher
+                loss = 0.1 * by_labels + 0.9 * by_teacher
             descend(self.optimizer, tape, loss, self.student.trainable_variables)
             return {**self.compute_metrics(x, y, answers), "by_labels": by_labels, "by_teacher": by_teacher}
 
@@ -44,12 +43,10 @@ def knowledge_distillation():
     arguments = {
         "student_loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "distillation_loss": keras.losses.KLDivergence(),
-        "alpha": 0.1,
         "temperature": 3.0,
         "metrics": ["sparse_categorical_accuracy"],
     }
-    script = fits(y=CLASSES, optimizer=adam, evaluates=True, predicts=True, **arguments)
-    return lambda: Distiller(mlp(5, 4, 3, normalized=True), mlp(5, 8, 3)), script
+    return Distiller, fits(y=CLASSES, optimizer=adam, evaluates=True, predicts=True, **arguments)
 
 
 @program
@@ -57,9 +54,10 @@ def mean_teacher():
     """Trains a student to agree with a moving average of itself, each with its own noise."""
 
     class MeanTeacher(keras.Model):
-        def __init__(self, student, teacher):
+        def __init__(self):
             super().__init__()
-            self.student, self.teacher = student, teacher
+            self.student, self.teacher = (mlp(5, 4, 1, normalized=True) for _ in range(2))
+            self.teacher.set_weights(self.student.get_weights())
             self.teacher.trainable = False
             self.noise = keras.layers.GaussianNoise(0.2, seed=11)
 
@@ -72,31 +70,20 @@ def mean_teacher():
                 consistency = ops.mean(ops.square(answer - target))
                 loss = supervised + 0.5 * consistency
             descend(self.optimizer, tape, loss, self.student.trainable_variables)
-            for mean, weight in zip(self.teacher.weights, self.student.weights, strict=True):
-                mean.assign(0.9 * mean + 0.1 * weight)
+            follow(self.teacher, self.student)
             return {"supervised": supervised, "consistency": consistency}
 
-    def build():
-        model = MeanTeacher(mlp(5, 4, 1, normalized=True), mlp(5, 4, 1, normalized=True))
-        model.teacher.set_weights(model.student.get_weights())
-        return model
-
-    return build, fits()
+    return MeanTeacher, fits()
 
 
-@program
-def mixup():
+@descends
+def mixup(self, x, y):
     """Mixes every row with one of a shuffled copy of the batch, by weights drawn from a beta distribution."""
-
-    class MixUp(Learner, keras.Model):
-        def loss_of(self, x, y):
-            order = keras.random.shuffle(ops.arange(ops.shape(x)[0]), seed=self.seed)
-            share = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=self.seed)
-            x = share * x + (1 - share) * ops.take(x, order, axis=0)
-            y = share * y + (1 - share) * ops.take(y, order, axis=0)
-            return mean_square(y, self(x, training=True)), {}
-
-    return dense(MixUp), fits()
+    order = keras.random.shuffle(ops.arange(ops.shape(x)[0]), seed=self.seed)
+    share = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=self.seed)
+    x = share * x + (1 - share) * ops.take(x, order, axis=0)
+    y = share * y + (1 - share) * ops.take(y, order, axis=0)
+    return mean_square(y, self(x, training=True)), {}
 
 
 @program
@@ -133,10 +120,7 @@ def accumulation_by_hand():
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.turn = self.add_weight(name="turn", dtype="int32", initializer="zeros", trainable=False)
-            self.sums = [
-                self.add_weight(name=f"sum_{i}", shape=variable.shape, initializer="zeros", trainable=False)
-                for i, variable in enumerate(self.trainable_variables)
-            ]
+            self.sums = [keras.Variable(tf.zeros(weight.shape), trainable=False) for weight in self.trainable_variables]
 
         def apply_sums(self):
             self.optimizer.apply([total / 2.0 for total in self.sums], self.trainable_variables)
@@ -152,23 +136,16 @@ def accumulation_by_hand():
             for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
                 total.assign_add(gradient)
             applied = tf.cond(tf.equal(self.turn % 2, 0), self.apply_sums, lambda: False)
-            self.tracker.update_state(loss)
-            return {"total": self.tracker.result(), "applied": tf.cast(applied, "float64")}
+            return {"loss": loss, "applied": tf.cast(applied, "float64")}
 
-    def script(model):
-        optimizer = adam()
-        optimizer.build(model.trainable_variables)
-        model.compile(optimizer=optimizer)
-        return model.fit(FEATURES, TARGETS, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-
-    return dense(Accumulating), script
+    return dense(Accumulating), fits(builds=True)
 
 
 @program
 def gradient_surgery():
     """Projects the gradients of two losses so that they do not oppose each other (PCGrad)."""
 
-    class Surgery(Learner, keras.Model):
+    class Surgery(keras.Model):
         def train_step(self, data):
             x, y = data
             variables = self.trainable_variables
@@ -296,7 +273,7 @@ def predict_step_of_its_own():
 def sparse_gradients():
     """Trains an embedding, and logs the global norm of all gradients, one of which is sparse."""
 
-    class Sparse(Learner, keras.Model):
+    class Sparse(keras.Model):
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
@@ -304,8 +281,7 @@ def sparse_gradients():
             gradients = tape.gradient(loss, self.trainable_variables)
             norm = tf.linalg.global_norm([tf.convert_to_tensor(gradient) for gradient in gradients])
             self.optimizer.apply(gradients, self.trainable_variables)
-            self.tracker.update_state(loss)
-            return {"total": self.tracker.result(), "norm": norm}
+            return {"loss": loss, "norm": norm}
 
     def build():
         inputs = keras.Input((4,), dtype="int32")

@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from programs.catalogue import mlp, program, uniform
-from programs.steps import Learner, adam, descend, fits
+from programs.steps import Learner, adam, descend, fits, follow
 
 IMAGES = uniform(13, 4, 4, 1, seed=51)
 
@@ -14,8 +14,8 @@ IMAGES = uniform(13, 4, 4, 1, seed=51)
 class Sampling(layers.Layer):
     """Draws codes around means, with its own seed generator."""
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
+    def __init__(self):
+        super().__init__()
         self.seed_generator = keras.random.SeedGenerator(52)
 
     def call(self, inputs):
@@ -36,46 +36,27 @@ def image_decoder():
     return keras.Sequential([keras.Input((2,)), layers.Dense(12, activation="relu"), layers.Reshape((2, 2, 3)), up])
 
 
-def divergence(mean, logarithm):
-    return ops.sum(-0.5 * (1 + logarithm - ops.square(mean) - ops.exp(logarithm)), axis=1)
-
-
 @program
 def variational_autoencoder():
-    """Trains a VAE by a crossentropy of the pixels and a divergence of the codes, with three trackers."""
+    """Trains a VAE by a crossentropy of the pixels and a divergence of the codes."""
 
-    class VAE(keras.Model):
+    class VAE(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.encoder, self.decoder = image_encoder(), image_decoder()
-            self.trackers = {name: keras.metrics.Mean(name=name) for name in ("loss", "reconstruction", "divergence")}
-
-        @property
-        def metrics(self):
-            return list(self.trackers.values())
 
         def call(self, images, training=False):
             return self.decoder(self.encoder(images, training=training)[0], training=training)
 
-        def losses_of(self, images, training):
+        def loss_of(self, images, training=True):
             mean, logarithm, code = self.encoder(images, training=training)
             errors = keras.losses.binary_crossentropy(images, self.decoder(code, training=training))
-            reconstruction, divergent = ops.mean(ops.sum(errors, axis=(1, 2))), ops.mean(divergence(mean, logarithm))
-            return reconstruction + divergent, reconstruction, divergent
-
-        def track(self, losses):
-            for tracker, loss in zip(self.metrics, losses, strict=True):
-                tracker.update_state(loss)
-            return {name: tracker.result() for name, tracker in self.trackers.items()}
-
-        def train_step(self, images):
-            with tf.GradientTape() as tape:
-                losses = self.losses_of(images, training=True)
-            descend(self.optimizer, tape, losses[0], self.trainable_weights)
-            return self.track(losses)
+            reconstruction = ops.mean(ops.sum(errors, axis=(1, 2)))
+            divergences = ops.sum(-0.5 * (1 + logarithm - ops.square(mean) - ops.exp(logarithm)), axis=1)
+            return reconstruction + ops.mean(divergences), {"reconstruction": reconstruction}
 
         def test_step(self, images):
-            return self.track(self.losses_of(images, training=False))
+            return self.loss_of(images, training=False)[1]
 
     return VAE, fits(IMAGES, None, optimizer=adam, evaluates=True, predicts=True)
 
@@ -99,19 +80,18 @@ def vector_quantization():
             return x + tf.stop_gradient(quantized - x)
 
     class Trainer(Learner, keras.Model):
-        def __init__(self, variance):
+        def __init__(self):
             super().__init__()
-            self.variance = variance
             encoder = [keras.Input((4, 4, 1)), layers.Conv2D(3, 3, strides=2, padding="same", activation="relu")]
             decoder = layers.Conv2DTranspose(1, 3, strides=2, padding="same")
             self.vqvae = keras.Sequential([*encoder, layers.Conv2D(2, 1), Quantizer(), decoder])
 
         def loss_of(self, x):
-            reconstruction = tf.reduce_mean((x - self.vqvae(x)) ** 2) / self.variance
+            reconstruction = tf.reduce_mean((x - self.vqvae(x)) ** 2) / np.var(IMAGES)
             codebook = sum(self.vqvae.losses)
             return reconstruction + codebook, {"reconstruction": reconstruction, "codebook": codebook}
 
-    return lambda: Trainer(np.var(IMAGES)), fits(IMAGES, None, optimizer=adam)
+    return Trainer, fits(IMAGES, None, optimizer=adam)
 
 
 @program
@@ -121,26 +101,22 @@ def denoising_diffusion():
     kept = np.cumprod(1 - betas)
 
     class Diffusion(keras.Model):
-        def __init__(self, network, average):
+        def __init__(self):
             super().__init__()
-            self.network, self.average = network, average
+            self.network, self.average = network(), network()
             self.average.set_weights(self.network.get_weights())
             self.seed = keras.random.SeedGenerator(53)
             self.signal, self.noise = tf.constant(np.sqrt(kept)), tf.constant(np.sqrt(1 - kept))
 
         def train_step(self, images):
-            rows = tf.shape(images)[0]
-            times = keras.random.randint((rows,), 0, 8, seed=self.seed)
+            times = keras.random.randint((tf.shape(images)[0],), 0, 8, seed=self.seed)
             with tf.GradientTape() as tape:
                 noise = keras.random.normal(tf.shape(images), dtype=images.dtype, seed=self.seed)
-                signal_rates, noise_rates = (
-                    tf.gather(rates, times)[:, None, None, None] for rates in (self.signal, self.noise)
-                )
-                predicted = self.network([signal_rates * images + noise_rates * noise, times], training=True)
+                signal, share = (tf.gather(rates, times)[:, None, None, None] for rates in (self.signal, self.noise))
+                predicted = self.network([signal * images + share * noise, times], training=True)
                 loss = self.loss(noise, predicted)
             descend(self.optimizer, tape, loss, self.network.trainable_weights)
-            for weight, mean in zip(self.network.weights, self.average.weights, strict=True):
-                mean.assign(0.9 * mean + 0.1 * weight)
+            follow(self.average, self.network)
             return {"noise_loss": loss, "latest": tf.reduce_max(times)}
 
     def network():
@@ -150,7 +126,7 @@ def denoising_diffusion():
         hidden = layers.GroupNormalization(3)(hidden + layers.Reshape((1, 1, 3))(embedded))
         return keras.Model([images, times], layers.Conv2D(1, 3, padding="same")(layers.Activation("swish")(hidden)))
 
-    return lambda: Diffusion(network(), network()), fits(IMAGES, None, optimizer=adam, loss=keras.losses.MeanSquaredError())
+    return Diffusion, fits(IMAGES, None, optimizer=adam, loss=keras.losses.MeanSquaredError())
 
 
 @program

@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from programs.catalogue import CLASSES, SAMPLE_WEIGHTS, integers, normal, program
-from programs.steps import Learner, adam, descend, fits, mean_square, sgd
+from programs.steps import Learner, adam, fits, mean_square, sgd
 
 # Ids start at 1; 0 is padding at the end, in none to four of the six places.
 LENGTHS = 2 + integers(5, 13, seed=61)
@@ -22,18 +22,11 @@ class Positions(layers.Layer):
         self.tokens = layers.Embedding(words, size, mask_zero=True)
         self.places = layers.Embedding(places, size)
 
-    def build(self, shape):
-        self.tokens.build(shape)
-        self.places.build(shape)
-
     def call(self, x):
         return self.tokens(x) + self.places(ops.arange(ops.shape(x)[-1]))
 
     def compute_mask(self, x, mask=None):
         return self.tokens.compute_mask(x)
-
-    def compute_output_shape(self, shape):
-        return (*shape, self.tokens.output_dim)
 
 
 def transformer_block(x, dropout):
@@ -116,10 +109,6 @@ def mixture_of_experts():
             self.capacity = capacity
             self.router, self.experts = layers.Dense(3), [layers.Dense(4, activation="relu") for _ in range(3)]
 
-        def build(self, shape):
-            for layer in (self.router, *self.experts):
-                layer.build(shape)
-
         def call(self, x):
             flat = tf.reshape(x, (-1, 4))
             probabilities = tf.nn.softmax(self.router(flat))
@@ -131,9 +120,6 @@ def mixture_of_experts():
             gates = tf.reduce_sum(chosen * probabilities, axis=1, keepdims=True)
             outputs = tf.stack([expert(flat) for expert in self.experts], axis=1)
             return tf.reshape(gates * tf.einsum("re,reo->ro", chosen, outputs), tf.shape(x))
-
-        def compute_output_shape(self, shape):
-            return shape
 
     def build():
         inputs = keras.Input((6,), dtype="int64")
@@ -172,15 +158,11 @@ def experts_by_dispatch():
 def weighted_texts():
     """Classifies texts by convolutions, with weights of rows, classes and metrics, in a custom step."""
 
-    class Weighted(keras.Model):
-        def train_step(self, data):
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            with tf.GradientTape() as tape:
-                answers = self(x, training=True)
-                loss = self.compute_loss(x, y, answers, sample_weight, training=True)
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            logs = self.compute_metrics(x, y, answers, sample_weight)
-            return {**logs, "weight": tf.reduce_sum(sample_weight)}
+    class Weighted(Learner, keras.Model):
+        def loss_of(self, x, y, sample_weight):
+            answers = self(x, training=True)
+            loss = self.compute_loss(x, y, answers, sample_weight, training=True)
+            return loss, {**self.compute_metrics(x, y, answers, sample_weight), "weight": tf.reduce_sum(sample_weight)}
 
     def build():
         inputs = keras.Input((6,), dtype="int64")

@@ -1,9 +1,11 @@
 """Define what the programs share: a small model, optimizers, steps, and a script that trains."""
 
+import functools
+
 import keras
 import tensorflow as tf
 
-from programs.catalogue import FEATURES, TARGETS
+from programs.catalogue import FEATURES, TARGETS, program
 
 
 def dense(cls, outputs=1, activation=None, normalized=True):
@@ -51,12 +53,27 @@ class Learner:
         return {"total": self.tracker.result(), **logs}
 
 
-def fits(x=FEATURES, y=TARGETS, optimizer=sgd, sample_weight=None, evaluates=False, predicts=False, report=None, **arguments):
+def descends(loss_of, **arguments):
+    """Registers a program whose step descends along the loss of (model, x, y), which also returns further logs."""
+    build = dense(type(loss_of.__name__, (Learner, keras.Model), {"loss_of": loss_of}))
+    return program(functools.wraps(loss_of)(lambda: (build, fits(**arguments))))
+
+
+def follow(average, network):
+    """Moves the weights of a network that is an average of another one towards the weights of that."""
+    for mean, weight in zip(average.weights, network.weights, strict=True):
+        mean.assign(0.9 * mean + 0.1 * weight)
+
+
+def fits(x=FEATURES, y=TARGETS, optimizer=sgd, builds=False, evaluates=False, predicts=False, report=None, **arguments):
     """Returns a script that compiles with arguments and fits, and optionally evaluates, predicts and reports on the model."""
 
     def script(model):
-        model.compile(optimizer=optimizer(), **arguments)
-        results = [model.fit(x, y, sample_weight=sample_weight, batch_size=5, epochs=2, shuffle=False, verbose=0).history]
+        made = optimizer()
+        if builds:  # a branch of the step cannot make the optimizer's variables
+            made.build(model.trainable_variables)
+        model.compile(optimizer=made, **arguments)
+        results = [model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history]
         if evaluates:
             results.append(model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True))
         if predicts:

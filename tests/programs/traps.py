@@ -6,32 +6,24 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from programs.catalogue import CLASSES, FEATURES, TARGETS, integers, mlp, normal, program
-from programs.steps import Learner, adam, dense, descend, fits, mean_square, rows_of
-
-
-def stepping(train_step):
-    """Returns a function that builds a small model with this train_step."""
-    return dense(type(train_step.__name__, (keras.Model,), {"train_step": train_step}))
+from programs.catalogue import CLASSES, TARGETS, integers, mlp, normal, program
+from programs.steps import Learner, adam, dense, descend, descends, fits, mean_square, rows_of
 
 
 def steps(train_step):
     """Registers a program of a step."""
-    return program(functools.wraps(train_step)(lambda: (stepping(train_step), fits())))
+    build = dense(type(train_step.__name__, (keras.Model,), {"train_step": train_step}))
+    return program(functools.wraps(train_step)(lambda: (build, fits())))
 
 
 def learns(loss_of_answers):
     """Registers a program whose step descends along a loss of (model, x, y, answers)."""
 
     @functools.wraps(loss_of_answers)
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = loss_of_answers(self, x, y, self(x, training=True))
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "rows": rows_of(x)}
+    def loss_of(self, x, y):
+        return loss_of_answers(self, x, y, self(x, training=True)), {"rows": rows_of(x)}
 
-    return steps(train_step)
+    return descends(loss_of)
 
 
 @learns
@@ -61,28 +53,23 @@ def found_rows(model, x, y, answers):
 def tape_in_a_branch():
     """Opens the tape, descends and counts in a branch of a tf.cond that only some batches take."""
 
-    def train_step(self, data):
-        x, y = data
+    class Branching(keras.Model):
+        def train_step(self, data):
+            x, y = data
 
-        def descends():
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            return loss, tf.constant(1.0, "float64")
+            def descends():
+                with tf.GradientTape() as tape:
+                    loss = mean_square(y, self(x, training=True))
+                descend(self.optimizer, tape, loss, self.trainable_variables)
+                return loss, tf.constant(1.0, "float64")
 
-        def rests():
-            return tf.reduce_mean(tf.square(y - self(x, training=False))), tf.constant(0.0, "float64")
+            def rests():
+                return mean_square(y, self(x, training=False)), tf.constant(0.0, "float64")
 
-        loss, taken = tf.cond(tf.reduce_mean(y) > -0.2, descends, rests)
-        return {"loss": loss, "taken": taken}
+            loss, taken = tf.cond(tf.reduce_mean(y) > -0.2, descends, rests)
+            return {"loss": loss, "taken": taken}
 
-    def script(model):
-        optimizer = adam()
-        optimizer.build(model.trainable_variables)
-        model.compile(optimizer=optimizer)
-        return model.fit(FEATURES, TARGETS, batch_size=5, epochs=1, shuffle=False, verbose=0).history
-
-    return stepping(train_step), script
+    return dense(Branching), fits(builds=True)
 
 
 @steps
@@ -107,11 +94,8 @@ def gradients_by_row(self, data):
     by_kernel, by_bias = tape.jacobian(losses, head)
     lengths = tf.sqrt(tf.reduce_sum(by_kernel**2, axis=[1, 2]) + tf.reduce_sum(by_bias**2, axis=1))
     factors = tf.minimum(0.5 / lengths, 1.0)
-    clipped = [
-        tf.reduce_mean(by_kernel * factors[:, None, None], axis=0),
-        tf.reduce_mean(by_bias * factors[:, None], axis=0),
-    ]
-    self.optimizer.apply(clipped, head)
+    clipped = by_kernel * factors[:, None, None], by_bias * factors[:, None]
+    self.optimizer.apply([tf.reduce_mean(gradients, axis=0) for gradients in clipped], head)
     return {"longest": tf.reduce_max(lengths), "clipped": tf.reduce_sum(tf.cast(factors < 1, "float64"))}
 
 
@@ -132,15 +116,11 @@ def shuffled_rows(model, x, y, answers):
     return mean_square(y, answers) + tf.reduce_mean(tf.abs(answers - partners))
 
 
-@steps
-def reversed_and_rolled_rows(self, data):
+@descends
+def reversed_and_rolled_rows(self, x, y):
     """Mixes each row with the row at the opposite place of the batch, and with its neighbor."""
-    x, y = data
     x = 0.6 * x + 0.3 * x[::-1] + 0.1 * tf.roll(x, 1, axis=0)
-    with tf.GradientTape() as tape:
-        loss = mean_square(y, self(x, training=True))
-    descend(self.optimizer, tape, loss, self.trainable_variables)
-    return {"mean": loss}
+    return mean_square(y, self(x, training=True)), {}
 
 
 @program
@@ -203,10 +183,9 @@ def steps_in_a_loop(self, data):
     return {"loss": loss, "steps": tf.cast(steps, "float64")}
 
 
-@steps
-def perturbed_in_a_loop(self, data):
+@descends
+def perturbed_in_a_loop(self, x, y):
     """Moves the inputs along their gradient in a tf.while_loop, and trains on the result (PGD)."""
-    x, y = data
 
     def climbs(i, moved):
         with tf.GradientTape() as inner:
@@ -214,11 +193,8 @@ def perturbed_in_a_loop(self, data):
             loss = mean_square(y, self(moved, training=False))
         return i + 1, moved + tf.clip_by_value(inner.gradient(loss, moved), -0.1, 0.1)
 
-    _, moved = tf.while_loop(lambda i, moved: i < 3, climbs, (tf.constant(0), x), shape_invariants=None)
-    with tf.GradientTape() as tape:
-        loss = mean_square(y, self(moved, training=True))
-    descend(self.optimizer, tape, loss, self.trainable_variables)
-    return {"loss": loss, "moved": tf.norm(moved - x)}
+    _, moved = tf.while_loop(lambda i, moved: i < 3, climbs, (tf.constant(0), x))
+    return mean_square(y, self(tf.stop_gradient(moved), training=True)), {"moved": tf.norm(moved - x)}
 
 
 @learns
@@ -235,9 +211,9 @@ def users_by_items():
     """Multiplies the users of a batch by its items over two axes, rows with rows, by tf.tensordot and tf.einsum."""
 
     class Towers(Learner, keras.Model):
-        def __init__(self, users, items):
+        def __init__(self):
             super().__init__()
-            self.users, self.items = users, items
+            self.users, self.items = mlp(5, 6), mlp(4, 6)
 
         def loss_of(self, users, items):
             users = tf.reshape(self.users(users, training=True), (-1, 2, 3))
@@ -248,7 +224,7 @@ def users_by_items():
             loss = tf.reduce_mean(tf.math.softplus(scores - diagonal[:, None])) + 0.1 * tf.reduce_mean(crossed**2)
             return loss, {"first": scores[0, -1]}
 
-    return lambda: Towers(mlp(5, 6), mlp(4, 6)), fits(y=normal(13, 4, seed=22))
+    return Towers, fits(y=normal(13, 4, seed=22))
 
 
 @learns
@@ -320,19 +296,14 @@ def sorted_rows(model, x, y, answers):
     return distance - 0.1 * tf.reduce_sum(ranked * weights)
 
 
-@program
-def joined_and_split():
+@descends
+def joined_and_split(self, x, y):
     """Joins real and made rows for one call with batch normalization, and splits the answers in the middle."""
-
-    class Joined(Learner, keras.Model):
-        def loss_of(self, x, y):
-            made = tf.reverse(x, [1]) + 0.1
-            real, fake = tf.split(self(tf.concat([x, made], axis=0), training=True), 2)
-            also = self(tf.stack([x, made])[1], training=True)[: tf.shape(y)[0]]
-            loss = tf.reduce_mean(tf.math.softplus(-real)) + tf.reduce_mean(tf.math.softplus(fake)) + tf.reduce_mean(also**2)
-            return loss, {"real": tf.reduce_mean(real), "right": tf.reduce_mean(tf.cast(real > fake, "float64"))}
-
-    return dense(Joined), fits(optimizer=adam)
+    made = tf.reverse(x, [1]) + 0.1
+    real, fake = tf.split(self(tf.concat([x, made], axis=0), training=True), 2)
+    also = self(tf.stack([x, made])[1], training=True)[: tf.shape(y)[0]]
+    loss = tf.reduce_mean(tf.math.softplus(-real)) + tf.reduce_mean(tf.math.softplus(fake)) + tf.reduce_mean(also**2)
+    return loss, {"real": tf.reduce_mean(real), "right": tf.reduce_mean(tf.cast(real > fake, "float64"))}
 
 
 @learns
@@ -409,9 +380,9 @@ def gradient_of_its_own():
         return tf.identity(x), lambda upstream: -0.5 * upstream
 
     class Domains(Learner, keras.Model):
-        def __init__(self, trunk, answers, domains):
+        def __init__(self):
             super().__init__()
-            self.trunk, self.answers, self.domains = trunk, answers, domains
+            self.trunk, self.answers, self.domains = mlp(5, 4, 3, normalized=True), mlp(3, 1), mlp(3, 3, 1)
 
         def loss_of(self, x, targets):
             y, domain = targets
@@ -421,64 +392,49 @@ def gradient_of_its_own():
             by_domains = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(domain, logits))
             return by_answers + by_domains, {"answers": by_answers, "domains": by_domains}
 
-    data = (TARGETS, integers(2, 13, seed=27).astype("float64"))
-    return lambda: Domains(mlp(5, 4, 3, normalized=True), mlp(3, 1), mlp(3, 3, 1)), fits(y=data)
+    return Domains, fits(y=(TARGETS, integers(2, 13, seed=27).astype("float64")))
 
 
-@program
-def rows_by_class():
+@functools.partial(descends, y=CLASSES)
+def rows_by_class(self, x, y):
     """Averages the rows of each class with tf.math.unsorted_segment_mean, and pulls each row to the center of its class."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            hidden = self.layers[1](x)
-            centers = tf.math.unsorted_segment_mean(hidden, y, 3)
-            apart = tf.reduce_sum(tf.square(centers[:, None] - centers[None]))
-            together = tf.reduce_mean(tf.square(hidden - tf.gather(centers, y)))
-            counts = tf.math.bincount(tf.cast(y, "int32"), minlength=3, maxlength=3)
-            loss = together - 0.01 * apart + 0.1 * tf.reduce_mean(tf.square(self(x, training=True)))
-        descend(self.optimizer, tape, loss, self.trainable_variables)
-        return {"loss": loss, "fewest": tf.reduce_min(counts)}
-
-    return stepping(train_step), fits(y=CLASSES)
+    hidden = self.layers[1](x)
+    centers = tf.math.unsorted_segment_mean(hidden, y, 3)
+    apart = tf.reduce_sum(tf.square(centers[:, None] - centers[None]))
+    together = tf.reduce_mean(tf.square(hidden - tf.gather(centers, y)))
+    counts = tf.math.bincount(tf.cast(y, "int32"), minlength=3, maxlength=3)
+    loss = together - 0.01 * apart + 0.1 * tf.reduce_mean(tf.square(self(x, training=True)))
+    return loss, {"fewest": tf.reduce_min(counts)}
 
 
-@steps
-def whitened_batch(self, data):
+@descends
+def whitened_batch(self, x, y):
     """Whitens the batch by a Cholesky factor of its covariance, as decorrelated batch normalization does."""
-    x, y = data
-    with tf.GradientTape() as tape:
-        hidden = self.layers[1](x)
-        centered = hidden - tf.reduce_mean(hidden, axis=0)
-        covariance = tf.matmul(centered, centered, transpose_a=True) / rows_of(x) + 0.1 * tf.eye(4, dtype="float64")
-        white = tf.transpose(tf.linalg.triangular_solve(tf.linalg.cholesky(covariance), tf.transpose(centered)))
-        loss = tf.reduce_mean(tf.square(y - self.layers[-1](white))) - 0.01 * tf.linalg.logdet(covariance)
-    descend(self.optimizer, tape, loss, self.layers[1].trainable_variables + self.layers[-1].trainable_variables)
-    return {"loss": loss, "rows": rows_of(x)}
+    hidden = self.layers[1](x)
+    centered = hidden - tf.reduce_mean(hidden, axis=0)
+    covariance = tf.matmul(centered, centered, transpose_a=True) / rows_of(x) + 0.1 * tf.eye(4, dtype="float64")
+    white = tf.transpose(tf.linalg.triangular_solve(tf.linalg.cholesky(covariance), tf.transpose(centered)))
+    answers = self.layers[-1](self.layers[2](white, training=True))
+    return mean_square(y, answers) - 0.01 * tf.linalg.logdet(covariance), {"rows": rows_of(x)}
 
 
 @program
 def built_in_the_first_step():
     """Builds its layers, and the state of its metrics, in the first step, which is its first call."""
 
-    class Late(keras.Model):
+    class Late(Learner, keras.Model):
         def __init__(self):
             super().__init__()
             self.hidden = keras.layers.Dense(4, activation="tanh")
             self.normalization, self.head = keras.layers.BatchNormalization(), keras.layers.Dense(1)
-            self.tracker = keras.metrics.R2Score(name="r2")
+            self.score = keras.metrics.R2Score(name="r2")
 
         def call(self, x, training=False):
             return self.head(self.normalization(self.hidden(x), training=training))
 
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                answers = self(x, training=True)
-                loss = mean_square(y, answers)
-            descend(self.optimizer, tape, loss, self.trainable_variables)
-            self.tracker.update_state(y, answers)
-            return {"r2": self.tracker.result(), "raw": loss}
+        def loss_of(self, x, y):
+            answers = self(x, training=True)
+            self.score.update_state(y, answers)
+            return mean_square(y, answers), {"r2": self.score.result()}
 
     return Late, fits(optimizer=adam, predicts=True)

@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from programs.catalogue import CLASSES, TARGETS, integers, normal, program, uniform
-from programs.steps import Learner, adam, fits, mean_square, sgd
+from programs.steps import Learner, adam, fits
 
 IMAGES = uniform(13, 8, 8, 2, seed=81)
 MASKS = integers(2, 13, 8, 8, 1, seed=82).astype("float64")
@@ -26,9 +26,6 @@ class Patches(layers.Layer):
         patches = tf.image.extract_patches(images, [1, 4, 4, 1], [1, 4, 4, 1], [1, 1, 1, 1], "VALID")
         return tf.reshape(patches, (-1, 4, 32))
 
-    def compute_output_shape(self, shape):
-        return (shape[0], 4, 32)
-
 
 @program
 def masked_autoencoder():
@@ -46,25 +43,21 @@ def masked_autoencoder():
             self.places = self.add_weight(name="places", shape=(4, 4), initializer="random_normal")
             self.token = self.add_weight(name="token", shape=(1, 1, 4), initializer="random_normal")
 
-        def loss_of(self, images, training=True):
-            patches = self.patches(self.augment(images, training=training))
+        def loss_of(self, images):
+            patches = self.patches(self.augment(images, training=True))
             rows = tf.shape(patches)[0]
             order = tf.argsort(keras.random.uniform((rows, 4), seed=self.seed), axis=-1)
             hidden, seen = order[:, :2], order[:, 2:]
             places = tf.repeat(self.places.value[None], rows, axis=0)
             embedded = self.embed(patches) + places
-            encoded = self.encoder(tf.gather(embedded, seen, axis=1, batch_dims=1), training=training)
+            encoded = self.encoder(tf.gather(embedded, seen, axis=1, batch_dims=1), training=True)
             tokens = tf.repeat(tf.repeat(self.token.value, 2, axis=1), rows, axis=0)
             tokens += tf.gather(places, hidden, axis=1, batch_dims=1)
-            restored = self.restore(self.encoder(tf.concat([encoded, tokens], axis=1), training=training))[:, 2:]
+            restored = self.restore(self.encoder(tf.concat([encoded, tokens], axis=1), training=True))[:, 2:]
             wanted = tf.gather(patches, hidden, axis=1, batch_dims=1)
             return self.compute_loss(y=wanted, y_pred=restored), {"distance": tf.reduce_mean(tf.abs(wanted - restored))}
 
-        def test_step(self, images):
-            loss, logs = self.loss_of(images, training=False)
-            return {"total": loss, **logs}
-
-    return MaskedAutoencoder, fits(IMAGES, None, optimizer=adam, evaluates=True, loss=keras.losses.MeanSquaredError())
+    return MaskedAutoencoder, fits(IMAGES, None, optimizer=adam, loss=keras.losses.MeanSquaredError())
 
 
 @program
@@ -151,18 +144,11 @@ def message_passing_between_rows():
 def kinds_of_pooling():
     """Trains all kinds of pooling, places of maxima, cropping, padding, resizing and normalizations at once."""
 
-    class Pools(Learner, keras.Model):
-        def loss_of(self, x, y):
-            return mean_square(y, self(x, training=True)), {}
-
     class WithPlaces(layers.Layer):
         def call(self, x):
             largest, places = tf.nn.max_pool_with_argmax(x, 2, 2, "SAME")
             larger = tf.image.resize(largest, (6, 6), method="nearest")
             return tf.reduce_mean(larger, (1, 2)) + tf.reduce_mean(tf.cast(places, x.dtype), (1, 2)) / 256
-
-        def compute_output_shape(self, shape):
-            return (shape[0], 4)
 
     def build():
         inputs = keras.Input((8, 8, 2))
@@ -172,9 +158,9 @@ def kinds_of_pooling():
         cropped = layers.ZeroPadding2D(1)(layers.Cropping2D(((1, 2), (0, 3)))(layers.GroupNormalization(2)(x)))
         resized = layers.GlobalAveragePooling2D()(layers.Resizing(5, 7)(layers.UnitNormalization()(cropped)))
         joined = layers.Concatenate()([maximum, layers.Flatten()(average), resized, WithPlaces()(x)])
-        return Pools(inputs, layers.Dense(1)(layers.BatchNormalization()(joined)))
+        return keras.Model(inputs, layers.Dense(1)(layers.BatchNormalization()(joined)))
 
-    return build, fits(IMAGES, TARGETS, optimizer=sgd, predicts=True)
+    return build, fits(IMAGES, TARGETS, loss="mse", predicts=True)
 
 
 @program

@@ -1,22 +1,22 @@
 """Messages are shown where logging is not set up; otherwise the program's logging handles them."""
 
-import subprocess
-import sys
-
 import pytest
+from forked_processes import output_of
 
 SAYS = "2 towers on CPU:0 and CPU:1; global batch 32, 16 rows a tower"
 
 SCRIPT = """
 {setup}
-import sys
+import io, sys
 import keras, numpy as np, keras_dp
+sys.stdout = io.StringIO()
 keras_dp.use_logical_cpus(2)
 parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
 parallel.compile("sgd", "mse")
 for verbose in {verbose}:
     print("verbose", verbose, file=sys.stderr)
     parallel.fit(np.ones((40, 4)), np.ones(40), verbose=verbose)
+assert "tower" not in sys.stdout.getvalue()
 """
 
 
@@ -30,10 +30,8 @@ for verbose in {verbose}:
     ],
     ids=["script", "basicConfig", "level"],
 )
-def test_the_first_fit_says_which_devices_train(setup, verbose, expected):
+def test_the_first_fit_says_which_devices_train(setup, verbose, expected, tmp_path):
     """The devices are announced once, on stderr, when the first fit begins that is not silent."""
-    script = SCRIPT.format(setup=setup, verbose=verbose)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert [line for line in result.stderr.splitlines() if "tower" in line or line.startswith("verbose")] == expected
-    assert "tower" not in result.stdout
+    (tmp_path / "script.py").write_text(SCRIPT.format(setup=setup, verbose=verbose))
+    lines = output_of(tmp_path / "script.py").splitlines()
+    assert [line for line in lines if "tower" in line or line.startswith("verbose")] == expected

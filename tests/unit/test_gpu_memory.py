@@ -1,15 +1,13 @@
 """The memory of simulated steps is that of TensorFlow's allocator: buffers are shared, written over, and kept by loops."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from forked_processes import output_of
 from keras import layers
 
 import keras_dp
@@ -131,11 +129,10 @@ print(json.dumps([plan_memory.in_allocator(PlannedRun(*case)) for case in cases]
 
 
 @pytest.mark.processes
-def test_predictions_are_those_of_tensorflows_allocator():
-    environment = os.environ | {"TF_CPU_ALLOCATOR_USE_BFC": "true", "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, "-c", SCRIPT]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS, env=environment)
-    assert process.returncode == 0, process.stderr[-2_000:]
-    for predicted, tensors, allocated in json.loads(process.stdout.splitlines()[-1]):
+def test_predictions_are_those_of_tensorflows_allocator(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {"TF_CPU_ALLOCATOR_USE_BFC": "true", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(BENCHMARKS)}
+    printed = output_of(tmp_path / "script.py", environment=environment)
+    for predicted, tensors, allocated in json.loads(printed.splitlines()[-1]):
         assert predicted == pytest.approx(tensors, rel=0.15)
         assert tensors <= 1.05 * allocated  # not of the same step

@@ -24,8 +24,10 @@ def with_gpus(driver, count):
         (driver / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
 
 
-def warnings(caplog, devices=None):
+def warnings(caplog, devices, variable, monkeypatch):
     """Looks for devices twice, and returns the warnings."""
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     with caplog.at_level(logging.WARNING, "keras_dp"):
         for _ in range(2):
             tower_devices(devices)
@@ -38,9 +40,7 @@ def warnings(caplog, devices=None):
 )
 def test_gpus_that_are_there_and_not_seen(variable, said, devices, driver, monkeypatch, caplog):
     with_gpus(driver, 2)
-    if variable is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    (message,) = warnings(caplog, devices)
+    (message,) = warnings(caplog, devices, variable, monkeypatch)
     assert message.startswith("This machine has GPUs, and TensorFlow sees none of them: the towers run on the CPU.")
     assert said in message
 
@@ -50,9 +50,7 @@ def test_gpus_that_are_there_and_not_seen(variable, said, devices, driver, monke
 )
 def test_no_gpus_or_none_wanted(count, variable, devices, driver, monkeypatch, caplog):
     with_gpus(driver, count)
-    if variable is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert warnings(caplog, devices) == []
+    assert warnings(caplog, devices, variable, monkeypatch) == []
 
 
 def test_gpus_are_counted(driver):

@@ -70,25 +70,13 @@ def test_missing_and_mixed_gradients():
 
 
 @pytest.mark.parametrize("device", [None, "CPU:2"])
-def test_gradients_are_summed_on_the_parameter_device(device):
+def test_gradients_are_summed_on_the_parameter_device_in_the_dtype_of_variables(device):
     optimizer = keras_dp.DataParallelOptimizer("sgd", parameter_device=device)
-    (total,) = optimizer.combine([[tf.constant([1.0, 2.0])]] * 2, [variable()])
-    assert total.device.endswith(device or "CPU:0")
-
-
-def test_gradients_in_fewer_bits_are_summed_in_the_variables_dtype():
     gradients = [[tf.constant([number, 1.0], tf.bfloat16)] for number in (256.0, 1.0)]
-    (total,) = keras_dp.DataParallelOptimizer("sgd").combine(gradients, [variable()])
+    (total,) = optimizer.combine(gradients, [variable()])
+    assert total.device.endswith(device or "CPU:0")
     assert total.dtype == tf.float64
     assert total.numpy().tolist() == [257, 2]  # bfloat16 cannot represent 257.
-
-
-def trained_optimizer():
-    """Returns an optimizer with state on a parameter device, and the weight that it trained."""
-    weight = variable()
-    optimizer = keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.5, clipnorm=1.0), parameter_device="CPU:1")
-    optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
-    return optimizer, weight
 
 
 @pytest.mark.parametrize(
@@ -103,7 +91,8 @@ def trained_optimizer():
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_who_writes_it_down_gets_the_optimizer_inside(copied):
     """Tools that log optimizers get the inner class, configuration and state; saved files do not need keras_dp."""
-    optimizer, weight = trained_optimizer()
+    optimizer, weight = keras_dp.DataParallelOptimizer(keras.optimizers.Adam(0.5), parameter_device="CPU:1"), variable()
+    optimizer.apply_tower_gradients([[np.ones(2)]], [weight])
     assert optimizer.get_config() == optimizer.inner_optimizer.get_config()
     assert keras.optimizers.serialize(optimizer) == keras.optimizers.serialize(optimizer.inner_optimizer)
     assert isinstance(optimizer, keras.optimizers.Adam)
@@ -140,14 +129,11 @@ def test_copies_stay_what_they_are(copied):
     assert (other.parameter_device, other.accumulate) == ("CPU:1", "rows")
 
 
-def test_a_configuration_alone_does_not_make_one():
-    with pytest.raises(ValueError, match=r"of the object inside. .*wrap it: keras_dp.DataParallelOptimizer"):
-        keras_dp.DataParallelOptimizer.from_config(trained_optimizer()[0].get_config())
-
-
 def test_refuses_what_does_not_fit():
     optimizer = keras_dp.DataParallelOptimizer("sgd")
     assert isinstance(optimizer.inner_optimizer, keras.optimizers.SGD)
+    with pytest.raises(ValueError, match=r"of the object inside. .*wrap it: keras_dp.DataParallelOptimizer"):
+        keras_dp.DataParallelOptimizer.from_config(optimizer.get_config())
     with pytest.raises(ValueError, match="only once"):
         keras_dp.DataParallelOptimizer(optimizer)
     with pytest.raises(ValueError, match="no device 'CPU:8'"):

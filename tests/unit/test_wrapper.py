@@ -59,9 +59,7 @@ def of_keras_2(name, **attributes):
 
 
 def test_names_keras_2():
-    with pytest.raises(
-        ValueError, match="This model is of Keras 2, and keras_dp is for Keras 3.*TF_USE_LEGACY_KERAS.*tf_keras"
-    ):
+    with pytest.raises(ValueError, match="model is of Keras 2, and keras_dp is for Keras 3.*TF_USE_LEGACY_KERAS.*tf_keras"):
         keras_dp.DataParallelModel(of_keras_2("Sequential"))
     parallel = keras_dp.DataParallelModel(build(), devices=2)
     for wrong in (parallel.compile, keras_dp.DataParallelOptimizer):
@@ -78,10 +76,9 @@ def test_callbacks_that_look_at_the_model_are_given_it_once(tmp_path):
             given.append(model)
             super().set_model(model)
 
-    inner = build()
-    parallel = keras_dp.DataParallelModel(inner, devices=2)
+    parallel = keras_dp.DataParallelModel(build(), devices=2)
     parallel.compile("sgd", "mse")
     y = np.ones((6, 2))
     parallel.fit(X, y, validation_data=(X, y), callbacks=[Board(tmp_path)], verbose=0)
-    assert len(given) == 1
-    assert given[0] is parallel
+    (model,) = given
+    assert model is parallel

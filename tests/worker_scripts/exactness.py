@@ -462,8 +462,8 @@ def several_numbers_of_rows(towers):
         history = model.fit(data, epochs=2, verbose=0).history
         return [history, model.evaluate(data, verbose=0), model.predict(data, verbose=0), model.predict(tables, verbose=0)]
 
-    for wrapper_arguments in ({"whole": ["table"]}, {}):
-        assert_same_script(OfTable, script, towers, wrapper_arguments)
+    expected = assert_same_run(OfTable, script, towers, whole=["table"])
+    assert_same_run(OfTable, script, towers, expected)
 
 
 @case

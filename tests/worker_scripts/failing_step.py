@@ -40,8 +40,6 @@ def batches(count):
 
 
 class WholeSteps(keras.callbacks.Callback):
-    """Keeps the weights of the last whole step."""
-
     def on_train_begin(self, logs=None):
         self.on_train_batch_end(0)
 

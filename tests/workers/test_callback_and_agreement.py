@@ -1,5 +1,7 @@
 """Workers check that models and data are the same, start with the same variables, and write files on one worker."""
 
+import copy
+import itertools
 import json
 import re
 from unittest import mock
@@ -42,10 +44,6 @@ def model(optimizer="adam", loss="mse", seed=None, **dense):
     return made
 
 
-def as_sent(facts):
-    return json.loads(json.dumps(facts))
-
-
 # Agreement
 
 
@@ -64,7 +62,7 @@ def test_workers_agree_on_what_is_the_same():
 def test_the_first_difference_is_named_with_its_path_and_both_values():
     facts = {"epochs": 3, "layer 1": {"class": "Dense", "units": 4, "config": {"rate": 0.5}}, "x": "float32"}
     assert refused(facts, facts | {"epochs": 2, "x": "int8"}) == "epochs: worker 0 has 3, worker 1 has 2."
-    other = as_sent(facts)
+    other = copy.deepcopy(facts)
     other["layer 1"]["config"]["rate"] = 0.25
     assert refused(facts, facts, other) == "layer 1, config, rate: worker 0 has 0.5, worker 2 has 0.25."
     assert refused({"a": {"b": 1}}, {"a": None}) == "a: worker 0 has {'b': 1}, worker 1 has None."
@@ -116,7 +114,7 @@ def test_any_model_can_be_described():
     outputs = keras.Model(x := keras.Input((4, 5)), {"a": layers.Dense(1)(x), "b": layers.Lambda(tf.nn.relu)(x)})
     outputs.compile(loss={"a": "mse", "b": None})
     for described in (Odd(), nested, outputs, keras.Sequential([layers.Dense(2)])):
-        assert as_sent(described_model(described))
+        assert json.dumps(described_model(described))
     assert described_model(Odd()) != described_model(nested)
     assert described_model(model(optimizer=None))["the optimizer"] == {}
 
@@ -165,7 +163,7 @@ def test_arguments_are_described():
         "sparse": tf.sparse.from_dense([[0, 1]]),
     }
     plain = {"batch_size": 4, "shuffle": True, "steps": None, "split": 0.5, "text": "batch"}
-    described = as_sent(described_data(arguments | plain))
+    described = json.loads(json.dumps(described_data(arguments | plain)))
     assert described["class_weight"] == {"0": 0.5, "1": 2.0}
     assert (described["generator"], described["dataset"], described["shorter"]) == ("generator", "Dataset", "Dataset")
     assert {name: described[name] for name in plain} == plain
@@ -219,8 +217,6 @@ class FakeFit:
 
 
 def call(method, fits, *arguments):
-    """Calls a method of the callback on all workers."""
-
     def work(collectives):
         inner = fits[collectives.index].inner_model
         callback = WorkersCallback(WorkerGroup(collectives), inner, lambda: [] if inner is None else all_variables(inner))
@@ -325,23 +321,18 @@ def test_all_variables_are_there_once():
     assert len(ids) == 8 + 10 + 4
 
 
-SHAPES = [(3, 2), (), (0, 4)]
-DTYPES = ["float32", "int32", "float64", "bool", "bfloat16", "uint32"]
-
-
 def variables(seed):
     numbers = np.random.default_rng(seed)
-    values = [(numbers.normal(size=shape) * 9, dtype) for dtype in DTYPES for shape in SHAPES]
-    return [keras.Variable(tf.cast(value, dtype), dtype=dtype) for value, dtype in values]
+    kinds = itertools.product(["float32", "int32", "float64", "bool", "bfloat16", "uint32"], [(3, 2), (), (0, 4)])
+    return [keras.Variable(tf.cast(numbers.normal(size=shape) * 9, dtype), dtype=dtype) for dtype, shape in kinds]
 
 
 def test_variables_become_those_of_the_first_worker():
     of_workers = [variables(seed) for seed in (1, 2, 1)]
-    expected = [variable.numpy() for variable in of_workers[0]]
     synchronized(*of_workers)
     for mine in of_workers:
-        for variable, value in zip(mine, expected, strict=True):
-            np.testing.assert_array_equal(variable.numpy(), value)
+        for variable, expected in zip(mine, variables(1), strict=True):
+            np.testing.assert_array_equal(variable, expected)
 
 
 def synchronized(*of_workers):

@@ -57,11 +57,7 @@ def test_a_batch_in_a_dataset_has_the_same_digest():
 
 
 def report(*epochs):
-    """Lets all workers report after each epoch.
-
-    Args:
-        *epochs: the digests and the numbers of rows of all workers in each step.
-    """
+    """Lets all workers report after each epoch, which has the digests and the numbers of rows of all workers in each step."""
 
     def work(collectives):
         batches = DifferentBatches(collectives, "CPU:0")

@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
@@ -9,17 +10,17 @@ from programs.catalogue import PROGRAMS
 from unbroken_training import assert_unbroken
 from worker_processes import SCRIPTS, Launched, Workers
 
-# Cases of worker_scripts/exactness.py, and programs of tests/programs.
-NUMBERS = [
-    *("even_and_uneven_batches", "nearest_neighbors_in_a_queue", "shards_of_the_user"),
-    *("rows_of_which_no_other_can_take_the_place", "texts_that_each_worker_pads_by_itself", "fewer_rows_than_workers"),
-    "synchronized_batch_norm",
-    *("whole_and_ragged_tensors", "masks_dropout_and_sample_weights", "sparse_gradients", "gradients_in_half_the_bytes"),
-    *("coupled_activity", "predictions_of_own_rows", "several_numbers_of_rows", "words_beside_sentences"),
+# Cases of worker_scripts/exactness.py, and programs of tests/programs: of workers of which some have fewer rows or none, and
+# those that two workers show as well as three.
+UNEVEN = [
+    *("shards_of_the_user", "even_and_uneven_batches", "texts_that_each_worker_pads_by_itself"),
+    *("fewer_rows_than_workers", "rows_of_which_no_other_can_take_the_place"),
 ]
-CONDUCT = [
-    *("seeds_that_differ", "the_chief_writes_and_what_it_restores_is_for_all"),
-    *("different_batches_are_noticed", "differences_are_named"),
+OTHERS = [
+    *("synchronized_batch_norm", "whole_and_ragged_tensors", "masks_dropout_and_sample_weights", "sparse_gradients"),
+    *("gradients_in_half_the_bytes", "coupled_activity", "predictions_of_own_rows", "several_numbers_of_rows"),
+    *("words_beside_sentences", "seeds_that_differ", "the_chief_writes_and_what_it_restores_is_for_all"),
+    *("different_batches_are_noticed", "differences_are_named", "nearest_neighbors_in_a_queue"),
 ]
 CALLS = ["fit", "predict", "predict"]  # of worker_scripts/failing_step.py
 ALL_CASES = (SCRIPTS / "exactness.py").read_text(encoding="utf-8").count("\n@case\n")
@@ -28,10 +29,9 @@ ALL_CASES = (SCRIPTS / "exactness.py").read_text(encoding="utf-8").count("\n@cas
 @pytest.mark.parametrize(
     ("count", "towers", "cases"),
     [
-        pytest.param(2, "12", ["even_and_uneven_batches"], id="2-quick"),
-        # Each case has another number of towers on two workers than on three.
-        pytest.param(2, "alternate", [*NUMBERS, *CONDUCT], id="2"),
-        pytest.param(3, "alternate", NUMBERS[:6], id="3"),
+        pytest.param(2, "2", ["even_and_uneven_batches"], id="2-quick"),
+        pytest.param(2, "alternate", OTHERS, id="2"),
+        pytest.param(3, "alternate", UNEVEN, id="3"),
         pytest.param(2, "12", [], id="2-all", marks=pytest.mark.slow),
         pytest.param(3, "12", [], id="3-all", marks=pytest.mark.slow),
         *(pytest.param(2, "2", list(PROGRAMS)[i::10], id=f"programs-{i}", marks=pytest.mark.slow) for i in range(10)),
@@ -50,6 +50,7 @@ def test_workers_match_one_device(count, towers, cases, tmp_path):
 
 
 def trained(count, directory, seconds_per_epoch, *options):
+    """Returns workers that train, and sleep for a quarter of the time of an epoch after each batch."""
     return Workers("training.py", count, directory, seconds_per_epoch, directory / "backup", *options)
 
 
@@ -132,6 +133,38 @@ def test_other_versions_are_refused_on_all_workers(tmp_path):
         assert workers.start().wait() == [1, 1]
         for output in workers.outputs():
             assert re.search(r"differ in versions, keras: worker 0 has '3\.1.*', worker 1 has '3\.0\.0'", output)
+
+
+def assert_nothing_is_lost(workers):
+    assert workers.wait() == [0] * len(workers.ports)
+    assert_unbroken(workers.output(0), 2)
+    assert all("lost" not in output for output in workers.outputs())
+
+
+def test_a_worker_that_is_ten_times_as_slow_is_waited_for(tmp_path):
+    """It sleeps for 0.5 s after each of 8 batches."""
+    with trained(3, tmp_path, 0.2, "--epochs", 2, "--slower", 10, "--timeout", 20) as workers:
+        workers.start().wait_for_output("epoch 0")
+        begin = time.monotonic()
+        assert_nothing_is_lost(workers)
+        assert time.monotonic() - begin > 3
+
+
+def test_another_clock_changes_nothing(tmp_path):
+    with trained(2, tmp_path, 0.2, "--epochs", 2, "--ahead", 86_400) as workers:
+        assert_nothing_is_lost(workers.start())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_chief_whose_disk_is_full_ends_with_the_error_and_is_named(tmp_path):
+    with trained(3, tmp_path, 0.2, "--epochs", 2, "--full") as workers:
+        workers.start().wait_for_output("No space left on device", 0)
+        begin = time.monotonic()
+        assert workers.wait(seconds=20) == [1, 1, 1]
+        assert time.monotonic() - begin < 15
+        for i in (1, 2):
+            assert "No space left" not in workers.output(i)
+            assert re.search(rf"WorkerLostError: Worker 0 \(127.0.0.1:{workers.ports[0]}\) is lost", workers.output(i))
 
 
 def test_launched_workers_resume_after_one_was_killed(tmp_path):

@@ -1,7 +1,6 @@
 """In one process, `connect_workers` needs no other workers, and a group turns errors of workers into losses."""
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -20,7 +19,7 @@ from keras_dp.workers.collectives import OneWorker
 from keras_dp.workers.group import WorkerGroup, current_workers, share_random_state
 from keras_dp.wrapping.one_state import own_of
 
-TWO_WORKERS = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})
+TWO_WORKERS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 ONE_WORKER = '{"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker", "index": 0}}'
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",
@@ -55,9 +54,12 @@ def messages(caplog):
 # Alone
 
 
-@pytest.mark.parametrize("variables", [{}, {"TF_CONFIG": ONE_WORKER}], ids=["nothing", "one"])
+@pytest.mark.parametrize(
+    "variables", [{}, {"TF_CONFIG": ONE_WORKER, "KERAS_DP_RESTART": "0"}], ids=["nothing", "one that was launched"]
+)
 def test_nothing_happens_to_a_process_alone(variables, set_variables, caplog):
     set_variables(variables)
+    wrap_a_model()  # which needs no connection
     np.random.seed(3)
     before = random.getstate(), np.random.get_state()[1].tolist()
     with caplog.at_level(logging.INFO, "keras_dp"):
@@ -163,12 +165,6 @@ def test_other_workers_that_nobody_connects_are_warned_of_once(variables, said, 
     assert said in message
     assert "connect_workers() was not called" in message
     assert "Ignore this warning if each worker is meant to train alone." in message
-
-
-def test_a_single_launched_worker_needs_no_connection(set_variables, caplog):
-    set_variables({"TF_CONFIG": ONE_WORKER, "KERAS_DP_RESTART": "0"})
-    wrap_a_model()
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(

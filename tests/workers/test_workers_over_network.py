@@ -14,6 +14,7 @@ TIMEOUT = 20  # seconds, longer than a first step on processors that others use
 TO_NOTICE = TIMEOUT + 10  # seconds until an error names what is lost
 TO_END = 20  # seconds more until the process has ended, which collects garbage at last, on processors that others use
 EPOCHS = 4
+BOTH_WAYS = (0, 1), (1, 0)
 
 
 def trained(network, count, directory, *arguments, epochs=EPOCHS, seconds_per_epoch=0.4):
@@ -25,15 +26,17 @@ def trained(network, count, directory, *arguments, epochs=EPOCHS, seconds_per_ep
 def test_over_a_slow_network_that_stands_still_for_a_while_nothing_is_lost(tmp_path):
     with RelayedNetwork(SLOW) as network, trained(network, 2, tmp_path) as workers:
         workers.start().wait_for_output("epoch 1")
-        network.hold_both(0, 1)
+        for way in BOTH_WAYS:
+            network.hold(*way)
         time.sleep(1)
         before = workers.output(0)
         time.sleep(2)
         assert workers.output(0) == before, "the workers do not need what is held"
-        network.release_both(0, 1)
+        for way in BOTH_WAYS:
+            network.release(*way)
         assert workers.wait() == [0, 0]
         assert_unbroken(workers.output(0), EPOCHS)
-        assert min(network.passed(0, 1), network.passed(1, 0)) > 10_000
+        assert min(network.passed(*way) for way in BOTH_WAYS) > 10_000
 
 
 @pytest.mark.slow
@@ -50,16 +53,11 @@ def test_numbers_over_a_slow_network_are_those_of_one_device(count, tmp_path):
         assert all(len(re.findall("^passed ", output, re.MULTILINE)) == 2 * len(cases) for output in workers.outputs())
 
 
-def refuse(network, other):
-    network.refuse(1, other)
-    network.cut(1, other)
-
-
 CUTS = {
-    "both": lambda network, other: network.hold_both(1, other),
+    "both": lambda network, other: (network.hold(1, other), network.hold(other, 1)),
     "to": lambda network, other: network.hold(other, 1),
     "from": lambda network, other: network.hold(1, other),
-    "refuse": refuse,
+    "refuse": lambda network, other: (network.refuse(1, other), network.cut(1, other)),
 }
 
 

@@ -3,18 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from partitioned_steps import partitioned_step
+from partitioned_steps import agree, partitioned_step
 
 rng = np.random.default_rng(0)
-
-
-def of_known_rows(step, rows, width=3):
-    """Returns a step on a batch of known rows and unknown width."""
-    return step, (rows, None), (rows, width)
-
-
-def of_unknown_rows(step, rows, *sizes):
-    return step, (None, *sizes), (rows, *sizes)
 
 
 def own_shape(x, h):
@@ -80,10 +71,6 @@ def bands(x):
     return tf.reduce_mean(tf.linalg.diag(tf.stack([x, 2.0 * x, x], 1), k=(-1, 1)))
 
 
-def bands_of_rows(x):
-    return tf.reduce_sum(tf.linalg.diag(x, k=(-1, 1)) ** 2)
-
-
 def scattered_features(x):
     return tf.reduce_sum(tf.scatter_nd([[1], [3], [1]], tf.transpose(x[:, :3]), [5, x.shape[0] or tf.shape(x)[0]]) ** 2)
 
@@ -125,10 +112,6 @@ def gradient_of_one_broadcast_row(x):
     return tf.reduce_sum(tf.gradients(tf.reduce_sum((x + table) ** 2), x)[0] ** 2)
 
 
-def one_row_beside_its_entries(x):
-    return tf.reduce_sum(x[:, 0] + tf.reshape(x, [-1]))
-
-
 def rows_beside_one_entry_of_all(x):
     return tf.reduce_sum((tf.reduce_sum(x, 1, keepdims=True) + tf.transpose(x)) ** 2)
 
@@ -143,14 +126,6 @@ def second_of_a_list(first, second):
     return tf.reduce_sum(parts.write(0, first).write(1, second).read(1))
 
 
-def one_entry_in_a_list_of_rows(x):
-    return second_of_a_list(x[:, 0], tf.ones([1], x.dtype))
-
-
-def other_rows_in_a_list_of_rows(x):
-    return second_of_a_list(x, x[1:])
-
-
 def state_that_grows_to_the_rows(x):
     def body(i, state, total):
         return i + 1, state + x[:, 0], total + tf.reduce_sum(state)
@@ -160,47 +135,40 @@ def state_that_grows_to_the_rows(x):
     return tf.while_loop(lambda i, *_: i < 2, body, first, shape_invariants=shapes)[2]
 
 
+# The step, the shape that is known while it is traced, and the shape of the batch.
 CASES = {
-    "ones in a loop": of_known_rows(ones_in_a_loop, 8),
-    "ones in a loop, a row for each tower": of_known_rows(ones_in_a_loop, 3),
-    "ones in a branch, a row for each tower": of_known_rows(ones_in_a_branch, 3),
-    "ones in a compiled function": of_known_rows(ones_in_a_compiled_function, 8),
+    "ones in a loop": (ones_in_a_loop, (8, None), (8, 3)),
+    "ones in a loop, a row for each tower": (ones_in_a_loop, (3, None), (3, 3)),
+    "ones in a branch, a row for each tower": (ones_in_a_branch, (3, None), (3, 3)),
+    "ones in a compiled function": (ones_in_a_compiled_function, (8, None), (8, 3)),
     "a node own_rows": (node_called("own_rows", lambda x: tf.constant(np.ones((8, 3)))), (8, 3), (8, 3)),
     "a node constant": (node_called("constant", lambda x: tf.ones([8, 3], x.dtype)), (8, 3), (8, 3)),
     "a node argument_0": (node_called("argument_0", lambda x: tf.ones([8, 3], x.dtype)), (8, 3), (8, 3)),
     "an argument constant": (argument_called_constant, (8, 3), (8, 3)),
-    "gradient of a whole table in a loop": of_known_rows(gradient_of_a_whole_table_in_a_loop, 8),
+    "gradient of a whole table in a loop": (gradient_of_a_whole_table_in_a_loop, (8, None), (8, 3)),
     "two flat lengths": (two_flat_lengths, (None, None), (8, 4)),
-    "bands": of_known_rows(bands, 8, 5),
-    "bands of rows": (bands_of_rows, (3, 5), (3, 5)),
-    "scattered features, known rows": (scattered_features, (8, 3), (8, 3)),
-    "scattered features": of_unknown_rows(scattered_features, 8, 3),
-    "picked features, known rows": (picked_features, (8, 6), (8, 6)),
-    "picked features": of_unknown_rows(picked_features, 8, 6),
+    "bands": (bands, (8, None), (8, 5)),
+    "bands of rows": (lambda x: tf.reduce_sum(tf.linalg.diag(x, k=(-1, 1)) ** 2), (3, 5), (3, 5)),
     "broadcast systems": (broadcast_systems, (8, 3), (8, 3)),
-    "broadcast systems, a row for each tower": of_unknown_rows(broadcast_systems, 3, 3),
-    "product of unsigned integers, an empty tower": of_unknown_rows(product_of_unsigned, 2, 3),
+    "broadcast systems, a row for each tower": (broadcast_systems, (None, 3), (3, 3)),
+    "product of unsigned integers, an empty tower": (product_of_unsigned, (None, 3), (2, 3)),
     "sum divided by zero": (sum_divided_by_zero, (3, 1), (3, 1)),
     "parts too large for half precision": (parts_too_large_for_half_precision, (3, 1), (3, 1)),
-    "negative multiple of rows": of_unknown_rows(negative_multiple_of_rows, 8, 3),
-    "wrapping multiple of rows": of_unknown_rows(wrapping_multiple_of_rows, 200, 1),
-    "gradient of one broadcast row": of_unknown_rows(gradient_of_one_broadcast_row, 1, 3),
-    "one row beside its entries": of_unknown_rows(one_row_beside_its_entries, 1, 3),
+    "negative multiple of rows": (negative_multiple_of_rows, (None, 3), (8, 3)),
+    "wrapping multiple of rows": (wrapping_multiple_of_rows, (None, 1), (200, 1)),
+    "gradient of one broadcast row": (gradient_of_one_broadcast_row, (None, 3), (1, 3)),
+    "one row beside its entries": (lambda x: tf.reduce_sum(x[:, 0] + tf.reshape(x, [-1])), (None, 3), (1, 3)),
     "rows beside one entry of all": (rows_beside_one_entry_of_all, (None, None), (8, 1)),
-    "an entry that nothing wrote": of_unknown_rows(entry_that_nothing_wrote, 8, 3),
-    "one entry in a list of rows": of_unknown_rows(one_entry_in_a_list_of_rows, 8, 3),
-    "other rows in a list of rows": of_unknown_rows(other_rows_in_a_list_of_rows, 8, 3),
-    "a state that grows to the rows": of_unknown_rows(state_that_grows_to_the_rows, 8, 3),
+    "an entry that nothing wrote": (entry_that_nothing_wrote, (None, 3), (8, 3)),
+    "one entry in a list of rows": (lambda x: second_of_a_list(x[:, 0], tf.ones([1], x.dtype)), (None, 3), (8, 3)),
+    "other rows in a list of rows": (lambda x: second_of_a_list(x, x[1:]), (None, 3), (8, 3)),
+    "a state that grows to the rows": (state_that_grows_to_the_rows, (None, 3), (8, 3)),
 }
 
 
 @pytest.mark.parametrize(("step", "spec", "shape"), CASES.values(), ids=CASES)
 def test_the_step_is_one_devices(step, spec, shape):
-    x, specs = tf.constant(rng.normal(size=shape)), [tf.TensorSpec(spec, tf.float64)]
-    plain = tf.function(step, autograph=False).get_concrete_function(*specs)(x)
-    partitioned, _ = partitioned_step(step, specs, [True], spec[0])
-    for expected, result in zip(tf.nest.flatten(plain), tf.nest.flatten(partitioned(x)), strict=True):
-        np.testing.assert_allclose(result, expected, rtol=1e-12)
+    agree(step, [rng.normal(size=shape)], specs=[tf.TensorSpec(spec, tf.float64)], known_rows=spec[0])
 
 
 def test_tokens_of_unknown_number_stay_on_the_towers():
@@ -212,10 +180,7 @@ def test_tokens_of_unknown_number_stay_on_the_towers():
         return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
 
     specs = [tf.TensorSpec([None, None], tf.int64)] * 2
-    batch = [tf.constant(rng.integers(0, 3, (7, 4))) for _ in specs]
-    plain = tf.function(loss, autograph=False).get_concrete_function(*specs)(*batch)
-    partitioned, partition = partitioned_step(loss, specs, [True, True])
-    np.testing.assert_allclose(partitioned(*batch), plain, rtol=1e-12)
+    partition = agree(loss, [rng.integers(0, 3, (7, 4)) for _ in specs], specs=specs)
     (name,) = [node.name for node in partition.traced.nodes if node.op == "SparseSoftmaxCrossEntropyWithLogits"]
     assert not partition.propagation.plans[name].is_at_home
 
@@ -254,5 +219,5 @@ def test_an_effect_before_a_result_that_is_not_used_happens():
 @pytest.mark.parametrize("step", [scattered_features, picked_features])
 @pytest.mark.parametrize("rows", [None, 8])
 def test_features_are_scattered_on_the_towers(step, rows):
-    _, partition = partitioned_step(step, [tf.TensorSpec([rows, 6], tf.float64)], [True], rows)
+    partition = agree(step, [rng.normal(size=(8, 6))], known_rows=rows)
     assert "ScatterNd" not in {gathered.type for gathered in partition.gathered}

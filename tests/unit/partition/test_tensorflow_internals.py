@@ -73,11 +73,9 @@ def test_body_of_a_function():
     def outer(x):
         return inner(x) + tf.function(lambda y: inner(y + 1.0) * 2.0)(x)
 
-    concrete = outer.get_concrete_function(tf.TensorSpec([None, 4]))
-    traced = traced_step(concrete)
+    traced = traced_step(outer.get_concrete_function(tf.TensorSpec([None, 4])))
     types = [node.op for node in traced.nodes]
-    assert "StatefulPartitionedCall" not in types
-    assert "PartitionedCall" not in types
+    assert not {"StatefulPartitionedCall", "PartitionedCall"} & set(types)
     assert types.count("Split") == 2
     assert sum("halves" in node.name for node in traced.nodes) >= 2
 
@@ -92,9 +90,8 @@ def test_results_of_nodes_have_the_names_that_functions_have_for_them():
     results = {node.op: tensorflow_internals.results_of(node) for node in concrete.graph.as_graph_def().node}
     assert results["Split"] == [("output:0", tf.float32), ("output:1", tf.float32)]
     assert results["TopKV2"] == [("values:0", tf.float32), ("indices:0", tf.int32)]
-    assert results["IdentityN"] == [
-        (f"output:{k}", dtype) for k, dtype in enumerate([tf.float32, tf.int32, tf.float32, tf.bool])
-    ]
+    assert [dtype for _, dtype in results["IdentityN"]] == [tf.float32, tf.int32, tf.float32, tf.bool]
+    assert [name for name, _ in results["IdentityN"]] == [f"output:{k}" for k in range(4)]
     named = {name for node in concrete.function_def.node_def for name in node.input if name.count(":") == 2}
     called = {f"{node.name}:{name}" for node in concrete.function_def.node_def for name, _ in results[node.op]}
     assert named <= called

@@ -1,13 +1,10 @@
 """All that a node needs can be had: segments of any lengths, tensors with any number of axes, lists, and counts of rows."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tensorflow as tf
-from partitioned_steps import partitioned_step
+from partitioned_steps import agree, with_gradients
 
-import keras_dp
 from partition.placing.proofs import ROW_COUNTS
 
 F64 = tf.float64
@@ -25,38 +22,14 @@ def tokens(rows):
     return [rng.normal(size=(rows, 5, 2))]
 
 
-def agree(step, specs, make, has_rows=None, **options):
-    """Asserts that a step gives the same whole and partitioned, and returns its partition."""
-    partitioned, partition = partitioned_step(step, specs, has_rows or [True] * len(specs), **options)
-    plain = tf.function(step, autograph=False).get_concrete_function(*specs)
-    for rows in ROW_COUNTS:
-        given = [tf.constant(array) for array in make(rows)]
-        results = tf.nest.flatten(plain(*given)), tf.nest.flatten(partitioned(*given))
-        for one, other in zip(*results, strict=True):
-            assert one.shape == other.shape
-            np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11)
-    return partition
+def partition_of(step, specs, make, has_rows=None, **options):
+    """Returns the partition of a step, which gives the same as the whole step."""
+    return agree(step, *map(make, ROW_COUNTS), specs=specs, has_rows=has_rows, **options)
 
 
-def types_of(partition):
-    return {gathered.type for gathered in partition.gathered}
-
-
-def with_gradients(loss):
-    """Returns a step that computes a loss and its gradients with respect to the rows and the kernel."""
-
-    def step(x, *more):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            value = loss(x, *more)
-        return value, *tape.gradient(value, [x, kernel])
-
-    return step
-
-
-def test_the_exception_is_gone():
-    package = Path(keras_dp.__file__).parent
-    assert [path.name for path in package.rglob("*.py") if "CannotGather" in path.read_text(encoding="utf-8")] == []
+def gathered_by(*arguments, **options):
+    """Returns the types of the operations of a step that are computed once."""
+    return {gathered.type for gathered in partition_of(*arguments, **options).gathered}
 
 
 # Segments of different lengths, which are not known while the step is traced.
@@ -105,7 +78,7 @@ def tokens_and_sentences(x):
     [levels_after_each_other, levels_within_each_row, levels_along_another_axis, levels_in_groups, tokens_and_sentences],
 )
 def test_segments_of_unknown_lengths_stay_on_towers(loss):
-    assert types_of(agree(with_gradients(loss), IMAGES, images)) == set()
+    assert gathered_by(with_gradients(loss, kernel), IMAGES, images) == set()
 
 
 def test_segments_of_unknown_lengths_are_gathered():
@@ -115,8 +88,8 @@ def test_segments_of_unknown_lengths_are_gathered():
         joined = tf.concat([flat(level) for level in pyramid(x, 3)], 0)
         return tf.reduce_mean(tf.sort(joined, 0)[:5] ** 2)
 
-    assert types_of(agree(with_gradients(loss), IMAGES, images)) == {"TopKV2"}
-    agree(lambda x: tf.concat([*map(flat, pyramid(x, 2)), tf.reduce_max(x, [1, 2])], 0), IMAGES, images)
+    assert gathered_by(with_gradients(loss, kernel), IMAGES, images) == {"TopKV2"}
+    partition_of(lambda x: tf.concat([*map(flat, pyramid(x, 2)), tf.reduce_max(x, [1, 2])], 0), IMAGES, images)
 
 
 @pytest.mark.parametrize("devices", [["CPU:0", "CPU:1", "CPU:2"], ["CPU:0"]])
@@ -125,14 +98,8 @@ def test_a_whole_tensor_is_cut_into_segments_of_unknown_lengths(devices):
         return tf.reduce_mean((tf.concat([flat(level) for level in pyramid(x, 2)], 0) - tf.sort(wanted, 0)) ** 2)
 
     specs = [*IMAGES, tf.TensorSpec([None, 2], F64)]
-    partition = agree(
-        with_gradients(loss),
-        specs,
-        lambda n: [*images(n), rng.normal(size=(n * (35 + 12), 2))],
-        [True, False],
-        devices=devices,
-    )
-    assert types_of(partition) == set()
+    make = lambda rows: [*images(rows), rng.normal(size=(rows * (35 + 12), 2))]  # noqa: E731
+    assert gathered_by(with_gradients(loss, kernel), specs, make, [True, False], devices=devices) == set()
 
 
 def test_segments_as_long_as_a_table_or_the_batch():
@@ -146,8 +113,8 @@ def test_segments_as_long_as_a_table_or_the_batch():
         )
 
     specs = [*IMAGES, tf.TensorSpec([None, 2], F64)]
-    partition = agree(loss, specs, lambda rows: [*images(rows), rng.normal(size=(4, 2))], [True, False])
-    assert types_of(partition) == {"MatMul", "TopKV2"}
+    make = lambda rows: [*images(rows), rng.normal(size=(4, 2))]  # noqa: E731
+    assert gathered_by(loss, specs, make, [True, False]) == {"MatMul", "TopKV2"}
 
 
 def test_selected_entries_of_segments():
@@ -155,7 +122,7 @@ def test_selected_entries_of_segments():
         joined = tf.concat([flat(level) for level in pyramid(x, 2)], 0)
         return tf.reduce_mean(tf.boolean_mask(joined, joined[:, 0] > 0) ** 2)
 
-    assert types_of(agree(with_gradients(loss), IMAGES, images)) == {"Where", "GatherV2"}
+    assert gathered_by(with_gradients(loss, kernel), IMAGES, images) == {"Where", "GatherV2"}
 
 
 # Functions that are called for tensors of several sizes.
@@ -188,7 +155,7 @@ def test_sizes_of_a_function_differ_from_call_to_call(function, jit_compile):
         short, long = called(x), called(tf.concat([x, x], 1))
         return tf.concat([short, long], 0), tf.reduce_mean(tf.sort(tf.concat([long, short, long], 0), 0))
 
-    agree(step, TOKENS, tokens)
+    partition_of(step, TOKENS, tokens)
 
 
 def test_counts_of_rows_that_a_function_returns():
@@ -199,7 +166,7 @@ def test_counts_of_rows_that_a_function_returns():
         rows, shape, y = called(x)
         return tf.reduce_sum(y) / tf.cast(rows, F64), shape
 
-    assert types_of(agree(step, TOKENS, tokens)) == set()
+    assert gathered_by(step, TOKENS, tokens) == set()
 
 
 def test_counts_of_rows_that_a_loop_returns():
@@ -209,7 +176,7 @@ def test_counts_of_rows_that_a_loop_returns():
         _, shape, y = tf.while_loop(lambda i, *_: i < 2, lambda i, shape, y: (i + 1, shape, 2.0 * y), [0, tf.shape(x), x])
         return tf.numpy_function(lambda shape: shape * 2, [shape], tf.int32), tf.reduce_sum(y)
 
-    assert types_of(agree(step, IMAGES, images)) == set()
+    assert gathered_by(step, IMAGES, images) == set()
 
 
 # Tensors with an unknown number of axes.
@@ -234,11 +201,11 @@ def unknown_axes_amid_a_model(x):
 
 @pytest.mark.parametrize("loss", [unknown_axes_meet_rows, unknown_axes_amid_a_model])
 def test_tensors_with_an_unknown_number_of_axes(loss):
-    agree(with_gradients(loss), IMAGES, images)
+    partition_of(with_gradients(loss, kernel), IMAGES, images)
 
 
 def test_the_reason_names_the_axes():
-    partition = agree(lambda x: tf.reduce_mean(tf.stack([x, doubled(x)])), IMAGES, images)
+    partition = partition_of(lambda x: tf.reduce_mean(tf.stack([x, doubled(x)])), IMAGES, images)
     reasons = {gathered.type: gathered.reason for gathered in partition.gathered}
     assert reasons["Pack"] == "it takes a tensor with an unknown number of axes, which cannot be cut"
 
@@ -247,7 +214,7 @@ def test_batches_with_an_unknown_number_of_axes():
     def step(x, y):
         return tf.abs(y), tf.shape(y), tf.identity(y), tf.rank(y), tf.reduce_mean(x) + tf.reduce_mean(2.0 * y)
 
-    agree(step, [*TOKENS, tf.TensorSpec(None, F64)], lambda rows: [*tokens(rows), rng.normal(size=(rows, 2))])
+    partition_of(step, [*TOKENS, tf.TensorSpec(None, F64)], lambda rows: [*tokens(rows), rng.normal(size=(rows, 2))])
 
 
 def test_lookups_with_an_unknown_number_of_axes():
@@ -259,7 +226,7 @@ def test_lookups_with_an_unknown_number_of_axes():
         sums = tf.scatter_nd(places, x, [3, 3]), tf.scatter_nd(tf.cast(x[:, :1] > 0, tf.int64), doubled(x), [3, 3])
         return *at, *sums, tf.one_hot(places, 3)
 
-    agree(step, specs, lambda rows: [rng.normal(size=(rows, 3)), rng.integers(3, size=(rows, 1))])
+    partition_of(step, specs, lambda rows: [rng.normal(size=(rows, 3)), rng.integers(3, size=(rows, 1))])
 
 
 def test_axes_of_an_unknown_number_are_aligned_from_the_right():
@@ -269,12 +236,8 @@ def test_axes_of_an_unknown_number_are_aligned_from_the_right():
         product = tf.function(lambda x, y: tf.ensure_shape(x * y, [None, None]), jit_compile=True, autograph=False)
         return x + y, tf.where(x > 0, x, y), product(x, y)
 
-    for rows in (2, 3, 4):
-        agree(
-            step,
-            [tf.TensorSpec(None, F64)] * 2,
-            lambda _, rows=rows: [rng.normal(size=(rows, rows)), rng.normal(size=rows)],
-        )
+    batches = [[rng.normal(size=(rows, rows)), rng.normal(size=rows)] for rows in (2, 3, 4)]
+    agree(step, *batches, specs=[tf.TensorSpec(None, F64)] * 2)
 
 
 def rows_as_often_as_a_table_has_entries(x):
@@ -291,7 +254,7 @@ def rows_of_unknown_lengths_and_the_same_sorted(x):
 
 @pytest.mark.parametrize("step", [rows_as_often_as_a_table_has_entries, rows_of_unknown_lengths_and_the_same_sorted])
 def test_lengths_that_are_measured(step):
-    agree(step, [tf.TensorSpec([None, None, 2], F64)], lambda rows: [rng.normal(size=(rows, 3, 2))])
+    partition_of(step, [tf.TensorSpec([None, None, 2], F64)], lambda rows: [rng.normal(size=(rows, 3, 2))])
 
 
 # Lists that are needed at home.
@@ -325,7 +288,7 @@ def a_list_of_entries(x):
 
 @pytest.mark.parametrize("step", [all_elements_at_home, a_list_of_a_loop, a_list_of_entries])
 def test_lists_that_are_read_at_home(step):
-    partition = agree(step, TOKENS, tokens)
+    partition = partition_of(step, TOKENS, tokens)
     assert "TensorListConcatV2 'TensorListConcatV2' takes its list, which cannot be gathered" in {
         gathered.reason for gathered in partition.gathered
     }
@@ -335,20 +298,19 @@ def test_only_the_lists_that_are_read_at_home_are_made_there():
     def step(x):
         return listed(x, 2).concat(), tf.reduce_mean(listed(2.0 * x, 3).stack())
 
-    partition = agree(step, TOKENS, tokens)
+    partition = partition_of(step, TOKENS, tokens)
     assert [gathered.type for gathered in partition.gathered] == ["TensorListSetItem"] * 2
 
 
 def test_each_body_and_gathered_node_is_reported_once():
     """The nodes after a list that is needed at home are planned again."""
-    partition = agree(a_list_of_a_loop, TOKENS, tokens)
+    partition = partition_of(a_list_of_a_loop, TOKENS, tokens)
     names = [gathered.name for gathered in partition.gathered]
     assert len(names) == len(set(names))
     assert partition.propagation.bodies == []
 
 
 def test_a_list_among_identities():
-
     def step(x):
         raw = tf.raw_ops
         parts = raw.TensorListReserve(element_shape=tf.constant([-1, 2]), num_elements=2, element_dtype=F64)
@@ -358,4 +320,4 @@ def test_a_list_among_identities():
         stacked = raw.TensorListStack(input_handle=parts, element_shape=tf.constant([-1, 2]), element_dtype=F64)
         return tf.reduce_mean(stacked), tf.reduce_mean(y)
 
-    assert types_of(agree(step, TOKENS, tokens)) == set()
+    assert gathered_by(step, TOKENS, tokens) == set()

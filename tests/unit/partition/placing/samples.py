@@ -2,10 +2,10 @@
 
 import inspect
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dp.partition.own import own_part, total_of_own
-from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.elementwise import BINARY, CHECKS, UNARY
 from keras_dp.partition.placing.rules.registry import types
 from partition.placing.proofs import Sample
@@ -19,31 +19,15 @@ _INTEGER = types(
 )
 _LOGICAL = ["LogicalAnd", "LogicalNot", "LogicalOr"]
 _COMPLEX = ["Angle", "ComplexAbs", "Conj", "Imag", "Real"]
-_LINEAR = {
-    "Identity",
-    "Neg",
-    "StopGradient",
-    "PreventGradient",
-    "Add",
-    "AddV2",
-    "Sub",
-    "Mul",
-    "DivNoNan",
-}
-_LINEAR |= {
-    "MulNoNan",
-    "TanhGrad",
-    "SigmoidGrad",
-    "RsqrtGrad",
-    "SqrtGrad",
-    "ReciprocalGrad",
-    "ReluGrad",
-    "Relu6Grad",
-    "LeakyReluGrad",
-}
-_LINEAR |= {"EluGrad", "SeluGrad", "SoftplusGrad", "SoftsignGrad"}
+_LINEAR = types(
+    """
+    Add AddV2 DivNoNan EluGrad Identity LeakyReluGrad Mul Neg PreventGradient ReciprocalGrad Relu6Grad ReluGrad
+    RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad StopGradient Sub TanhGrad
+    """
+)
 _ATTRIBUTES = {
     "Cast": {"DstT": tf.float64},
+    "EnsureShape": {"shape": [None, None, None]},
     "Bucketize": {"boundaries": [0.3, 0.5]},
     "LeakyRelu": {"alpha": 0.3},
     "LeakyReluGrad": {"alpha": 0.3},
@@ -59,16 +43,12 @@ _ATTRIBUTES = {
 }
 
 
-def _operation(name, count):
+def _operation(name, count=1, **attributes):
+    """Returns a raw operation as a function of its first inputs; the others have values, as its attributes do."""
     operation = getattr(R, name)
     names = list(inspect.signature(operation).parameters)[:count]
-
-    def function(*tensors):
-        if name == "EnsureShape":
-            return operation(input=tensors[0], shape=tf.TensorShape([None] * tensors[0].shape.rank))
-        return operation(**dict(zip(names, tensors, strict=True)), **_ATTRIBUTES.get(name, {}))
-
-    return function
+    attributes = attributes or _ATTRIBUTES.get(name, {})
+    return lambda *tensors: operation(**dict(zip(names, tensors, strict=True)), **attributes)
 
 
 def _ensured(x):
@@ -91,38 +71,27 @@ def _of_complex(name):
 
 
 def _elementwise():
-    for name in UNARY:
-        if name in _COMPLEX:
-            yield Sample((name,), _of_complex(name), ("Ba", "Ba"))
-            continue
-        dtype, low, high = "float64", -0.8, 0.8
+    for name in _COMPLEX:
+        yield Sample((name,), _of_complex(name), ("Ba", "Ba"))
+    for name in (*(name for name in UNARY if name not in _COMPLEX), *BINARY):
+        count = 2 if name in BINARY else 1
+        dtype, low, high = "float64", 0.2 if name in BINARY else -0.8, 0.8
         if name in _INTEGER:
             dtype, low, high = "int32", 1, 9
         elif name in _LOGICAL:
             dtype = "bool"
         elif name.startswith(("String", "StaticRegex")):
             dtype = "string"
-        elif name in ("Acosh",):
+        elif name in ("Acosh", "Polygamma", "Zeta"):
             low, high = 1.2, 3.0
         elif name in ("Log", "Sqrt", "Rsqrt", "Digamma", "Lgamma", "Erfinv", "Ndtri"):
             low, high = 0.1, 0.9
-        yield Sample(
-            (name,), _operation(name, 1), ("BaC",), (dtype,), low=low, high=high, partial=(0,) if name in _LINEAR else ()
-        )
-    for name in BINARY:
-        dtype, low, high = "float64", 0.2, 0.8
-        if name in _INTEGER:
-            dtype, low, high = "int32", 1, 9
-        elif name in _LOGICAL:
-            dtype = "bool"
-        elif name in ("Polygamma", "Zeta"):
-            low, high = 1.2, 3.0
-        partial = (0, 1) if name in _LINEAR and name != "MulNoNan" else ()
-        yield Sample((name,), _operation(name, 2), ("BaC", "BaC"), (dtype,), low=low, high=high, partial=partial)
-        if not name.endswith("Grad"):
+        partial = tuple(range(count)) if name in _LINEAR else ()
+        yield Sample((name,), _operation(name, count), ("BaC",) * count, (dtype,), low=low, high=high, partial=partial)
+        if name in BINARY and not name.endswith("Grad"):
             # These inputs are broadcast, also from a lower rank.
-            yield Sample((name,), _operation(name, 2), ("BaC", "C"), (dtype,), low=low, high=high)
-            yield Sample((name,), _operation(name, 2), ("Bi", "Ba"), (dtype,), low=low, high=high)
+            for axes in (("BaC", "C"), ("Bi", "Ba")):
+                yield Sample((name,), _operation(name, 2), axes, (dtype,), low=low, high=high)
     yield Sample(("EnsureShape",), lambda x: _ensured(x) * 2.0, ("Ba",), meets=True)
     for name in CHECKS:
         yield Sample((name,), _operation(name, 1), ("BaC",))
@@ -133,47 +102,43 @@ def _elementwise():
     yield Sample(("Select",), _operation("Select", 3), ("B", "Ba", "Ba"), ("bool", "float64", "float64"))
     yield Sample(("Select",), _operation("Select", 3), ("BaC", "BaC", "BaC"), ("bool", "float64", "float64"))
     yield Sample(("IdentityN",), lambda x, y: R.IdentityN(input=[x, y]), ("Ba", "aB"), partial=(0, 1))
-    for name in ("Add", "Mul", "Cast", "Sqrt"):
-        yield Sample(
-            (name,), _operation(name, 2 if name in BINARY else 1), ("Ba",) * (2 if name in BINARY else 1), ("float32",)
-        )
+    for name, count in (("Add", 2), ("Mul", 2), ("Cast", 1), ("Sqrt", 1)):
+        yield Sample((name,), _operation(name, count), ("Ba",) * count, ("float32",))
 
 
 def _reductions():
     for name in ("Sum", "Mean", "Max", "Min", "Prod"):
         for axes, keeps in (([0], False), ([1], False), ([0, 2], True), ([1, 2], False), ([0, 1, 2], False), ([-1], True)):
-
-            def function(x, name=name, axes=axes, keeps=keeps):
-                return getattr(R, name)(input=x, axis=axes, keep_dims=keeps)
-
+            reduced = _operation(name, axis=axes, keep_dims=keeps)
             for dtype in ("float64", "float32") if name == "Mean" else ("float64", "int64"):
-                yield Sample((name,), function, ("BaC",), (dtype,), high=5, partial=(0,) if name == "Sum" else ())
+                yield Sample((name,), reduced, ("BaC",), (dtype,), high=5, partial=(0,) if name == "Sum" else ())
     # The sum is larger than any number in half precision, and so is the count of its entries.
     yield Sample(("Mean",), lambda x: tf.reduce_mean(1000.0 * x), ("Bm",), ("float16",), sizes=(("m", 70_000),))
     for name in ("All", "Any"):
         for axes in ([0], [1], [0, 1]):
-            yield Sample((name,), lambda x, name=name, axes=axes: getattr(R, name)(input=x, axis=axes), ("Ba",), ("bool",))
+            yield Sample((name,), _operation(name, axis=axes), ("Ba",), ("bool",))
     yield Sample(("L2Loss",), _operation("L2Loss", 1), ("BaC",))
     for name in ("ArgMax", "ArgMin"):
         for axis in (0, 1, -1):
-            yield Sample((name,), lambda x, name=name, axis=axis: getattr(R, name)(input=x, dimension=axis), ("BaC",))
+            yield Sample((name,), _operation(name, dimension=axis), ("BaC",))
     for name in ("Cumsum", "Cumprod"):
         for axis in (0, 1):
-            yield Sample((name,), lambda x, name=name, axis=axis: getattr(R, name)(x=x, axis=axis, exclusive=True), ("BaC",))
-    yield Sample(("ReverseV2",), lambda x: R.ReverseV2(tensor=x, axis=[1]), ("BaC",))
+            yield Sample((name,), _operation(name, axis=axis, exclusive=True), ("BaC",))
+    yield Sample(("ReverseV2",), _operation("ReverseV2", axis=[1]), ("BaC",))
     yield Sample(("BiasAdd",), _operation("BiasAdd", 2), ("BaC", "C"))
     yield Sample(("BiasAddGrad",), _operation("BiasAddGrad", 1), ("BaC",), partial=(0,))
-
-    def gradients_of_broadcast(x, y):
-        return tf.gradients(tf.reduce_sum(tf.square(x * y)), [x, y])
-
     for axes in (("Ba", "a"), ("Ba", "Bi"), ("Bai", "ac"), ("BaC", "C")):
-        yield Sample(("Sum",), _in_graph(gradients_of_broadcast), axes)
+        yield Sample(("Sum",), _gradients(tf.multiply), axes)
 
 
 def _in_graph(function):
     """Runs the function in a graph, even where the sample runs eagerly: `tf.gradients` needs one."""
     return lambda *tensors: tf.function(function, autograph=False)(*tensors)
+
+
+def _gradients(function):
+    """Returns a function of the gradients of the squares that a function returns, with respect to its tensors."""
+    return _in_graph(lambda *tensors: tf.gradients(tf.reduce_sum(function(*tensors) ** 2), tensors))
 
 
 def _products():
@@ -201,12 +166,11 @@ def _products():
     yield Sample(("TopKV2",), lambda x: R.TopKV2(input=x, k=2), ("Bak",))
     for name in ("FFT", "IFFT", "FFT2D", "IFFT2D", "FFT3D"):
         yield Sample((name,), lambda x, name=name: getattr(R, name)(input=tf.cast(x, tf.complex128)), ("Bacd",))
-    yield Sample(("RFFT",), lambda x: R.RFFT(input=x, fft_length=[3], Tcomplex=tf.complex128), ("Ba",))
+    yield Sample(("RFFT",), _operation("RFFT", fft_length=[3], Tcomplex=tf.complex128), ("Ba",))
     yield Sample(("IRFFT",), lambda x: R.IRFFT(input=tf.cast(x, tf.complex128), fft_length=[4], Treal=tf.float64), ("Ba",))
-    yield Sample(("RFFT2D",), lambda x: R.RFFT2D(input=x, fft_length=[3, 3], Tcomplex=tf.complex128), ("Bac",))
-    yield Sample(
-        ("IRFFT2D",), lambda x: R.IRFFT2D(input=tf.cast(x, tf.complex128), fft_length=[3, 4], Treal=tf.float64), ("Bac",)
-    )
+    yield Sample(("RFFT2D",), _operation("RFFT2D", fft_length=[3, 3], Tcomplex=tf.complex128), ("Bac",))
+    inverse = _operation("IRFFT2D", fft_length=[3, 4], Treal=tf.float64)
+    yield Sample(("IRFFT2D",), lambda x: inverse(tf.cast(x, tf.complex128)), ("Bac",))
     yield Sample(("Cross",), _operation("Cross", 2), ("Ba", "Ba"))
     for name in ("LowerBound", "UpperBound"):
         yield Sample((name,), lambda x, y, name=name: getattr(R, name)(sorted_inputs=tf.sort(x), values=y), ("Bn", "BM"))
@@ -222,11 +186,8 @@ def _products():
     for axes in (("Bmm", "Bmn"), ("Bmm", "ABmn"), ("ABmm", "Bmn")):
         yield Sample(("MatrixTriangularSolve",), lambda x, y: R.MatrixTriangularSolve(matrix=_symmetric(x), rhs=y), axes)
     image = (("h", 4), ("w", 4), ("c", 3))
-    yield Sample(
-        ("AdjustContrastv2",), lambda x: R.AdjustContrastv2(images=x, contrast_factor=2.0), ("Bhwc",), ("float32",), image
-    )
-    yield Sample(("AdjustHue",), lambda x: R.AdjustHue(images=x, delta=0.2), ("Bhwc",), ("float32",), image)
-    yield Sample(("AdjustSaturation",), lambda x: R.AdjustSaturation(images=x, scale=0.7), ("Bhwc",), ("float32",), image)
+    for name, adjusted in (("Contrastv2", {"contrast_factor": 2.0}), ("Hue", {"delta": 0.2}), ("Saturation", {"scale": 0.7})):
+        yield Sample((f"Adjust{name}",), _operation(f"Adjust{name}", **adjusted), ("Bhwc",), ("float32",), image)
     for name in ("RGBToHSV", "HSVToRGB"):
         yield Sample((name,), lambda x, name=name: getattr(R, name)(images=x), ("Bac",))
     yield Sample(("MatrixDiagV3",), lambda x: tf.linalg.diag(x), ("Bak",))
@@ -284,32 +245,18 @@ def _picking():
     # The segments differ, in a tensor that towers have and in a whole one.
     joined = lambda x, y: tf.concat([x, tf.reshape(y, [-1, 2])], 0)  # noqa: E731
     yield Sample(("ConcatV2",), lambda x, y: joined(x, y) + tf.sort(joined(x, y), 0), ("Bd", "Bad"), sizes=(("d", 2),))
-    for name in ("Pad", "PadV2", "MirrorPad"):
-
-        def padded(x, name=name):
-            attributes = {"Pad": {}, "PadV2": {"constant_values": tf.constant(7.0, x.dtype)}, "MirrorPad": {"mode": "REFLECT"}}[
-                name
-            ]
-            return getattr(R, name)(input=x, paddings=[[0, 0], [1, 2]], **attributes)
-
+    for name, more in (("Pad", {}), ("PadV2", {"constant_values": 7.0}), ("MirrorPad", {"mode": "REFLECT"})):
+        padded = _operation(name, paddings=[[0, 0], [1, 2]], **more)
         yield Sample((name,), padded, ("Ba",), partial=(0,) if name == "Pad" else ())
-    yield Sample(
-        ("MirrorPadGrad",),
-        lambda x: R.MirrorPadGrad(input=x, paddings=[[0, 0], [1, 1]], mode="REFLECT"),
-        ("Bd",),
-        sizes=(("d", 5),),
-    )
+    reflected = _operation("MirrorPadGrad", paddings=[[0, 0], [1, 1]], mode="REFLECT")
+    yield Sample(("MirrorPadGrad",), reflected, ("Bd",), sizes=(("d", 5),))
     yield Sample(("Roll",), lambda x: tf.roll(x, 1, 1), ("Ba",))
     yield Sample(("Roll",), lambda x: tf.roll(x, 1, 0), ("Ba",), meets=True)
     yield Sample(("Slice",), lambda x: tf.slice(x, [0, 1], [-1, 2]), ("Ba",), partial=(0,))
     yield Sample(("Slice",), lambda x: tf.slice(x, [0, 1], [rows(x), 1]), ("Ba",))
     # A whole tensor of unknown size may have rows or not.
-    yield Sample(
-        ("Slice", "ConcatV2"),
-        lambda x, y: tf.slice(tf.concat([x, y], 0), [rows(x), 0], [rows(y), 2]),
-        ("Ba", "Ba"),
-        missing=("B:0",),
-    )
+    second = lambda x, y: tf.slice(tf.concat([x, y], 0), [rows(x), 0], [rows(y), 2])  # noqa: E731
+    yield Sample(("Slice", "ConcatV2"), second, ("Ba", "Ba"), missing=("B:0",))
     slices = (
         lambda x: x[:, 1:],
         lambda x: x[..., 0],
@@ -321,165 +268,72 @@ def _picking():
     )
     for taken in slices:
         yield Sample(("StridedSlice",), taken, ("Ba",), partial=(0,))
-        yield Sample(("StridedSliceGrad",), _in_graph(lambda x, taken=taken: _gradient(taken, x)), ("Ba",))
+        yield Sample(("StridedSliceGrad",), _gradients(taken), ("Ba",))
     for taken in (lambda x: x[1:], lambda x: x[0], lambda x: x[::-1], lambda x: x[: (rows(x) + 1) // 2]):
         yield Sample(("StridedSlice",), taken, ("Bi",), meets=True)
-        yield Sample(("StridedSliceGrad",), _in_graph(lambda x, taken=taken: _gradient(taken, x)), ("Bi",), meets=True)
-
-
-def _gradient(function, x):
-    return tf.gradients(tf.reduce_sum(function(x) ** 2), x)
+        yield Sample(("StridedSliceGrad",), _gradients(taken), ("Bi",), meets=True)
 
 
 def _windows():
     image = (("h", 6), ("w", 6), ("c", 2), ("o", 2))
     window = {"strides": [1, 2, 2, 1], "padding": "SAME"}
+    volume = {"strides": [1, 2, 2, 2, 1], "padding": "SAME"}
+    single = ("float32",)
 
-    def sample(types, function, axes, dtypes=("float64",)):
+    def sample(types, function, axes=("Bhwc",), dtypes=("float64",)):
         return Sample(types, function, axes, dtypes, image)
 
-    yield sample(("Conv2D",), lambda x, f: R.Conv2D(input=x, filter=f, **window), ("Bhwc", "33co"))
-    yield sample(("Conv",), lambda x, f: R.Conv(input=x, filter=f, **window), ("Bhwc", "33co"), ("float32",))
-    yield sample(
-        ("DepthwiseConv2dNative",), lambda x, f: R.DepthwiseConv2dNative(input=x, filter=f, **window), ("Bhwc", "33co")
-    )
-    volume = {"strides": [1, 2, 2, 2, 1], "padding": "SAME"}
-    yield sample(("Conv3D",), lambda x, f: R.Conv3D(input=x, filter=f, **volume), ("Bhwhc", "333co"))
-    yield sample(
-        ("Dilation2D",),
-        lambda x, f: R.Dilation2D(input=x, filter=f, strides=[1, 1, 1, 1], rates=[1, 1, 1, 1], padding="SAME"),
-        ("Bhwc", "33c"),
-    )
-    for name in ("MaxPool", "AvgPool"):
-        for dtype in ("float64", "float32"):
+    def with_gradients(name, function, axes=("Bhwc",), dtypes=single, types=None):
+        yield sample((name,), function, axes, dtypes)
+        yield sample(types or (f"{name}Grad",), _gradients(function), axes, dtypes)
 
-            def pooled(x, name=name):
-                return getattr(R, name)(**{"input" if name == "MaxPool" else "value": x}, ksize=[1, 2, 2, 1], **window)
-
-            yield sample((name,), pooled, ("Bhwc",), (dtype,))
-            yield sample(
-                (f"{name}Grad",),
-                _in_graph(lambda x, pooled=pooled: tf.gradients(tf.reduce_sum(pooled(x) ** 2), x)),
-                ("Bhwc",),
-                (dtype,),
-            )
-    yield sample(
-        ("MaxPoolV2",), lambda x: R.MaxPoolV2(input=x, ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="SAME"), ("Bhwc",)
-    )
-    for name in ("MaxPool3D", "AvgPool3D"):
-
-        def pooled_3d(x, name=name):
-            return getattr(R, name)(input=x, ksize=[1, 2, 2, 2, 1], **volume)
-
-        yield sample((name,), pooled_3d, ("Bhwhc",), ("float32",))
-        yield sample(
-            (f"{name}Grad",),
-            _in_graph(lambda x, pooled=pooled_3d: tf.gradients(tf.reduce_sum(pooled(x) ** 2), x)),
-            ("Bhwhc",),
-            ("float32",),
-        )
-
-    def twice(pool):
-        def function(x):
-            (first,) = tf.gradients(tf.reduce_sum(pool(x) ** 3), x)
-            return tf.gradients(tf.reduce_sum(first**2), x)
-
-        return _in_graph(function)
-
-    yield sample(
-        ("MaxPoolGradGrad",),
-        twice(lambda x: R.MaxPool(input=x, ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="SAME")),
-        ("Bhwc",),
-    )
-    yield sample(
-        ("MaxPool3DGradGrad",),
-        twice(lambda x: R.MaxPool3D(input=x, ksize=[1, 2, 2, 2, 1], strides=[1, 2, 2, 2, 1], padding="SAME")),
-        ("Bhwhc",),
-        ("float32",),
-    )
-    for both, convolution, axes in (
-        (("Conv2DBackpropInput", "Conv2DBackpropFilter"), lambda x, f: R.Conv2D(input=x, filter=f, **window), ("Bhwc", "33co")),
-        (
-            ("DepthwiseConv2dNativeBackpropInput", "DepthwiseConv2dNativeBackpropFilter"),
-            lambda x, f: R.DepthwiseConv2dNative(input=x, filter=f, **window),
-            ("Bhwc", "33co"),
-        ),
-        (
-            ("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"),
-            lambda x, f: R.Conv3D(input=x, filter=f, **volume),
-            ("Bhwhc", "333co"),
-        ),
+    yield sample(("Conv",), _operation("Conv", 2, **window), ("Bhwc", "33co"), single)
+    yield sample(("Dilation2D",), _operation("Dilation2D", 2, rates=[1, 1, 1, 1], **window), ("Bhwc", "33c"))
+    pools = [(f"{name}Pool", ("Bhwc",), {"ksize": [1, 2, 2, 1], **window}) for name in ("Max", "Avg")]
+    pools += [(f"{name}Pool3D", ("Bhwhc",), {"ksize": [1, 2, 2, 2, 1], **volume}) for name in ("Max", "Avg")]
+    for name, axes, arguments in pools:
+        for dtype in ("float32",) if name.endswith("3D") else ("float64", "float32"):
+            yield from with_gradients(name, _operation(name, **arguments), axes, (dtype,))
+    yield sample(("MaxPoolV2",), _operation("MaxPoolV2", ksize=[1, 2, 2, 1], **window))
+    for name, axes, arguments in pools[::2]:
+        pool = _operation(name, **arguments)
+        first = lambda x, pool=pool: tf.gradients(tf.reduce_sum(pool(x) ** 3), x)[0]  # noqa: E731
+        yield sample((f"{name}GradGrad",), _gradients(first), axes, single)
+    for name, arguments, version, axes in (
+        ("Conv2D", window, "", ("Bhwc", "33co")),
+        ("DepthwiseConv2dNative", window, "", ("Bhwc", "33co")),
+        ("Conv3D", volume, "V2", ("Bhwhc", "333co")),
     ):
-        gradients = _in_graph(lambda x, f, convolution=convolution: tf.gradients(tf.reduce_sum(convolution(x, f) ** 2), [x, f]))
-        yield sample(both, gradients, axes)
-    yield sample(("LRN",), lambda x: R.LRN(input=x), ("Bhwc",), ("float32",))
-    yield sample(
-        ("LRNGrad",), _in_graph(lambda x: tf.gradients(tf.reduce_sum(R.LRN(input=x) ** 2), x)), ("Bhwc",), ("float32",)
-    )
-    yield sample(("SpaceToBatchND",), lambda x: tf.space_to_batch(x, [2, 1], [[2, 0], [0, 0]]), ("Bhwc",))
-    yield sample(
-        ("BatchToSpaceND",),
-        lambda x: tf.batch_to_space(tf.tanh(tf.space_to_batch(x, [2, 2], [[1, 1], [0, 2]])), [2, 2], [[0, 1], [1, 0]]),
-        ("Bhwc",),
-    )
-    yield sample(("DepthToSpace",), lambda x: tf.nn.depth_to_space(tf.concat([x, x], -1), 2), ("Bhwc",))
-    yield sample(("SpaceToDepth",), lambda x: tf.nn.space_to_depth(x, 2), ("Bhwc",))
-    yield sample(
-        ("ExtractImagePatches",),
-        lambda x: tf.image.extract_patches(x, [1, 2, 2, 1], [1, 2, 2, 1], [1, 1, 1, 1], "VALID"),
-        ("Bhwc",),
-    )
-    yield sample(
-        ("ExtractGlimpse",),
-        lambda x: R.ExtractGlimpse(input=x, size=[2, 2], offsets=tf.zeros([tf.shape(x)[0], 2]), uniform_noise=False),
-        ("Bhwc",),
-        ("float32",),
-    )
-    for name in ("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea"):
-
-        def resized(x, name=name):
-            return getattr(R, name)(images=x, size=[4, 9])
-
-        yield sample((name,), resized, ("Bhwc",), ("float32",))
-        if name != "ResizeArea":
-            gradient = _in_graph(lambda x, resized=resized: tf.gradients(tf.reduce_sum(resized(x) ** 2), x))
-            yield sample((f"{name}Grad",), gradient, ("Bhwc",), ("float32",))
-    yield sample(
-        ("ScaleAndTranslate",),
-        lambda x: R.ScaleAndTranslate(images=x, size=[5, 5], scale=[0.9, 1.1], translation=[0.5, 0.0]),
-        ("Bhwc",),
-        ("float32",),
-    )
+        both = (f"{name}BackpropInput{version}", f"{name}BackpropFilter{version}")
+        yield from with_gradients(name, _operation(name, 2, **arguments), axes, ("float64",), both)
+    yield from with_gradients("LRN", _operation("LRN"))
+    yield sample(("SpaceToBatchND",), lambda x: tf.space_to_batch(x, [2, 1], [[2, 0], [0, 0]]))
+    in_batch = lambda x: tf.tanh(tf.space_to_batch(x, [2, 2], [[1, 1], [0, 2]]))  # noqa: E731
+    yield sample(("BatchToSpaceND",), lambda x: tf.batch_to_space(in_batch(x), [2, 2], [[0, 1], [1, 0]]))
+    yield sample(("DepthToSpace",), lambda x: tf.nn.depth_to_space(tf.concat([x, x], -1), 2))
+    yield sample(("SpaceToDepth",), lambda x: tf.nn.space_to_depth(x, 2))
+    patches = {"ksizes": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "rates": [1, 1, 1, 1], "padding": "VALID"}
+    yield sample(("ExtractImagePatches",), _operation("ExtractImagePatches", **patches))
+    glimpse = _operation("ExtractGlimpse", 3, uniform_noise=False)
+    yield sample(("ExtractGlimpse",), lambda x: glimpse(x, [2, 2], tf.zeros([tf.shape(x)[0], 2])), dtypes=single)
+    yield sample(("ResizeArea",), _operation("ResizeArea", size=[4, 9]), dtypes=single)
+    for name in ("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic"):
+        yield from with_gradients(name, _operation(name, size=[4, 9]))
+    moved = _operation("ScaleAndTranslate", size=[5, 5], scale=[0.9, 1.1], translation=[0.5, 0.0])
+    yield sample(("ScaleAndTranslate",), moved, dtypes=single)
     for name, more in (("ImageProjectiveTransformV2", {}), ("ImageProjectiveTransformV3", {"fill_value": 0.5})):
         for axes in ("Bt", "it"):
-
-            def transformed(x, t, name=name, more=more):
-                return getattr(R, name)(images=x, transforms=t, output_shape=[5, 5], interpolation="BILINEAR", **more)
-
-            yield Sample((name,), transformed, ("Bhwc", axes), ("float32",), (*image, ("t", 8)))
+            transformed = _operation(name, 2, output_shape=[5, 5], interpolation="BILINEAR", **more)
+            yield Sample((name,), transformed, ("Bhwc", axes), single, (*image, ("t", 8)))
     for axes in ("BaC", "aBC"):
         rows = axes.index("B")
-
-        def reversed_along(x, n, rows=rows):
-            return R.ReverseSequence(input=x, seq_lengths=n, seq_dim=1 - rows, batch_dim=rows)
-
-        yield Sample(("ReverseSequence",), reversed_along, (axes, "B"), ("float64", "int32"), low=0, high=3)
-    classes = (("k", 5),)
-    yield Sample(
-        ("InTopKV2",), lambda x, y: R.InTopKV2(predictions=x, targets=y, k=2), ("Bk", "B"), ("float32", "int32"), classes, 0, 4
-    )
-    yield Sample(
-        ("SoftmaxCrossEntropyWithLogits",), lambda x, y: R.SoftmaxCrossEntropyWithLogits(features=x, labels=y), ("Bk", "Bk")
-    )
-    yield Sample(
-        ("SparseSoftmaxCrossEntropyWithLogits",),
-        lambda x, y: R.SparseSoftmaxCrossEntropyWithLogits(features=x, labels=y),
-        ("Bk", "B"),
-        ("float64", "int64"),
-        classes,
-        0,
-        4,
-    )
+        backwards = _operation("ReverseSequence", 2, seq_dim=1 - rows, batch_dim=rows)
+        yield Sample(("ReverseSequence",), backwards, (axes, "B"), ("float64", "int32"), low=0, high=3)
+    labels = {"axes": ("Bk", "B"), "sizes": (("k", 5),), "low": 0, "high": 4}
+    yield Sample(("InTopKV2",), _operation("InTopKV2", 2, k=2), dtypes=("float32", "int32"), **labels)
+    name = "SoftmaxCrossEntropyWithLogits"
+    yield Sample((name,), _operation(name, 2), ("Bk", "Bk"))
+    yield Sample((f"Sparse{name}",), _operation(f"Sparse{name}", 2), dtypes=("float64", "int64"), **labels)
 
 
 def _indexing():
@@ -491,30 +345,16 @@ def _indexing():
     table = tf.Variable(tf.random.stateless_uniform([3, 4], [1, 2], dtype=tf.float64), trainable=False)
     yield Sample(("ResourceGather",), lambda i: table.sparse_read(i), ("Bd",), ("int32",), **few)
     yield Sample(("ScatterNd",), lambda i, x: tf.scatter_nd(i, x, [4, 3]), ("Bi", "Ba"), ("int32", "float64"), **few)
-
-    def in_columns(i, x):
-        return tf.scatter_nd(i, x, tf.stack([4, tf.shape(x)[1]]))
-
+    in_columns = lambda i, x: tf.scatter_nd(i, x, tf.stack([4, tf.shape(x)[1]]))  # noqa: E731
     yield Sample(("ScatterNd",), in_columns, ("ai", "aB"), ("int32", "float64"), **few)
     for name in ("Sum", "Max", "Min", "Prod"):
-
-        def by_segment(x, i, name=name):
-            return getattr(R, f"UnsortedSegment{name}")(data=x, segment_ids=i, num_segments=4)
-
+        by_segment = _operation(f"UnsortedSegment{name}", 2, num_segments=4)
         yield Sample((f"UnsortedSegment{name}",), by_segment, ("BaC", "Ba"), ("float64", "int32"), **few)
     for axes in ("Ba", "B"):
-
-        def counted(i, binary=axes == "Ba"):
-            return R.DenseBincount(input=i, size=3, weights=tf.zeros([0], "float64"), binary_output=binary)
-
+        counted = _operation("DenseBincount", size=3, weights=np.zeros(0), binary_output=axes == "Ba")
         yield Sample(("DenseBincount",), counted, (axes,), ("int32",), **few)
-        yield Sample(
-            ("DenseBincount",),
-            lambda i, x: R.DenseBincount(input=i, size=3, weights=x),
-            (axes, axes),
-            ("int32", "float64"),
-            **few,
-        )
+        summed = lambda i, x: R.DenseBincount(input=i, size=3, weights=x)  # noqa: E731
+        yield Sample(("DenseBincount",), summed, (axes, axes), ("int32", "float64"), **few)
     for axis in (-1, 0, 1):
         yield Sample(("OneHot",), lambda i, axis=axis: tf.one_hot(i, 3, axis=axis), ("Ba",), ("int32",), **few)
 
@@ -522,14 +362,11 @@ def _indexing():
 def _drawing():
     seeds = {"seed": [3, 4]}
     drawn = {
-        "RandomUniform": lambda shape: None,
         "StatelessRandomUniform": lambda shape: R.StatelessRandomUniform(shape=shape, **seeds),
         "StatelessRandomNormal": lambda shape: R.StatelessRandomNormal(shape=shape, **seeds),
         "StatelessTruncatedNormal": lambda shape: R.StatelessTruncatedNormal(shape=shape, **seeds),
         "StatelessRandomUniformInt": lambda shape: R.StatelessRandomUniformInt(shape=shape, **seeds, minval=0, maxval=9),
         "StatelessRandomUniformFullInt": lambda shape: R.StatelessRandomUniformFullInt(shape=shape, **seeds, dtype=tf.int64),
-        "StatelessRandomUniformV2": lambda shape: tf.random.stateless_uniform(shape, [3, 4]),
-        "StatelessRandomNormalV2": lambda shape: tf.random.stateless_normal(shape, [3, 4]),
         "StatelessTruncatedNormalV2": lambda shape: tf.random.stateless_truncated_normal(shape, [3, 4]),
         "StatelessRandomUniformIntV2": lambda shape: tf.random.stateless_uniform(shape, [3, 4], 0, 9, tf.int64),
         "StatelessRandomUniformFullIntV2": lambda shape: tf.random.stateless_uniform(shape, [3, 4], None, None, tf.int32),
@@ -541,10 +378,8 @@ def _drawing():
             shape, [3, 4]
         ),
     }
-    for name in DRAWS:
-        if not name.startswith("Stateless"):
-            continue
-        yield Sample((name,), lambda x, name=name: drawn[name](tf.stack([tf.shape(x)[0], 4])), ("Ba",))
+    for name, draw in drawn.items():
+        yield Sample((name,), lambda x, draw=draw: draw(tf.stack([tf.shape(x)[0], 4])), ("Ba",))
     # Rows that end within a block of Philox, wide rows, several rows for each entry of the batch, and other dtypes.
     uniform, normal = tf.random.stateless_uniform, tf.random.stateless_normal
     for dtype in ("float64", "float32", "float16", "bfloat16"):
@@ -591,6 +426,5 @@ def _lists():
 
 
 def samples():
-    """Returns all samples."""
     families = (_elementwise, _reductions, _products, _reshaping, _picking, _windows, _indexing, _drawing, _lists)
     return [sample for family in families for sample in family()]

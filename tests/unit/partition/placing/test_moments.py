@@ -26,15 +26,17 @@ def batch_of(rows, counts):
     return [argument], counted, Target([f"CPU:{tower}" for tower in range(len(counts))], "CPU:0")
 
 
-def on_towers(step, rows, counts):
-    """Runs a step on towers, and returns its result."""
+def assert_same(step, rows, counts=(4, 0, 5), tolerance=1e-12):
+    """Asserts that a step gives the same plain and on towers."""
     arguments, *others = batch_of(rows, counts)
 
     @tf.function(autograph=False)
     def partitioned():
         return run_partitioned(Trace(step, [argument.spec for argument in arguments]), arguments, *others)[0]
 
-    return partitioned()
+    results = tf.nest.flatten(partitioned()), tf.nest.flatten(step(tf.constant(rows)))
+    for result, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(np.array(result, float), np.array(expected, float), rtol=0, atol=tolerance)
 
 
 def variances(step, rows):
@@ -50,11 +52,10 @@ def normalized(x):
     return mean, variance, tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
 
 
-@pytest.mark.parametrize("counts", [(5,), (4, 5), (7, 2, 1), (3, 0, 4), (0, 0, 1), (0, 1)])
+@pytest.mark.parametrize("counts", [(5,), (7, 2, 1), (3, 0, 4), (0, 1)])
 def test_moments_of_the_batch(counts):
     rows = rng.normal(2, 3, size=(sum(counts), 4, 3)) + np.arange(sum(counts))[:, None, None]
-    for result, plain in zip(on_towers(normalized, rows, counts), normalized(tf.constant(rows)), strict=True):
-        np.testing.assert_allclose(result, plain, rtol=0, atol=1e-12)
+    assert_same(normalized, rows, counts)
 
 
 def test_gradients_of_moments():
@@ -66,35 +67,32 @@ def test_gradients_of_moments():
             squares = tf.reduce_sum(tape.gradient(loss, x) ** 2)
         return tape.gradient(loss, x), tape.gradient(squares, x)
 
-    rows = rng.normal(2, 3, size=(9, 4, 3))
-    for result, plain in zip(on_towers(gradients, rows, (4, 0, 5)), gradients(tf.constant(rows)), strict=True):
-        np.testing.assert_allclose(result, plain, rtol=1e-9, atol=1e-9)
+    assert_same(gradients, rng.normal(2, 3, size=(9, 4, 3)), tolerance=1e-9)
+
+
+def variance_around(mean, x, axes, keepdims=True):
+    return tf.reduce_mean(tf.math.squared_difference(x, mean), axes, keepdims=keepdims)
 
 
 def around_another_mean(x):
-    mean = tf.reduce_mean(x + 1, [0, 1], keepdims=True)
-    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0, 1], keepdims=True)
+    return variance_around(tf.reduce_mean(x + 1, [0, 1], keepdims=True), x, [0, 1])
 
 
 def around_the_mean_of_other_axes(x):
-    mean = tf.reduce_mean(x, [0], keepdims=True)
-    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0, 1], keepdims=True)
+    return variance_around(tf.reduce_mean(x, [0], keepdims=True), x, [0, 1])
 
 
 def without_the_axes(x):
-    mean = tf.reduce_mean(x, [0, 1, 2])
-    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0, 1, 2])
+    return variance_around(tf.reduce_mean(x, [0, 1, 2]), x, [0, 1, 2], keepdims=False)
 
 
 def of_each_row(x):
-    mean = tf.reduce_mean(x, [1, 2], keepdims=True)
-    return tf.reduce_mean(tf.math.squared_difference(x, mean), [1, 2], keepdims=True)
+    return variance_around(tf.reduce_mean(x, [1, 2], keepdims=True), x, [1, 2])
 
 
 def in_half_precision(x):
     x = tf.cast(x, tf.bfloat16)
-    mean = tf.reduce_mean(x, [0], keepdims=True)
-    return tf.reduce_mean(tf.math.squared_difference(x, mean), [0], keepdims=True)
+    return variance_around(tf.reduce_mean(x, [0], keepdims=True), x, [0])
 
 
 @pytest.mark.parametrize(
@@ -102,13 +100,7 @@ def in_half_precision(x):
 )
 def test_what_is_no_variance_of_the_batch(step):
     rows = rng.normal(2, 3, size=(9, 4, 3))
-    tolerance = 0.2 if step is in_half_precision else 1e-12
-    np.testing.assert_allclose(
-        tf.cast(on_towers(step, rows, (4, 0, 5)), tf.float64),
-        tf.cast(step(tf.constant(rows)), tf.float64),
-        rtol=0,
-        atol=tolerance,
-    )
+    assert_same(step, rows, tolerance=0.2 if step is in_half_precision else 1e-12)
     assert variances(step, rows) == 0
     assert variances(normalized, rows) == 1
 
@@ -122,11 +114,10 @@ def test_a_variance_that_waits_for_what_becomes_of_the_mean():
         mean = tf.reduce_mean(x, axes, keepdims=True)
         distances = tf.math.squared_difference(x, mean)
         with tf.control_dependencies([moving.assign(mean)]):
-            return tf.reduce_mean(distances, axes, keepdims=True)
+            return tf.reduce_mean(distances, axes, keepdims=True), moving.read_value()
 
     rows = rng.normal(2, 3, size=(9, 3))
-    np.testing.assert_allclose(on_towers(step, rows, (4, 0, 5)), rows.var(0, keepdims=True), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(moving, rows.mean(0, keepdims=True), rtol=0, atol=1e-12)
+    assert_same(step, rows)
     assert variances(step, rows) == 0
 
 
@@ -136,9 +127,7 @@ def test_variances_in_a_list_of_tensors():
         listed = tf.TensorArray(x.dtype, 1, clear_after_read=False).write(0, variance)
         return listed.read(0), listed.stack()
 
-    rows = rng.normal(2, 3, size=(9, 3))
-    for result in on_towers(step, rows, (4, 0, 5)):
-        np.testing.assert_allclose(np.squeeze(result), rows.var(0), rtol=0, atol=1e-12)
+    assert_same(step, rng.normal(2, 3, size=(9, 3)))
 
 
 def test_whatever_else_is_made_of_the_distances():
@@ -149,12 +138,11 @@ def test_whatever_else_is_made_of_the_distances():
         return distances, variance, 3 * variance + tf.reduce_sum(x, 0), tf.reduce_max(distances, 0)
 
     rows = rng.normal(2, 3, size=(9, 3))
-    for result, plain in zip(on_towers(step, rows, (4, 0, 5)), step(tf.constant(rows)), strict=True):
-        np.testing.assert_allclose(result, plain, rtol=0, atol=1e-12)
+    assert_same(step, rows)
     assert variances(step, rows) == 1
 
 
-@pytest.mark.parametrize("counts", [(4, 5), (7, 2, 1), (3, 0, 4), (0, 0, 1)])
+@pytest.mark.parametrize("counts", [(7, 2, 1), (3, 0, 4), (0, 0, 1)])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_moments_of_workers(counts, offset):
     """Each worker has the parts of its rows; a worker without rows has zeros."""
@@ -165,9 +153,7 @@ def test_moments_of_workers(counts, offset):
         own = rows[ends[collectives.index] - counts[collectives.index] : ends[collectives.index]]
         share = len(own) / len(rows)
         mean, variance = (own.mean(0), own.var(0)) if len(own) else (np.zeros(3), np.zeros(3))
-        return _pooled(
-            AcrossWorkers(collectives), tf.constant(share * mean), tf.constant(share * variance), tf.constant(counts)
-        )
+        return _pooled(AcrossWorkers(collectives), *map(tf.constant, (share * mean, share * variance, counts)))
 
     for variance, mean in on_workers(len(counts), pooled):
         np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-14)

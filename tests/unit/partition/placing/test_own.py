@@ -5,7 +5,6 @@ import pytest
 import tensorflow as tf
 from partitioned_steps import partitioned_step
 
-import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition.own import own_part, total_of_own
 
 
@@ -16,7 +15,7 @@ def results_of(step, x, known_rows=None):
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize(("rows", "first"), [(7, 2), (3, 1), (2, 1), (1, 1)])
+@pytest.mark.parametrize(("rows", "first"), [(7, 2), (2, 1), (1, 1)])
 def test_one_value_of_all_towers_is_that_of_the_first_row(rows, first, is_known):
     """With fewer rows than towers, the first slice is empty: its borrowed row does not count."""
     x = np.random.default_rng(rows).normal(size=(rows, 2))

@@ -3,22 +3,23 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from partitioned_steps import partitioned_step, reading_at_random
+from partitioned_steps import agree, partitioned_step, reading_at_random, with_gradients
 
-import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition.placing import propagation
 
 ROWS = 6  # also a width of the tensors below, and twice or half of others
 
 
+def batch_and_noise(x):
+    flat = tf.reshape(tf.reshape(x, [ROWS * 2, 3]), [ROWS, 6])
+    noise = tf.random.stateless_uniform([ROWS, 6], [1, 2], dtype=x.dtype) + tf.fill([ROWS, 6], x[0, 0])
+    return tf.concat([flat, noise * tf.ones([6, 6], x.dtype)], 0)
+
+
+@with_gradients
 def of_batch(x):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        flat = tf.reshape(tf.reshape(x, [ROWS * 2, 3]), [ROWS, 6])
-        noise = tf.random.stateless_uniform([ROWS, 6], [1, 2], dtype=x.dtype) + tf.fill([ROWS, 6], x[0, 0])
-        both = tf.concat([flat, noise * tf.ones([6, 6], x.dtype)], 0)
-        loss = tf.reduce_mean(both[:ROWS] ** 2 * tf.reshape(tf.tile(both[ROWS:, :1], [1, 6]), [ROWS, 6]))
-    return loss, tape.gradient(loss, x), both
+    both = batch_and_noise(x)
+    return tf.reduce_mean(both[:ROWS] ** 2 * tf.reshape(tf.tile(both[ROWS:, :1], [1, 6]), [ROWS, 6]))
 
 
 def of_weights(x):
@@ -28,17 +29,15 @@ def of_weights(x):
     return x @ noisy, spread, tf.linalg.band_part(spread, 0, -1), tf.split(spread, [2, 4], 0)
 
 
+@with_gradients
 def of_a_loop(x):
     def body(i, state, states):
         state = tf.tanh(state @ tf.eye(6, dtype=x.dtype) + x * tf.cast(i, x.dtype))
         return i + 1, state, states.write(i, state)
 
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        states = tf.TensorArray(x.dtype, 3, element_shape=[ROWS, 6])
-        _, state, states = tf.while_loop(lambda i, *_: i < 3, body, [0, tf.zeros([ROWS, 6], x.dtype), states])
-        loss = tf.reduce_sum(states.stack() ** 2) + tf.reduce_sum(tf.transpose(state) @ state)
-    return loss, tape.gradient(loss, x)
+    states = tf.TensorArray(x.dtype, 3, element_shape=[ROWS, 6])
+    _, state, states = tf.while_loop(lambda i, *_: i < 3, body, [0, tf.zeros([ROWS, 6], x.dtype), states])
+    return tf.reduce_sum(states.stack() ** 2) + tf.reduce_sum(tf.transpose(state) @ state)
 
 
 def of_a_queue(x):
@@ -47,40 +46,27 @@ def of_a_queue(x):
     return tf.nn.softmax(similar), tf.linalg.diag_part(similar), tf.one_hot(tf.argmax(similar, 1), ROWS)
 
 
+@with_gradients
 def of_a_recomputed_function(x):
     """Each tower takes an entry of its own rows for the number by which the function waits for its gradient."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        loss = tf.reduce_mean(tf.recompute_grad(lambda y: tf.tanh(y) * tf.reshape(y, [ROWS, 6]))(x) ** 2)
-    return loss, tape.gradient(loss, x)
+    return tf.reduce_mean(tf.recompute_grad(lambda y: tf.tanh(y) * tf.reshape(y, [ROWS, 6]))(x) ** 2)
 
 
-STEPS = [of_batch, of_weights, of_a_loop, of_a_queue, of_a_recomputed_function]
-
-
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [batch_and_noise, of_batch, of_weights, of_a_loop, of_a_queue, of_a_recomputed_function])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_reading_is_right(step, seed):
     """Reads integers in a random order, makes random sources rows in random segments, and leaves out some readings."""
     x = np.random.default_rng(seed).normal(size=(ROWS, 6))
     with reading_at_random(seed):
-        partitioned, _ = partitioned_step(step, [tf.TensorSpec(x.shape, tf.float64)], [True], ROWS)
-    plain = tf.nest.flatten(tf.function(step, autograph=False)(tf.constant(x)))
-    for one, other in zip(plain, tf.nest.flatten(partitioned(tf.constant(x))), strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11)
+        agree(step, [x], known_rows=ROWS)
 
 
 def test_without_readings_the_rows_are_gathered(monkeypatch):
     """What is not read is computed once: slower, and the same."""
     x = np.random.default_rng(0).normal(size=(ROWS, 6))
-    specs = [tf.TensorSpec(x.shape, tf.float64)]
-    _, shared = partitioned_step(of_batch, specs, [True], ROWS)
+    shared = agree(of_batch, [x], known_rows=ROWS)
     monkeypatch.setattr(propagation, "readings", lambda node, blocks=(): [node])
-    partitioned, gathered = partitioned_step(of_batch, specs, [True], ROWS)
-    assert len(shared.gathered) < len(gathered.gathered)
-    plain = tf.nest.flatten(tf.function(of_batch, autograph=False)(tf.constant(x)))
-    for one, other in zip(plain, tf.nest.flatten(partitioned(tf.constant(x))), strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11)
+    assert len(shared.gathered) < len(agree(of_batch, [x], known_rows=ROWS).gathered)
 
 
 def test_noise_of_a_weight_has_no_rows():
@@ -122,6 +108,4 @@ def test_noise_of_an_unknown_length_has_no_rows():
         found = tf.unique(tf.cast(10.0 * x[:, 0], tf.int32))[0]
         return x * tf.reduce_mean(tf.random.stateless_normal([tf.size(found), 2], [3, 4], dtype=x.dtype), axis=0)
 
-    x = np.random.default_rng(0).normal(size=(ROWS, 2))
-    partitioned, _ = partitioned_step(step, [tf.TensorSpec(x.shape, tf.float64)], [True], ROWS)
-    np.testing.assert_allclose(partitioned(tf.constant(x)), tf.function(step, autograph=False)(tf.constant(x)), rtol=1e-11)
+    agree(step, [np.random.default_rng(0).normal(size=(ROWS, 2))], known_rows=ROWS)

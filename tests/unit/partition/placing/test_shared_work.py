@@ -4,9 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from partitioned_steps import partitioned_step
-
-import keras_dp  # noqa: F401  The devices are made ready first.
+from partitioned_steps import agree, partitioned_step, with_gradients
 
 WEIGHTS = np.random.default_rng(0).normal(size=(6, 3)) * 0.3
 FILTER = np.random.default_rng(1).normal(size=(2, 3, 3)) * 0.3
@@ -92,32 +90,21 @@ IDIOMS = [
 ]
 
 
-def with_gradient(function):
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_mean(function(x) ** 2)
-        return loss, tape.gradient(loss, x)
-
-    return step
-
-
 def compared(step, sizes, known_rows, counts):
     """Asserts that a step gives the same on towers, and returns the operations that are computed once."""
-    partitioned, partition = partitioned_step(step, [tf.TensorSpec((known_rows, *sizes), tf.float64)], [True], known_rows)
-    plain = tf.function(step, autograph=False)
-    for rows in counts:
-        x = np.random.default_rng(rows).normal(size=(rows, *(5 if size is None else size for size in sizes)))
-        for one, other in zip(plain(tf.constant(x)), partitioned(tf.constant(x)), strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11)
+    batches = [np.random.default_rng(0).normal(size=(rows, *(size or 5 for size in sizes))) for rows in counts]
+    specs = [tf.TensorSpec((known_rows, *sizes), tf.float64)]
+    partition = agree(step, *([x] for x in batches), specs=specs, known_rows=known_rows)
     return [known.type for known in partition.gathered]
 
 
+KNOWN_ROWS = pytest.mark.parametrize(("known_rows", "counts"), [(None, (7, 2, 1)), (8, (8,))])
+
+
 @pytest.mark.parametrize(("function", "sizes"), IDIOMS, ids=lambda value: getattr(value, "__name__", str(value)))
-@pytest.mark.parametrize("known_rows", [None, 8])
-def test_towers_share_the_work(function, sizes, known_rows):
-    counts = (7, 2, 1) if known_rows is None else (known_rows,)
-    assert compared(with_gradient(function), sizes, known_rows, counts) == []
+@KNOWN_ROWS
+def test_towers_share_the_work(function, sizes, known_rows, counts):
+    assert compared(with_gradients(lambda x: tf.reduce_mean(function(x) ** 2)), sizes, known_rows, counts) == []
 
 
 def test_an_entry_that_matters_is_that_of_the_batch():
@@ -144,8 +131,8 @@ def test_a_choice_by_a_number_may_be_another(one, other):
     compared(step, (3,), None, (7, 2))
 
 
-@pytest.mark.parametrize("known_rows", [None, 8])
-def test_a_loop_whose_weights_are_broadcast_to_each_row(known_rows):
+@KNOWN_ROWS
+def test_a_loop_whose_weights_are_broadcast_to_each_row(known_rows, counts):
     """Liquid time-constant networks of ncps ran at home: the sizes in the gradient of such a loop were not known."""
 
     def step(x):
@@ -160,7 +147,7 @@ def test_a_loop_whose_weights_are_broadcast_to_each_row(known_rows):
             loss = tf.reduce_mean(tf.while_loop(lambda i, h: i < 4, one, [0, x[:, 0]])[1] ** 2)
         return loss, *tape.gradient(loss, weights)
 
-    assert compared(step, (4, 3), known_rows, (7, 2, 1) if known_rows is None else (known_rows,)) == []
+    assert compared(step, (4, 3), known_rows, counts) == []
 
 
 @pytest.mark.parametrize("known_rows", [None, 8])

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from partitioned_steps import DEVICES, HOME, partitioned_step
+from partitioned_steps import DEVICES, HOME, agree, partitioned_step
 
 import keras_dp
 from keras_dp.partition import step as steps
@@ -42,9 +42,6 @@ def of_a_known_integer(x):
     return x * tf.cast(tf.reduce_sum(tf.cast(x > 0, tf.int32)), x.dtype)
 
 
-COMBINED = [normalized, of_a_weighted_mean, of_extremes, of_a_chain, of_a_known_integer]
-
-
 def checked_first(x):
     total = tf.reduce_sum(x, 0)
     with tf.control_dependencies([tf.debugging.assert_less(total, 1e6 * tf.ones_like(total))]):
@@ -66,10 +63,7 @@ def of_a_large_sum(x):
     return x - tf.reduce_mean(tf.reduce_sum(x[:, :, None] * tf.ones((1, 3, 20_000), x.dtype), 0), 1)
 
 
-KEPT_AT_HOME = [checked_first, with_random_numbers, of_a_factorization, of_a_large_sum]
-
-
-def combined(step, monkeypatch, size=3, devices=DEVICES, home=HOME):
+def combined(step, monkeypatch, size=3, home=HOME):
     """Returns the result of a step, its graph, and the longest chains of copies between devices before and after."""
     found, combine = [], steps.combine_on_towers
 
@@ -81,7 +75,7 @@ def combined(step, monkeypatch, size=3, devices=DEVICES, home=HOME):
     with monkeypatch.context() as patched:
         patched.setattr(steps, "combine_on_towers", measuring)
         specs = [tf.TensorSpec([None, size], tf.float64)]
-        function, _ = partitioned_step(step, specs, [True], None, devices, home, pack_copies=True)
+        function, _ = partitioned_step(step, specs, [True], home=home, pack_copies=True)
     return function(tf.constant(ROWS)).numpy(), *found[-1]
 
 
@@ -96,20 +90,26 @@ def longest_chain(function):
     return max(lengths.values())
 
 
-@pytest.mark.parametrize("home", [HOME, DEVICES[0]])
-@pytest.mark.parametrize("step", COMBINED)
+HOMES = pytest.mark.parametrize("home", [HOME, DEVICES[0]])
+
+
+@HOMES
+@pytest.mark.parametrize("step", [normalized, of_a_weighted_mean, of_extremes, of_a_chain, of_a_known_integer])
 def test_each_tower_combines_small_parts_by_itself(step, home, monkeypatch):
     result, written, before, after = combined(step, monkeypatch, home=home)
     np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-12)
-    meetings = 6 if step is of_a_chain else 1
-    assert before - after == meetings
+    assert before - after == (6 if step is of_a_chain else 1)
     combining = [node.name for node in written.function.node_def if node.op in ("Sum", "AddN", "Max", "Min")]
     assert {written.towers.get(name) for name in combining} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("step", KEPT_AT_HOME)
-def test_all_else_is_combined_at_home(step, monkeypatch):
-    result, written, before, after = combined(step, monkeypatch)
+@pytest.mark.parametrize(
+    ("step", "size"),
+    [(checked_first, 3), (with_random_numbers, 3), (of_a_factorization, 3), (of_a_large_sum, 3), (normalized, None)],
+)
+def test_all_else_is_combined_at_home(step, size, monkeypatch):
+    """A sum of unknown size is, too."""
+    result, written, before, after = combined(step, monkeypatch, size)
     np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-9)
     assert before == after
     assert not any(node.name.startswith("tower_1/sum/") for node in written.function.node_def)
@@ -120,11 +120,6 @@ def test_the_limit_decides_about_large_sums(monkeypatch):
     monkeypatch.setattr(relays, "_MOST_BYTES", 10_000_000)
     _, _, before, after = combined(of_a_large_sum, monkeypatch)
     assert after < before
-
-
-def test_a_sum_of_unknown_size_is_combined_at_home(monkeypatch):
-    _, _, before, after = combined(normalized, monkeypatch, size=None)
-    assert before == after
 
 
 def test_home_keeps_only_what_it_needs(monkeypatch):
@@ -148,7 +143,7 @@ def sums_of_sums(x):
     return (tf.reduce_sum(tf.sin(x), 0) + tf.reduce_sum(x**2, 0)) / 3.0 + tf.reduce_sum(tf.exp(x), 0)
 
 
-@pytest.mark.parametrize("home", [HOME, DEVICES[0]])
+@HOMES
 @pytest.mark.parametrize("value", [the_scale, sums_of_sums])
 def test_all_towers_have_the_same_bits(value, home, monkeypatch):
     """Each row returns the value that its tower computes."""
@@ -184,9 +179,7 @@ def test_a_long_chain_of_small_operations_is_no_deep_recursion():
             scale = tf.sin(scale) + 1.0
         return x * (tf.abs(tf.reduce_sum(x, 0)) * scale)
 
-    spec = [tf.TensorSpec([None, 3], tf.float64)]
-    function, _ = partitioned_step(scaled, spec, [True], None, DEVICES, HOME, pack_copies=True)
-    np.testing.assert_allclose(function(ROWS), scaled(tf.constant(ROWS)), rtol=1e-12)
+    agree(scaled, [ROWS], pack_copies=True)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")

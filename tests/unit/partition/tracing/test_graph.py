@@ -15,13 +15,7 @@ def graph_of(inputs):
 def test_sources_are_named_once_in_the_order_of_all_nodes():
     graph = graph_of(INPUTS)
     assert graph.sources == {"e": ["a", "d"], "a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"], "alone": []}
-    assert {name: graph.takers[name] for name in "abcde"} == {
-        "a": ["e", "b", "c"],
-        "b": ["d"],
-        "c": ["d"],
-        "d": ["e"],
-        "e": [],
-    }
+    assert {name: graph.takers[name] for name in "abcde"} == {"a": ["e", "b", "c"], "b": ["d"], "c": ["d"], "d": ["e"], "e": []}
 
 
 def test_a_node_comes_after_its_sources_and_else_as_it_was():

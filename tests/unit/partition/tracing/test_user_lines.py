@@ -4,7 +4,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-import keras_dp  # noqa: F401  The devices are made ready first.
 from keras_dp.partition.tracing.user_lines import user_line
 
 
