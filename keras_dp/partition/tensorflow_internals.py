@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import config, func_graph, function_def_to_graph, op_def_registry, ops
+from tensorflow.python.framework import config, func_graph, function_def_to_graph, op_def_registry, ops, random_seed
 from tensorflow.python.ops import handle_data_util, op_selector
 
 Tensor = Any
@@ -83,6 +83,16 @@ def outside_of_traces() -> Iterator[None]:
             yield
         finally:
             graph._variable_creator_stack = creators
+
+
+def seeds_given(graph: tf.Graph) -> int:
+    """Counts the operations of a graph that TensorFlow has given a seed by itself: the next one gets this number."""
+    return int(random_seed._graph_to_seed_dict.get(graph, 0))
+
+
+def give_seeds_from(count: int, graph: tf.Graph) -> None:
+    """Makes TensorFlow give this number to the next operation of a graph that draws without a seed of its own."""
+    random_seed._graph_to_seed_dict[graph] = count
 
 
 def unused_function_name(prefix: str) -> str:

@@ -124,7 +124,7 @@ SEQUENCES = {
     ],
     "several steps in one execution": [
         (functools.partial(begin, steps_per_execution=2),),
-        *((fit, 24, 4), (fit, 24, 4), (evaluate, 20)),
+        *((fit, 24, 4), (fit, 24, 4), (evaluate, 20), (predict, 20), (predict, 3, 1)),
     ],
     "a model without an input": [(predict, 10), (fit, 24), (evaluate, 10), (fit, 21)],
 }
@@ -137,6 +137,22 @@ def test_a_step_is_traced_as_often(sequence):
         return [calls_in_turn(model, *SEQUENCES[sequence]), next_draws()]
 
     assert_same_run(lambda: build(is_built=sequence != "a model without an input"), script)
+
+
+def test_steps_that_a_function_runs_draw_on():
+    """As in plain Keras, TensorFlow numbers all draws of the function, those of its steps and its own."""
+
+    def script(model):
+        @tf.function
+        def function(x):
+            first = model.distribute_strategy.run(lambda x: model(x, training=False), (x,))
+            between = tf.random.normal((2,), dtype=x.dtype)
+            return first, between, model.distribute_strategy.run(lambda x: model(x, training=False), (x,))
+
+        begin(model)
+        return [[tensor.numpy() for tensor in function(tf.constant(X[:8]))] for _ in range(2)]
+
+    assert_same_run(build, script)
 
 
 DRAW = np.random.default_rng(turn.SEED)

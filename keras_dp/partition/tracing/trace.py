@@ -10,7 +10,9 @@ from keras_dp.partition.tensorflow_internals import (
     UnliftableError,
     forget_custom_gradients,
     function_that_makes_variables,
+    give_seeds_from,
     outside_of_traces,
+    seeds_given,
 )
 
 Tensor = Any
@@ -18,6 +20,9 @@ Tensor = Any
 
 class Trace:
     """Traces a step as one device does, and as often: a second time if the first trace makes variables.
+
+    One device traces the step in the function that runs it, and numbers the operations that draw without a seed of their own
+    throughout this function. So a second step in it, as of `predict` with `steps_per_execution=2`, draws other numbers.
 
     Args:
         step: takes the tensors of a batch, and returns nested tensors.
@@ -35,9 +40,11 @@ class Trace:
     ):
         self.initializing: Any = None
         self._step = step
-        times = itertools.count()
+        times, around = itertools.count(), tf.compat.v1.get_default_graph()
+        begin = 0 if tf.executing_eagerly() else seeds_given(around)
 
         def traced(*tensors: Tensor) -> list[Tensor]:
+            give_seeds_from(begin, tf.compat.v1.get_default_graph())
             if next(times):
                 with outside_of_traces():
                     variables_made()
@@ -51,6 +58,8 @@ class Trace:
             except UnliftableError:
                 self.initializing = function_that_makes_variables(function)
                 self.concrete = function.get_concrete_function(*specs)
+        if not tf.executing_eagerly():
+            give_seeds_from(seeds_given(self.concrete.graph), around)
         forget_custom_gradients(self.concrete.graph)
 
     def of(self, specs: Sequence[tf.TensorSpec]) -> "Trace":

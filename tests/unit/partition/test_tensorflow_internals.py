@@ -18,6 +18,16 @@ def test_stateful_operations():
     assert tensorflow_internals.is_stateful("There is no such operation")
 
 
+def test_the_draws_of_a_graph_are_numbered():
+    with tf.Graph().as_default() as graph:
+        graph.seed = 3
+        made = [tf.random.uniform(()) for _ in range(2)]
+        assert tensorflow_internals.seeds_given(graph) == 2
+        tensorflow_internals.give_seeds_from(7, graph)
+        made.append(tf.random.uniform(()))
+    assert [one.op.get_attr("seed2") for one in made] == [0, 1, 7]
+
+
 def test_handle_data_gives_placeholders_the_shape_of_a_variable():
     variable = tf.Variable(tf.zeros([2, 3]))
     concrete = tf.function(lambda: variable + 1.0).get_concrete_function()
