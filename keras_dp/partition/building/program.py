@@ -10,17 +10,7 @@ import numpy as np
 from keras_dp.partition.building.constants import Constants, are_known
 from keras_dp.partition.building.instances import Instance, Place
 from keras_dp.partition.facts.operations import SHAPES
-from keras_dp.partition.facts.placements import (
-    ANY_SHAPE,
-    LOCAL_SHAPE,
-    REPLICATE,
-    ListOf,
-    Need,
-    Own,
-    Partial,
-    Placement,
-    Shard,
-)
+from keras_dp.partition.facts.placements import ANY_SHAPE, LOCAL_SHAPE, REPLICATE, ListOf, Need, Own, Partial, Placement, Shard
 from keras_dp.partition.placing.moments import Variance
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -53,8 +43,8 @@ class Form(enum.Enum):
 
 
 EXCHANGES = frozenset([Form.SUM, Form.MAX, Form.MIN, Form.PROD, Form.ALL, Form.ANY, Form.GATHER, Form.FIRST, Form.LAST])
-_MADE = {Place.HOME: Form.HOME, Place.TOWERS: Form.TOWERS, Place.SHAPES: Form.SHAPES}
-PLACES = {form: place for place, form in _MADE.items()}
+# Where the instances are from which operations take tensors as they are.
+PLACES = {Form.HOME: Place.HOME, Form.TOWERS: Place.TOWERS, Form.SHAPES: Place.SHAPES}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
