@@ -119,7 +119,7 @@ class Builder:
     def build(self) -> Built:
         """Writes the nodes that the outputs and effects need, and no others."""
         makers: dict[Place, Callable[[Operation], list[str]]] = {
-            Place.SHAPES: self._on_each_tower,
+            Place.SHAPES: self._own_shapes,
             Place.TOWERS: self._on_towers,
             Place.HOME: lambda operation: [self._at_home(operation)],
         }
@@ -191,7 +191,7 @@ class Builder:
                 made.append(self.copy(own, tower, inputs))
         return made
 
-    def _on_each_tower(self, operation: Operation) -> list[str]:
+    def _own_shapes(self, operation: Operation) -> list[str]:
         towers = range(len(self.devices))
         return [self.copy(operation.definition, tower, self._inputs(operation, tower)) for tower in towers]
 

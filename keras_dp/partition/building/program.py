@@ -197,7 +197,7 @@ class Program:
         elif place is Place.SHAPES:
             operands = [self._operand(output, _local_need(facts[output].placement)) for output in outputs]
         elif definition.op in SHAPES:
-            operands = map(self._measured, outputs)
+            operands = map(self._whose_shape_is_taken, outputs)
         else:
             operands = map(self._whole, outputs)
         return Operation(place, definition, tuple(operands), self.awaits(name))
@@ -215,7 +215,7 @@ class Program:
         if isinstance(need, Shard):
             if placement == need and self._propagation.is_on_towers(output):
                 return self._as_placed(output)
-            return Operand(Form.CUT, output, (self._whole(output), *self._sizes_of(need)), need)
+            return Operand(Form.CUT, output, (self._whole(output), *self._needed_beside(need)), need)
         if isinstance(need, Partial):
             return self._as_placed(output) if placement == need else Operand(Form.PART, output, (self._whole(output),))
         if isinstance(need, ListOf | Own) or (need == REPLICATE and self._is_on_each_tower(output)):
@@ -244,14 +244,14 @@ class Program:
             return Operand(Form.HOME, output)
         placement = self._propagation.facts[output].placement
         assert not isinstance(placement, ListOf), f"a list on towers is needed at home: {name}"
-        return Operand(_exchange(placement), output, (self._as_placed(output), *self._sizes_of(placement)))
+        return Operand(_exchange(placement), output, (self._as_placed(output), *self._needed_beside(placement)))
 
-    def _sizes_of(self, placement: Placement) -> list[Operand]:
-        """Returns the tensors that are measured, or combined, before a tensor with this placement is exchanged."""
+    def _needed_beside(self, placement: Placement) -> list[Operand]:
+        """Returns what an exchange of a tensor with this placement needs beside it: tensors to measure, or a mean."""
         mean = [self._as_placed(placement.mean)] if isinstance(placement, Variance) else []
         return mean + [self._as_placed(output) for output in self._propagation.measures.of(placement)]
 
-    def _measured(self, output: Output) -> Operand:
+    def _whose_shape_is_taken(self, output: Output) -> Operand:
         """Returns a tensor whose shape home takes: if towers have its rows or parts, as the last one has it."""
         placement, is_given = self._propagation.facts[output].placement, output[0] in self._given
         static, plan = self._propagation.static(output), self._propagation.plans[output[0]]
