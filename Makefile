@@ -17,11 +17,11 @@ mnist: $(VENV)/examples.installed  ## Train on images of MNIST, on two towers an
 check: lint  ## Check style, types and imports, and run the unit tests: before each commit.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit
 
-test: $(VENV)/dev.installed  ## Run the test of each promise, in eight minutes.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m promise
+test: $(VENV)/dev.installed  ## Run the test of each promise, in six minutes.
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m promise
 
 test-all: $(VENV)/dev.installed  ## Run all tests but those that take long.
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
 
 test-slow: $(VENV)/dev.installed  ## Run the tests that take long: applications, and hundreds of random models.
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -274,13 +274,13 @@ def assert_exact(build, compiled, batch, fits=trained):
     return wrappers[0]
 
 
-def gathered(parallel, classes, batch=None):
-    """Returns the types of the operations for which a batch, or the last one, gathers rows, by the class to which they belong.
+def gathered(parallel, classes):
+    """Returns the types of the operations for which the last step gathered rows, by the class to which they belong.
 
     `classes` has the names of classes by name scope. An operation outside of all scopes belongs to the only class, or to none.
     """
     found = {}
-    for once in parallel.tower_steps.partition("train").gathered if batch is None else parallel.explain(batch).once:
+    for once in parallel.tower_steps.partition("train").gathered:
         scopes = [scope for part in once.name.split("/") for scope in classes if part == scope or part.startswith(f"{scope}_")]
         owner = classes[max(scopes, key=len)] if scopes else next(iter(classes.values())) if len(classes) == 1 else once.name
         found.setdefault(owner, set()).add(once.type)
@@ -367,7 +367,7 @@ def test_losses(is_weighted):
         batch.append(dict.fromkeys(outputs, rng.uniform(size=ROWS)))
     scopes = {f"loss_{name}": name for name in chosen} | {by_name(name): name for name in chosen}
     parallel = assert_exact(build, compiled, batch)
-    assert gathered(parallel, scopes, batch) == {name: types for name, types in GATHERED.items() if name in chosen}
+    assert gathered(parallel, scopes) == {name: types for name, types in GATHERED.items() if name in chosen}
 
 
 def test_connectionist_temporal_classification():

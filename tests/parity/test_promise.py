@@ -29,7 +29,7 @@ def test_towers_give_the_result_of_one_device(tmp_path):
     plain = build()
     expected = train(plain)
     assert expected[0]["loss"][0] > 1.1 * expected[0]["loss"][-1], "nothing was learned"
-    for towers in (1, 2, 3, 4):
+    for towers in (1, 2, 3):
         inner = build()
         parallel = keras_dp.DataParallelModel(inner, devices=towers)
         assert_same(expected, train(parallel), 1e-9)
