@@ -17,13 +17,17 @@ class CheckedProgram(Program):
         super().__init__(*arguments)
         check(self)
 
+    def replicate(self, *chosen):
+        super().replicate(*chosen)
+        check(self)
+
 
 def check(program):
     """Asserts that each tensor is where it is taken, that nothing waits for what comes later, and that effects happen once."""
     done = set()
     for instance, operation in program.operations.items():
         assert done.issuperset(operation.sources), f"takes what is made later, or not at all: {operation}"
-        if operation.place is Place.HOME and operation.definition.op not in SHAPES:
+        if operation.place in (Place.HOME, Place.REPLICATED) and operation.definition.op not in SHAPES:
             assert all(operand.form in AT_HOME for operand in operation.operands), f"is not at home: {operation}"
         for operand in with_parts(operation.operands):
             if operand.form in EXCHANGES:
@@ -32,6 +36,8 @@ def check(program):
                 assert operand.parts[0].form in AT_HOME, f"home does not have it: {operand} in {operation}"
         has_effects = is_stateful(operation.definition.op) and operation.definition.op not in READS
         others = [place for place in Place if place is not operation.place]
+        is_replicated = operation.place is Place.REPLICATED
+        assert not (is_replicated and operation.awaited), f"waits for effects on each tower: {operation}"
         assert not has_effects or done.isdisjoint((place, instance[1]) for place in others), f"happens twice: {operation}"
         done.add(instance)
     assert done.issuperset(program.awaited), "an effect is missing"

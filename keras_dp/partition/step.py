@@ -23,7 +23,6 @@ from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.running.functions import types_of
 from keras_dp.partition.running.packing import pack_copies
-from keras_dp.partition.running.relays import combine_on_towers
 from keras_dp.partition.tensorflow_internals import graphs_around
 from keras_dp.partition.tracing.trace import Trace
 from keras_dp.partition.tracing.traced import Traced, traced_step
@@ -176,9 +175,9 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tenso
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
     if built.target.pack_copies:
-        types = types_of(function.definition, function.given)
-        combine_on_towers(built.graph, types, built.variable_devices)
-        pack_copies(built.graph, types, built.variable_devices)
+        # In the rounds of messages, a node that a tower computes in place of home is one of the tower's.
+        built.graph.towers.update(built.graph.replicated)
+        pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices)
     return call(function)
 
 

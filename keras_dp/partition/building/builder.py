@@ -17,6 +17,7 @@ from keras_dp.partition.building.homes import Homes
 from keras_dp.partition.building.instances import Feeds, Instance, Instances, Place
 from keras_dp.partition.building.lookups import Lookups
 from keras_dp.partition.building.program import Form, Operand, Operation, Program
+from keras_dp.partition.building.replication import replicate_small_sums
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS
@@ -95,6 +96,8 @@ class Builder:
         constants, wanted = Constants(self.graph, propagation), list(map(output_of, outputs))
         self._kept = dict.fromkeys(filter(self._keeps, wanted))
         self._program = Program(propagation, feeds.whole, constants, wanted, self._kept, effects)
+        if target.pack_copies and target.across is None:
+            replicate_small_sums(self._program, propagation, self.devices)
         self._lookups = Lookups(propagation, self._program.operations)
         self._exchanges = Exchanges(construction, constants, self._program.early)
         self._forms = Forms(construction, self._exchanges, constants)
@@ -122,6 +125,7 @@ class Builder:
             Place.SHAPES: self._own_shapes,
             Place.TOWERS: self._on_towers,
             Place.HOME: lambda operation: [self._at_home(operation)],
+            Place.REPLICATED: lambda operation: [self._on_each(operation, tower) for tower in range(len(self.devices))],
         }
         for instance, operation in self._program.operations.items():
             self._instances.made[instance] = makers[operation.place](operation)
@@ -175,7 +179,20 @@ class Builder:
         def copied() -> str:
             return self.graph.copy(merged, device, inputs, controls)
 
-        return self._read_once(inputs[0], controls, copied) if definition.op == "ReadVariableOp" else copied()
+        if definition.op == "ReadVariableOp":
+            return self._read_once(inputs[0], controls, copied)
+        return str(self.graph.once(("home", definition.name, device, *inputs), copied))
+
+    def _on_each(self, operation: Operation, tower: int) -> str:
+        """Returns the node that computes a home's operation for a tower: the home's, if all is on the tower's device."""
+        definition, device, forms = operation.definition, self.devices[tower], self._forms
+        inputs = [
+            forms.of_tower(operand, tower, device) if operand.is_replicated else forms.whole(operand, device)
+            for operand in operation.operands
+        ]
+        made = self.graph.once(("home", definition.name, device, *inputs), lambda: self.graph.copy(definition, device, inputs))
+        self.graph.replicated.setdefault(made, tower)
+        return str(made)
 
     def _on_towers(self, operation: Operation) -> list[str]:
         definition, plan = operation.definition, self.propagation.plans[operation.definition.name]

@@ -11,13 +11,13 @@ from keras_dp.partition.building.construction import Construction
 from keras_dp.partition.building.empty_slices import EmptySlices
 from keras_dp.partition.building.lengths import Lengths
 from keras_dp.partition.building.worker_exchanges import WorkerExchanges
-from keras_dp.partition.building.writing import Given
+from keras_dp.partition.building.writing import Given, full_name
 from keras_dp.partition.facts.placements import Own, Partial, Placement, Shard
 from keras_dp.partition.facts.rows import Rows, counts_all
 from keras_dp.partition.placing.measuring import measured_blocks
 from keras_dp.partition.placing.moments import Variance, variance_of_parts
 from keras_dp.partition.tensorflow_internals import HOST
-from keras_dp.partition.tracing.names import Output, name_of
+from keras_dp.partition.tracing.names import Output, name_of, source_of
 
 
 class Exchanges:
@@ -49,25 +49,38 @@ class Exchanges:
         """The names of the tensors that workers exchanged."""
         return self._workers.made if self._workers else []
 
-    def whole(self, output: Output) -> str:
-        """Returns the whole, at home, of a tensor that towers hold as slices or parts."""
-        return str(self._graph.once(("whole", output), lambda: self._met(output)))
+    def whole(self, output: Output, tower: int | None = None) -> str:
+        """Returns the whole of a tensor that towers hold as slices or parts, at home, or as a tower combines it for itself."""
+        home = self._homes.of_whole(output) if tower is None else self._devices[tower]
+        whole, nodes = self._graph.once(("whole", output, home), lambda: self._met(output, home))
+        if tower is not None:
+            self._graph.replicated = dict.fromkeys(nodes, tower) | self._graph.replicated
+        return str(whole)
 
-    def _met(self, output: Output) -> str:
-        whole = self._combined(output)
-        self.meetings.append(whole)
-        return whole
+    def _met(self, output: Output, home: str) -> tuple[str, list[str]]:
+        """Returns the whole of a tensor on a device, and the nodes there that combine it."""
+        nodes, towers = self._graph.function.node_def, self._graph.towers
+        begin = len(nodes)
+        whole = self._combined(output, home)
+        # All towers have met when one of them has, or home.
+        self._graph.once(("met", output), lambda: self.meetings.append(whole))
+        combining: list[str] = []
+        for node in nodes[begin:]:
+            of_towers = any(source in towers or source in combining for source in map(source_of, node.input))
+            if of_towers and node.device == full_name(home) and node.name not in towers:
+                combining.append(node.name)
+        return whole, combining
 
-    def _combined(self, output: Output) -> str:
+    def _combined(self, output: Output, home: str) -> str:
         dtype, placement = self._propagation.static(output).dtype, self._propagation.facts[output].placement
         if isinstance(placement, Shard):
-            return self._gathered(output, placement, dtype)
+            return self._gathered(output, placement, dtype, home)
         if isinstance(placement, Variance):
-            return self._variance(output, placement.mean)
+            return self._variance(output, placement.mean, home)
         if isinstance(placement, Partial):
-            return self._reduced(output, placement.reduction, dtype)
+            return self._reduced(output, placement.reduction, dtype, home)
         if isinstance(placement, Own):
-            return self._of_first(output, dtype)
+            return self._of_first(output, dtype, home)
         # It is the same on all towers, like the result of a loop, or counts each tower's own rows.
         own, entries = self._instances.part(output, len(self._devices) - 1), self._propagation.facts[output].entries
         if entries is None or not self._propagation.facts[output].counts_rows():
@@ -91,37 +104,41 @@ class Exchanges:
         rest = self._graph.binary("Mul", own, self._graph.constant(~counts, dtype), dtype)
         return self._graph.binary("AddV2", rows, rest, dtype)
 
-    def _of_first(self, output: Output, dtype: tf.DType) -> str:
+    def _of_first(self, output: Output, dtype: tf.DType, home: str) -> str:
         """Returns the own value of the first tower that has rows: the tower with the first row of the batch."""
+        kept = self._graph.once(("of first", output), lambda: self._kept_of_first(output, dtype))
+        name = f"first/{output[0]}"
+        own = self._graph.add("AddN", kept, home, name, N=len(kept), T=dtype)
+        given = Given(own, self._spec(output), home)
+        return self._workers.reduced(given, "sum", name) if self._workers else own
+
+    def _kept_of_first(self, output: Output, dtype: tf.DType) -> list[str]:
+        """Returns the towers' own values, of which all but that of the first tower are zeros."""
         kept = []
         for tower, device in enumerate(self._devices):
             part = self._instances.part(output, tower)
             zeros = self._graph.add("ZerosLike", [part], device, "zeros", tower, T=dtype)
             kept.append(self._graph.add("SelectV2", [self.has_first(tower), part, zeros], device, "of_first", tower, T=dtype))
-        home, name = self._homes.of_whole(output), f"first/{output[0]}"
-        own = self._graph.add("AddN", kept, home, name, N=len(kept), T=dtype)
-        given = Given(own, self._spec(output), home)
-        return self._workers.reduced(given, "sum", name) if self._workers else own
+        return kept
 
-    def _reduced(self, output: Output, reduction: str, dtype: tf.DType) -> str:
-        own = self._of_towers(output, reduction)
+    def _reduced(self, output: Output, reduction: str, dtype: tf.DType, home: str) -> str:
+        own = self._of_towers(output, reduction, home)
         if self._workers is None:
             return own
-        name, home = f"{reduction}/{output[0]}", self._homes.of_whole(output)
-        spec = self._spec(output)
+        name, spec = f"{reduction}/{output[0]}", self._spec(output)
         if reduction != "sum":
             return self._workers.reduced(Given(own, spec, home), reduction, name)
         sent = self._propagation.static(self._narrowest(output)).dtype
         given = Given(self._as(own, dtype, sent, home), tf.TensorSpec(spec.shape, sent), home)
         return self._as(self._workers.sum(given, name, output in self._early), sent, dtype, home)
 
-    def _variance(self, output: Output, mean: Output) -> str:
+    def _variance(self, output: Output, mean: Output, home: str) -> str:
         """Returns the variance of all rows from the variances of the towers' rows around their own means: see `moments`."""
-        home, spec, name = self._homes.of_whole(output), self._spec(output), f"variance/{output[0]}"
+        spec, name = self._spec(output), f"variance/{output[0]}"
         count, rank = len(self._devices), len(spec.shape)
-        part_of_mean = Given(self._of_towers(mean, "sum"), spec, home)
+        part_of_mean = Given(self._of_towers(mean, "sum", home), spec, home)
         parts = [*self._empty_slices.parts(mean, "sum"), *self._empty_slices.parts(output, "sum")]
-        shares = Given(self._shares(rank, spec.dtype), tf.TensorSpec([count, *[1] * rank], spec.dtype), HOST)
+        shares = Given(self._shares(rank, spec.dtype, home), tf.TensorSpec([count, *[1] * rank], spec.dtype), HOST)
 
         def combined(*tensors: tf.Tensor) -> list[tf.Tensor]:
             *parts, mean, shares = tensors
@@ -135,10 +152,14 @@ class Exchanges:
             return variance
         return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean), name)
 
-    def _shares(self, rank: int, dtype: tf.DType) -> str:
+    def _shares(self, rank: int, dtype: tf.DType, home: str) -> str:
         """Returns the shares of the batch's rows that the N towers have, of shape (N, 1, ..., 1) with `rank` ones."""
+        known, number = self._construction.known_rows, dtype.as_numpy_dtype
+        if known is not None:
+            shares = np.asarray(known.own_rows, number) / np.asarray(known.batch_rows, number)
+            return self._graph.constant(shares.reshape(-1, *[1] * rank), dtype, home)
 
-        def shares() -> str:
+        def written() -> str:
             rows, count = self._feeds.own_rows, len(self._devices)
             packed = self._graph.add("Pack", rows, HOST, "own_rows", N=count, T=tf.int32, axis=0)
             own, all_rows = (self._graph.cast(rows, tf.int32, dtype, HOST) for rows in (packed, self._feeds.batch_rows))
@@ -148,7 +169,7 @@ class Exchanges:
             ]
             return self._graph.add("Reshape", inputs, HOST, "shares", T=dtype, Tshape=tf.int32)
 
-        return str(self._graph.once(("shares", rank, dtype), shares))
+        return str(self._graph.once(("shares", rank, dtype), written))
 
     def own_mean(self, part: str, tower: int, dtype: tf.DType) -> str:
         """Returns the mean of a tower's rows, from its part of the mean of all rows."""
@@ -165,13 +186,13 @@ class Exchanges:
         """Casts a tensor from a dtype to the wanted one, if they differ."""
         return tensor if dtype == wanted else self._graph.add("Cast", [tensor], device, "cast", SrcT=dtype, DstT=wanted)
 
-    def _of_towers(self, output: Output, reduction: str) -> str:
+    def _of_towers(self, output: Output, reduction: str, home: str) -> str:
         """Returns the sum, or another reduction, over the towers of this worker."""
-        return str(self._graph.once((reduction, output), lambda: self._reduced_by_towers(output, reduction)))
+        return str(self._graph.once((reduction, output, home), lambda: self._reduced_by_towers(output, reduction, home)))
 
-    def _reduced_by_towers(self, output: Output, reduction: str) -> str:
+    def _reduced_by_towers(self, output: Output, reduction: str, home: str) -> str:
         dtype = self._propagation.static(output).dtype
-        home, name, count = self._homes.of_whole(output), f"{reduction}/{output[0]}", len(self._devices)
+        name, count = f"{reduction}/{output[0]}", len(self._devices)
         sent = self._narrowest(output) if reduction == "sum" else output
         narrow = self._propagation.static(sent).dtype
         parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
@@ -210,32 +231,36 @@ class Exchanges:
 
     def own_rows(self, output: Output) -> str:
         """Returns this worker's rows, which follow each other along the first axis."""
-        own = self._concatenated(output, self._empty_slices.rows(output, 0), 0)
+        own = self._concatenated(output, self._empty_slices.rows(output, 0), 0, self._homes.of_whole(output))
         self.meetings.append(own)
         return own
 
-    def _gathered(self, output: Output, placement: Shard, dtype: tf.DType) -> str:
-        axis, segments = placement.axis, len(placement.blocks)
-        parts = self._empty_slices.rows(output, axis)
-        if segments > 1:
-            split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
-            parts = [pieces[segment] for segment in range(segments) for pieces in split]
+    def _gathered(self, output: Output, placement: Shard, dtype: tf.DType, home: str) -> str:
+        axis, parts = placement.axis, self._graph.once(("rows", output), lambda: self._rows(output, placement, dtype))
         if self._workers:
             # Gather segment by segment, since the rows of all workers in a segment follow each other.
-            count, home = len(self._devices), self._homes.of_whole(output)
+            count = len(self._devices)
             sizes = [None if i == axis else size for i, size in enumerate(self._spec(output).shape)]
             spec = tf.TensorSpec(sizes, dtype)
-            each = [self._concatenated(output, parts[i : i + count], axis) for i in range(0, len(parts), count)]
+            each = [self._concatenated(output, parts[i : i + count], axis, home) for i in range(0, len(parts), count)]
             parts = [
                 self._workers.gathered(Given(own, spec, home), axis, block, f"gather/{output[0]}")
                 for own, block in zip(each, placement.blocks, strict=True)
             ]
-        return self._concatenated(output, parts, axis)
+        return self._concatenated(output, parts, axis, home)
 
-    def _concatenated(self, output: Output, parts: list[str], axis: int) -> str:
+    def _rows(self, output: Output, placement: Shard, dtype: tf.DType) -> list[str]:
+        """Returns the towers' rows, segment by segment."""
+        parts, segments = self._empty_slices.rows(output, placement.axis), len(placement.blocks)
+        if segments == 1:
+            return parts
+        split = [self._segments(output, part, placement, tower, dtype) for tower, part in enumerate(parts)]
+        return [pieces[segment] for segment in range(segments) for pieces in split]
+
+    def _concatenated(self, output: Output, parts: list[str], axis: int, home: str) -> str:
         if len(parts) == 1:
             return parts[0]
-        home, dtype = self._homes.of_whole(output), self._propagation.static(output).dtype
+        dtype = self._propagation.static(output).dtype
         inputs = [*parts, self._graph.constant(axis, device=home)]
         return self._graph.add("ConcatV2", inputs, home, f"gather/{output[0]}", N=len(parts), T=dtype, Tidx=tf.int32)
 
@@ -252,15 +277,20 @@ class Exchanges:
             )
         return [name_of(split, segment) for segment in range(count)]
 
-    def share(self, output: Output, whole: str, tower: int) -> str:
-        """Returns a tower's part of a sum that is already whole: one tower takes all of it, the others take zeros."""
+    def share(self, output: Output, whole: str, tower: int, device: str) -> str:
+        """Returns a tower's part of a sum that is already whole: one tower takes all of it, the others take zeros.
+
+        Args:
+            output: the sum.
+            whole: the name of the whole sum.
+            tower: the number of the tower.
+            device: the device of the whole, which makes the zeros.
+        """
         if self._construction.takes_sums(tower):
             return whole
         dtype = self._propagation.static(output).dtype
         zeros = str(
-            self._graph.once(
-                ("zeros", output), lambda: self._graph.add("ZerosLike", [whole], self._graph.home, "zeros", T=dtype)
-            )
+            self._graph.once(("zeros", output, device), lambda: self._graph.add("ZerosLike", [whole], device, "zeros", T=dtype))
         )
         if self._workers is None:
             return zeros

@@ -40,6 +40,9 @@ class Forms:
             device: the device that needs the tensor: the tower's, or that of a table.
         """
         output = operand.output
+        if operand.is_replicated:
+            place = operand.place
+            return self._instances.part(output, tower, place) if place else self._exchanges.whole(output, tower)
         match operand.form:
             case Form.KNOWN:
                 return self._constants.write(output, self._feeds.batch_rows, device, tower)
@@ -52,7 +55,9 @@ class Forms:
             case Form.TOWERS | Form.SHAPES:
                 return self._instances.part(output, tower, PLACES[operand.form])
             case Form.PART:
-                return self._exchanges.share(output, self.whole(operand.parts[0]), tower)
+                whole = operand.parts[0]
+                made_on = device if whole.is_replicated else self._graph.home
+                return self._exchanges.share(output, self.of_tower(whole, tower, device), tower, made_on)
             case Form.CUT:
                 return str(self._graph.once(("cut", output, operand.rows), lambda: self._cut(operand))[tower])
         return self.whole(operand)
@@ -74,10 +79,10 @@ class Forms:
         return self._graph.add("SelectV2", inputs, device, f"{shape.output[0]}/read", tower, T=dtype)
 
     def _cut(self, operand: Operand) -> list[str]:
-        """Returns each tower's rows of a whole tensor. A tower cuts a tensor that is known by itself."""
+        """Returns each tower's rows of a whole tensor. A tower cuts by itself a tensor that is known, or that it has made."""
         whole, rows, count = operand.parts[0], operand.rows, len(self._devices)
         assert rows is not None
-        if whole.form is Form.KNOWN:
+        if whole.form is Form.KNOWN or whole.is_replicated:
             wholes = [self.of_tower(whole, tower, device) for tower, device in enumerate(self._devices)]
             return self._exchanges.cut(operand.output, wholes, rows, self._devices)
         return self._exchanges.cut(operand.output, [self.whole(whole)] * count, rows, [self._graph.home] * count)

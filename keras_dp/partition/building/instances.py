@@ -13,8 +13,10 @@ class Place(enum.Enum):
     SHAPES = "own shape"  # on each tower, for its own number of rows
     TOWERS = "towers"
     HOME = "home"
+    REPLICATED = "replicated"  # on each tower, for all rows, in place of home
 
 
+_OF_WHOLE_NODES = (Place.TOWERS, Place.HOME, Place.REPLICATED)
 Instance = tuple[Place, str]  # of a traced node, by name
 
 
@@ -59,7 +61,7 @@ class Instances:
 
     def of(self, traced: Iterable[str]) -> set[str]:
         """Returns the names of all instances of some traced nodes, at home and on towers."""
-        names = [name for node in traced for place in (Place.TOWERS, Place.HOME) for name in self.made.get((place, node), ())]
+        names = [name for node in traced for place in _OF_WHOLE_NODES for name in self.made.get((place, node), ())]
         return {source_of(name) for name in names}
 
     def at_home(self, output: Output) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Operand:
         parts: the operands from which it is made, and those that are measured for it.
         rows: the rows that are cut; None for other forms.
         reading: for a shape that is read, its entries with row counts in the place of some integers; see `readings`.
+        is_replicated: whether each tower makes it for itself, in place of home; see `replication`.
     """
 
     form: Form
@@ -64,9 +65,15 @@ class Operand:
     parts: tuple["Operand", ...] = ()
     rows: Shard | None = None
     reading: np.ndarray | None = None
+    is_replicated: bool = False
 
     def __str__(self) -> str:
-        return self.form.value.format(name_of(*self.output))
+        return self.form.value.format(name_of(*self.output)) + ", replicated" * self.is_replicated
+
+    @property
+    def place(self) -> Place | None:
+        """Where the instance is from which it is taken as it is; None for other forms."""
+        return Place.REPLICATED if self.form is Form.HOME and self.is_replicated else PLACES.get(self.form)
 
     @property
     def is_meeting(self) -> bool:
@@ -108,7 +115,7 @@ def with_parts(operands: Iterable[Operand]) -> Iterable[Operand]:
 
 def instances_in(operands: Iterable[Operand]) -> list[Instance]:
     """Returns the instances from whose tensors some operands are made."""
-    return [(PLACES[operand.form], operand.output[0]) for operand in with_parts(operands) if operand.form in PLACES]
+    return [(operand.place, operand.output[0]) for operand in with_parts(operands) if operand.place]
 
 
 class Program:
@@ -143,15 +150,42 @@ class Program:
             for output in outputs
         ]
         self.awaited = self._instances_of(effects)
+        self.operations = self._needed(self._operation)
+
+    def _needed(self, operation_of: Callable[[Place, str], Operation]) -> dict[Instance, Operation]:
+        """Returns the operations that the results and effects need, in order."""
         found: dict[Instance, Operation] = {}
 
         def sources(instance: Instance) -> list[Instance]:
-            found[instance] = self._operation(*instance)
+            found[instance] = operation_of(*instance)
             return found[instance].sources
 
         reached([*instances_in(self.results), *self.awaited], sources)
-        in_order = ((place, name) for name in propagation.nodes for place in Place)
-        self.operations = {instance: found[instance] for instance in in_order if instance in found}
+        in_order = ((place, name) for name in self._propagation.nodes for place in Place)
+        return {instance: found[instance] for instance in in_order if instance in found}
+
+    def replicate(self, operations: Container[str], exchanges: Container[Output]) -> None:
+        """Lets each tower make for itself, wherever it takes it, what home has made for all.
+
+        Args:
+            operations: the names of the nodes that home computes.
+            exchanges: the tensors that home combines.
+        """
+        before = self.operations
+
+        def replicated(operand: Operand) -> Operand:
+            if operand.form in EXCHANGES or operand.form is Form.HOME:
+                is_replicated = operand.output in exchanges if operand.form in EXCHANGES else operand.output[0] in operations
+                return dataclasses.replace(operand, is_replicated=is_replicated)
+            return dataclasses.replace(operand, parts=tuple(map(replicated, operand.parts)))
+
+        def operation_of(place: Place, name: str) -> Operation:
+            if place is Place.HOME:
+                return before[place, name]
+            operation = before[Place.HOME if place is Place.REPLICATED else place, name]
+            return dataclasses.replace(operation, place=place, operands=tuple(map(replicated, operation.operands)))
+
+        self.operations = self._needed(operation_of)
 
     def __str__(self) -> str:
         results = ", ".join(map(str, self.results))

@@ -16,7 +16,7 @@ class Target:
         across: the exchanges between workers, each of which runs the step on its own towers; None for one worker alone.
         jit_compile: whether XLA compiles the operations of towers between exchanges.
         pack_copies: whether the tensors that devices send each other share messages, and each tower combines small parts of
-            sums by itself; see `packing` and `relays`.
+            sums by itself; see `packing` and `replication`.
     """
 
     devices: Sequence[str]

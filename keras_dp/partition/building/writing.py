@@ -58,6 +58,7 @@ class GraphWriter:
         function: the nodes so far, as the body of a function without arguments.
         given: for each tensor that nodes take but no node makes, the name of the function's argument.
         towers: by node, the number of its tower; nodes of no tower are left out.
+        replicated: by node that computes for a tower what home would compute for all, the number of the tower.
         origins: by node of a tower and by copy, the traced node that it stands for, or a name below that of a traced node.
     """
 
@@ -67,6 +68,7 @@ class GraphWriter:
         self.function = function_pb2.FunctionDef()
         self.given: dict[str, str] = {}
         self.towers: dict[str, int] = {}
+        self.replicated: dict[str, int] = {}
         self.origins: dict[str, str] = {}
         self._made: dict[Any, Any] = {}
         self._names: dict[str, int] = {}
@@ -127,44 +129,6 @@ class GraphWriter:
         if not operation:
             self._results_of_copied[definition.name] = self._results[made]
         return made
-
-    def copy_to_tower(self, node: Any, device: str, tower: int, inputs: Sequence[str]) -> str:
-        """Writes a copy of a written node on a tower's device, and returns its name.
-
-        Args:
-            node: the node.
-            device: the full name of the device.
-            tower: the number of the tower.
-            inputs: the copy's inputs, by their names inside the function.
-        """
-        made = self.function.node_def.add()
-        made.CopyFrom(node)
-        made.name, made.device = self._named(self.origins.get(node.name, node.name), tower), device
-        set_inputs(made, inputs)
-        self._results[made.name] = results_of(made)
-        return str(made.name)
-
-    def sum_of_stack(self, node: Any) -> tuple[Any, Any]:
-        """Turns a written AddN into the Sum of its stacked addends, and returns the nodes of the stack and of the axis.
-
-        The result of the node is then named "output" inside the function.
-        """
-        dtype, count = tf.as_dtype(node.attr["T"].type), len(data_inputs(node))
-        stacked = self.function.node_def.add(op="Pack", name=self.unique(f"{node.name}/stack"), device=node.device)
-        stacked.input.extend(data_inputs(node))
-        stacked.attr["T"].type, stacked.attr["N"].i, stacked.attr["axis"].i = dtype.as_datatype_enum, count, 0
-        axis = self.function.node_def.add(op="Const", name=self.unique(f"{node.name}/axis"), device=node.device)
-        axis.attr["dtype"].type = tf.int32.as_datatype_enum
-        axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(0, tf.int32))
-        controls = [f"^{name}" for name in control_inputs(node)]
-        set_inputs(node, [f"{stacked.name}:output:0", f"{axis.name}:output:0", *controls])
-        node.op = "Sum"
-        del node.attr["N"]
-        node.attr["Tidx"].type, node.attr["keep_dims"].b = tf.int32.as_datatype_enum, False
-        for made in (stacked, axis, node):
-            self._results[made.name] = results_of(made)
-        self._inside.pop(node.name, None)
-        return stacked, axis
 
     def _named(self, name: str, tower: int | None) -> str:
         """Returns the name of a new node, and notes its tower and origin."""

@@ -133,8 +133,10 @@ def explain(partition: Partition, devices: Sequence[str], batch_rows: int) -> Ex
         )
         for known in partition.gathered
     ]
-    places = [place for place, _ in partition.program.operations]
-    computed = places.count(Place.TOWERS), places.count(Place.HOME)
+    found: dict[Place, set[str]] = {place: set() for place in Place}
+    for place, name in partition.program.operations:
+        found[place].add(name)
+    computed = len(found[Place.TOWERS]), len(found[Place.HOME] | found[Place.REPLICATED])
     target = partition.target
     return Explanation(list(devices), target.home, batch_rows, *computed, target.jit_compile, meetings, once)
 

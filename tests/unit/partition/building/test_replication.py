@@ -11,7 +11,7 @@ from partitioned_steps import DEVICES, HOME, agree, partitioned_step
 
 import keras_dp
 from keras_dp.partition import step as steps
-from keras_dp.partition.running import relays
+from keras_dp.partition.building import builder, replication
 from keras_dp.partition.tracing.names import source_of
 
 ROWS = np.random.default_rng(4).normal(size=(7, 3))
@@ -65,18 +65,20 @@ def of_a_large_sum(x):
 
 def combined(step, monkeypatch, size=3, home=HOME):
     """Returns the result of a step, its graph, and the longest chains of copies between devices before and after."""
-    found, combine = [], steps.combine_on_towers
+    found = []
 
-    def measuring(written, *arguments):
-        before = longest_chain(written.function)
-        combine(written, *arguments)
-        found.append((written, before, longest_chain(written.function)))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(steps, "combine_on_towers", measuring)
+    def run():
         specs = [tf.TensorSpec([None, size], tf.float64)]
         function, _ = partitioned_step(step, specs, [True], home=home, pack_copies=True)
-    return function(tf.constant(ROWS)).numpy(), *found[-1]
+        return function(tf.constant(ROWS)).numpy()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "pack_copies", lambda written, *_: found.append(written))
+        result = run()
+        patched.setattr(builder, "replicate_small_sums", lambda *_: None)
+        run()
+    after, before = (longest_chain(written.function) for written in found)
+    return result, found[0], before, after
 
 
 def longest_chain(function):
@@ -112,12 +114,13 @@ def test_all_else_is_combined_at_home(step, size, monkeypatch):
     result, written, before, after = combined(step, monkeypatch, size)
     np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-9)
     assert before == after
-    assert not any(node.name.startswith("tower_1/sum/") for node in written.function.node_def)
+    assert set(written.towers.values()) == {0, 1, 2}
+    assert all(node.device.endswith(HOME) for node in written.function.node_def if node.name.startswith("sum/"))
 
 
 def test_the_limit_decides_about_large_sums(monkeypatch):
     """A negative control: only its size keeps a large sum at home."""
-    monkeypatch.setattr(relays, "_MOST_BYTES", 10_000_000)
+    monkeypatch.setattr(replication, "_MOST_BYTES", 10_000_000)
     _, _, before, after = combined(of_a_large_sum, monkeypatch)
     assert after < before
 
@@ -130,8 +133,9 @@ def test_home_keeps_only_what_it_needs(monkeypatch):
 
     for step, is_left in ((normalized, False), (also_a_result, True)):
         _, written, _, _ = combined(step, monkeypatch)
-        at_home = [node.name for node in written.function.node_def if node.name.endswith("moments/Squeeze_1")]
-        assert at_home == [f"tower_{k}/moments/Squeeze_1" for k in range(3)]
+        nodes = written.function.node_def
+        variances = [node.device[-1] for node in nodes if written.origins.get(node.name) == "moments/Squeeze_1"]
+        assert variances == list("012")
         assert is_left == any(node.op == "Sum" and "CPU:3" in node.device for node in written.function.node_def)
 
 
@@ -160,14 +164,9 @@ def of_norms(x):
 
 def test_no_order_depends_on_the_moment(monkeypatch):
     """AddN begins with an addend whose memory is free at that moment: towers that copy it would round otherwise, each time."""
-
-    def summed_at_once(monkeypatch):
-        _, written, _, _ = combined(of_norms, monkeypatch)
-        return [node.name for node in written.function.node_def if node.op == "AddN" and len(node.input) > 2]
-
-    assert summed_at_once(monkeypatch) == []
-    monkeypatch.setattr(relays._Relays, "_add_in_order", lambda self: None)
-    assert summed_at_once(monkeypatch) != []
+    _, written, before, after = combined(of_norms, monkeypatch)
+    assert [node.device[-1] for node in written.function.node_def if node.op == "AddN" and len(node.input) > 2] == [HOME[-1]]
+    assert before == after
 
 
 def test_a_long_chain_of_small_operations_is_no_deep_recursion():
