@@ -20,7 +20,6 @@ import keras
 import numpy as np
 
 import keras_dp
-from keras_dp.steps.verification import tolerance
 
 PAGE = Path(__file__).parents[2] / "docs" / "partition.md"
 ROWS, TOKENS, WORDS = 8, 6, 20
@@ -467,12 +466,11 @@ def answer(entry):
     keras.utils.set_random_seed(1)
     model, batch = entry.build()
     parallel = keras_dp.DataParallelModel(model, devices=2)
-    steps = parallel.tower_steps
-    compared = steps.compare("train", steps.slices_of(batch), tolerance(), every_tensor=False)
+    compared = keras_dp.check_step(parallel, batch)
     explanation = parallel.explain(batch)
     return {
-        "difference": float(compared.largest_difference),
-        "is_exact": bool(compared.is_same),
+        "difference": compared.largest_difference,
+        "is_exact": compared.is_exact,
         "share": explanation.share_of_arithmetic,
         "once": sorted({once.type for once in explanation.once}),
         "explanation": str(explanation),
