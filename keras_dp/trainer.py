@@ -24,7 +24,7 @@ from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.explaining import explained, warn_of_gathered_rows
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import CalledStep, PredictFunction, StepFunction, running_step
-from keras_dp.steps.verification import verification
+from keras_dp.steps.verification import Verification
 from keras_dp.workers.agreement import described_graph
 from keras_dp.workers.group import current_workers
 from keras_dp.workers.joint_calls import Call, calls_of
@@ -129,7 +129,7 @@ class TowerTrainer:
         self.steps = TowerSteps(
             inside, self.feed, batch_norm, gradient_dtype, packs, lambda: getattr(self, "optimizer", None), self._variables_made
         )
-        self._verification = verification(verify, self.steps)
+        self._verification = Verification(verify, self.steps)
         self._place_variables()
         self.follow()
         # Following the model forgets its functions.

@@ -3,12 +3,10 @@
 from typing import Any
 
 from keras_dp import choices
-from keras_dp.partition.inspecting.comparison import compare
 from keras_dp.partition.inspecting.step_check import StepCheck
 from keras_dp.reports.step_graph import refuse_other_state
 from keras_dp.reports.wrapped import inspected
 from keras_dp.steps.random_states import same_random_states
-from keras_dp.steps.verification import tolerance as tolerance_of_floats
 
 
 def check_step(parallel: Any, batch: Any = None, step: choices.Step = "train", tolerance: float | None = None) -> StepCheck:
@@ -41,11 +39,10 @@ def check_step(parallel: Any, batch: Any = None, step: choices.Step = "train", t
             another batch, or its step changes other state than variables, such as a table or an iterator.
     """
     trainer, batch = inspected("check_step", parallel, batch, step)
-    within = tolerance or tolerance_of_floats()
     steps = trainer.tower_steps
     slices = steps.slices_of(batch)
     steps.make_layers(step, slices)
     with same_random_states():
-        both = steps.both_ways(step, slices, within)
-        refuse_other_state(both.traced)
-        return compare(step, both)
+        comparison = steps.comparison(step, slices, tolerance)
+        refuse_other_state(comparison.traced)
+        return comparison.check()

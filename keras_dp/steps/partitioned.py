@@ -16,7 +16,6 @@ from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.row_counts import USUAL_ROWS, RowCounts
-from keras_dp.partition.inspecting.both_ways import BothWays
 from keras_dp.partition.step import Argument, Partition, partition_of, run_partitioned
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.trace import Trace
@@ -68,10 +67,6 @@ class StepOnSlices:
         finally:
             self.trace.of(specs)
         return arithmetic_of_rows(partition, with_more_rows)
-
-    def both_ways(self, tolerance: float) -> BothWays:
-        """Returns the step on one device and on towers, to be compared. The slices are eager tensors."""
-        return BothWays(self.trace, self.arguments, self.rows, self.target, tolerance)
 
 
 def on_slices(

@@ -20,8 +20,9 @@ from keras_dp.keras_internals import keras_models
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.operations import CALLS
-from keras_dp.partition.inspecting.both_ways import BothWays
+from keras_dp.partition.inspecting.comparison import Comparison
 from keras_dp.partition.inspecting.failures import failed_operation
+from keras_dp.partition.inspecting.tolerance import usual_tolerance
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import source_of
@@ -192,9 +193,11 @@ class TowerSteps:
                 add_note(error, f"keras_dp: {failed} {debug}")
             raise
 
-    def both_ways(self, name: choices.Step, slices: Sequence[Slice], tolerance: float) -> BothWays:
-        """Returns a step for N slices of an eager batch, on one device and on towers, to be compared."""
-        return self.trace(name, slices).both_ways(tolerance)
+    def comparison(self, name: choices.Step, slices: Sequence[Slice], tolerance: float | None = None) -> Comparison:
+        """Returns the comparison of a step for N slices of an eager batch on towers with the same step on one device."""
+        traced = self.trace(name, slices)
+        within = tolerance or usual_tolerance(keras.config.floatx())
+        return Comparison(name, traced.trace, traced.arguments, traced.rows, traced.target, within)
 
     def plain(self, name: choices.Step, whole: WholeTensors, step: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
         """Returns a step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.

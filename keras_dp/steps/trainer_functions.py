@@ -13,7 +13,7 @@ from keras_dp.batches.slicing import OwnBatch, Slice
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
 from keras_dp.steps.towers import TowerSteps
-from keras_dp.steps.verification import Verification, iterator_of, types_of
+from keras_dp.steps.verification import Verification
 
 # Workers that read different batches are told of it after so many steps, and not only after an epoch.
 _EARLY_CALLS = 4
@@ -61,10 +61,10 @@ class PredictFunction:
     Args:
         function: Keras's function.
         steps: the steps on towers.
-        verification: compares first steps with one device; None if they are not compared.
+        verification: compares first steps with one device.
     """
 
-    def __init__(self, function: Any, steps: TowerSteps, verification: Verification | None = None):
+    def __init__(self, function: Any, steps: TowerSteps, verification: Verification):
         self._function, self._verification = function, verification
         self._steps = steps
         self._traced: set[str] = set()
@@ -72,19 +72,11 @@ class PredictFunction:
     def __call__(self, batches: Any) -> Any:
         """Returns the outputs, in the order of the rows."""
         self._steps.refuse_moved()
-        with _call(self._steps, len(batches), "predict"), self._verified(batches[0]):
+        with _call(self._steps, len(batches), "predict"), self._verification.of_step("predict", batches[0]):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
             if isinstance(first, Slice) and isinstance(first.source, OwnBatch):
                 self._trace_for_any_sizes(len(batches))
             return self._function(batches)
-
-    def _verified(self, batch: Any) -> contextlib.AbstractContextManager[None]:
-        if self._verification is None:
-            return contextlib.nullcontext()
-        types = types_of(batch)
-        if not self._verification.is_new("predict", types):
-            return contextlib.nullcontext()
-        return self._verification.of_step("predict", types, batch)
 
     def _trace_for_any_sizes(self, executions: int) -> None:
         types = [self._steps.inputs.shard_types] * executions
@@ -102,7 +94,7 @@ class StepFunction:
         steps: the steps on towers.
         steps_per_execution: the number of batches that a call takes.
         name: the name of the step.
-        verification: compares first steps with one device; None if they are not compared.
+        verification: compares first steps with one device.
     """
 
     def __init__(
@@ -112,7 +104,7 @@ class StepFunction:
         steps: TowerSteps,
         steps_per_execution: int,
         name: choices.Step,
-        verification: Verification | None = None,
+        verification: Verification,
     ):
         self._function, self._name, self._verification = function, name, verification
         self._steps = steps
@@ -142,7 +134,7 @@ class StepFunction:
             self._on_batch.get_concrete_function(types)
         self._types_of_datasets.clear()
         for batch in itertools.islice(iterator, len(self._executions)):
-            with self._verified(types_of(batch), batch):
+            with self._verification.of_step(self._name, batch):
                 result = self._function(iter([batch])) if self._steps.inputs.cuts_in_step else self._on_batch(batch)
         return result
 
@@ -152,13 +144,13 @@ class StepFunction:
             # All workers trace by the types of their datasets, together, and not by the sizes of their own batches.
             self._on_shard.get_concrete_function(types)
             return self._on_shard(next(iterator))
-        if self._verification is None or not self._verification.is_new(self._name, types):
-            return self._noting_traces(iterator)
-        batches = list(itertools.islice(iterator, len(self._executions)))
+        is_due = self._verification.is_due(self._name, types)
+        batches = list(itertools.islice(iterator, len(self._executions))) if is_due else []
         if not batches:
             return self._noting_traces(iterator)
-        with self._verified(types, batches[-1]):
-            return self._noting_traces(iterator_of(batches, types))
+        taken = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=types)
+        with self._verification.of_step(self._name, batches[-1], types):
+            return self._noting_traces(iter(taken))
 
     def _noting_traces(self, iterator: tf.data.Iterator) -> Any:
         """Runs the steps on a dataset's batches, and notes their types if the step is traced for them."""
@@ -168,11 +160,6 @@ class StepFunction:
         if traced is not None and traced is not traced_before:
             self._types_of_datasets.append(traced.of_batch())
         return result
-
-    def _verified(self, types: Any, batch: Any) -> contextlib.AbstractContextManager[None]:
-        if self._verification is None or not self._verification.is_new(self._name, types):
-            return contextlib.nullcontext()
-        return self._verification.of_step(self._name, types, batch)
 
 
 class CalledStep:

@@ -16,7 +16,7 @@ from fuzz.drawing import batch, kinds_of
 from fuzz.programs import WIDTH, Program, State, step_of
 from fuzz.workers import InMemory, Meeting
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
-from keras_dp.partition.inspecting.both_ways import difference
+from keras_dp.partition.inspecting.tolerance import difference
 
 HOME = "CPU:0"
 ON_TOWERS = "on towers"

@@ -19,7 +19,7 @@ from mutation.running import PARTITION, in_process, reach_lines, run_programs, r
 
 ROOT = Path(__file__).parents[2]
 # All other modules decide results. These explain and draw the partition, or need several workers, XLA or a failure.
-_OTHERS = {"bodies", "both_ways", "changes", "comparison", "compilation", "explanation", "failures", "rounding", "step_check"}
+_OTHERS = {"bodies", "comparison", "compilation", "explanation", "failures", "step_check", "tolerance"}
 _OTHERS |= {"tensorflow_internals", "user_lines", "worker_exchanges"}
 
 

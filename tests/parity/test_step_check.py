@@ -14,7 +14,8 @@ from programs.steps import Learner
 
 import keras_dp
 from keras_dp.partition import step as step_module
-from keras_dp.partition.inspecting import both_ways
+from keras_dp.partition.inspecting import comparison
+from keras_dp.partition.inspecting.tolerance import difference
 from keras_dp.partition.placing.rules import RULES
 
 rng = np.random.default_rng(0)
@@ -202,8 +203,8 @@ def test_negative_control_in_half_precision(monkeypatch, kind, change):
 def test_products_are_compared_without_tensor_float_32(monkeypatch):
     """On an H100, XLA and cuDNN rounded factors of a convolution otherwise, and the step was "different"."""
     seen = []
-    run, allowed = both_ways.run, tf.config.experimental.tensor_float_32_execution_enabled
-    monkeypatch.setattr(both_ways, "run", lambda *arguments: (seen.append(allowed()), run(*arguments))[1])
+    run, allowed = comparison.run, tf.config.experimental.tensor_float_32_execution_enabled
+    monkeypatch.setattr(comparison, "run", lambda *arguments: (seen.append(allowed()), run(*arguments))[1])
     assert allowed()
     found = keras_dp.check_step(of_four_layers(), (X, Y))
     assert found.is_exact
@@ -280,7 +281,7 @@ def numbers_that_mean_something():
 def test_a_variable_that_towers_alone_move_is_found(build, floatx, moved, monkeypatch):
     keras.config.set_floatx(floatx)
     parallel, batch, variable = build()
-    right = both_ways.run
+    right = comparison.run
 
     def checked(by):
         def moving(*arguments):
@@ -289,7 +290,7 @@ def test_a_variable_that_towers_alone_move_is_found(build, floatx, moved, monkey
                 variable.value.assign_add(tf.fill(variable.shape, tf.constant(by, variable.dtype)))
             return results
 
-        monkeypatch.setattr(both_ways, "run", moving)
+        monkeypatch.setattr(comparison, "run", moving)
         return keras_dp.check_step(parallel, batch)
 
     assert checked(1.9e-3 if build is a_sign_that_rounding_turned else 0.0).variables.different == {}
@@ -319,14 +320,14 @@ def test_towers_that_xla_compiles_are_compared_as_they_run():
 
 def test_a_fault_of_xla_alone_is_found(monkeypatch):
     """XLA's towers compute another function than the program's; without XLA, they compute the right one."""
-    right = both_ways.compile_towers
+    right = comparison.compile_towers
 
     def wrong(built):
         for node in built.graph.function.node_def:
             node.op = {"Tanh": "Sigmoid"}.get(node.op, node.op)
         right(built)
 
-    for module in (both_ways, step_module):
+    for module in (comparison, step_module):
         monkeypatch.setattr(module, "compile_towers", wrong)
     found = keras_dp.check_step(of_four_layers(jit_compile=True), (X, Y))
     assert not found.is_exact
@@ -354,5 +355,5 @@ def test_checks_of_the_program_strings_and_counts():
 
     said = tf.Variable("begin")
     assert keras_dp.check_step(wrapped(layers.Dense(2), model=Named), (np.minimum(X, 0.7), Y)).is_exact
-    assert both_ways.difference(np.array(20000), np.array(20001)) == 1.0
-    assert both_ways.difference(np.array(2**60, "uint64"), np.array(2**60 + 1, "uint64")) == 1.0
+    assert difference(np.array(20000), np.array(20001)) == 1.0
+    assert difference(np.array(2**60, "uint64"), np.array(2**60 + 1, "uint64")) == 1.0

@@ -2,26 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
 
-
-class Measured(NamedTuple):
-    """Holds how far a tensor differs.
-
-    Attributes:
-        apart: the difference between one device and towers, relative for numbers above 1 and absolute for others.
-        excess: the same, as a multiple of the one that is allowed.
-        own: the difference on one device, if the batch and the variables are rounded otherwise.
-    """
-
-    apart: float
-    excess: float
-    own: float
-
-    @property
-    def is_different(self) -> bool:
-        """Whether the tensor differs by more than is allowed. No number does, too."""
-        return not self.excess <= 1.0
+from keras_dp.partition.inspecting.tolerance import Measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +114,6 @@ class StepCheck:
 
     def _in_words(self, agreement: Agreement) -> str:
         words = f"{'different' if agreement.different else 'the same'}, to {agreement.largest_difference:.1e}"
-        is_rounding = not agreement.different and agreement.largest_difference > self.tolerance
-        if not is_rounding:
+        if agreement.different or agreement.largest_difference <= self.tolerance:
             return words
         return f"{words}: on one device, rounding the batch and the variables otherwise changes up to {agreement.rounding:.1e}"
