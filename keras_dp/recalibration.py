@@ -136,7 +136,7 @@ class _MomentsModel(keras.Model):
     def moments_on_slices(self, _: Any, slices: Any) -> list[list[Moments]]:
         """Returns the moments of one batch for each call of each batch normalization, with an axis for the batches."""
         target = Target(self.devices, self.devices[0])
-        moments, _ = on_slices(self.moments_of, slices, slices[0].whole, lambda: target, self.collectives).run()
+        moments, _ = on_slices(self.moments_of, slices, lambda: target, self.collectives).run()
         return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
 
     def moments_of(self, data: Any) -> list[list[Moments]]:

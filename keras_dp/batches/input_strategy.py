@@ -13,17 +13,7 @@ from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.other_rows import FoundWhole, refuse_other_rows
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
-from keras_dp.batches.slicing import (
-    OwnBatch,
-    SameBatch,
-    Slice,
-    cut,
-    holds_no_rows,
-    is_cut,
-    typed_by_batch,
-    whole_batch,
-    with_known_rows,
-)
+from keras_dp.batches.slicing import Slice, cut, holds_no_rows, is_cut, typed_by_batch, whole_batch, with_known_rows
 from keras_dp.batches.waiting import Waiting
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
 from keras_dp.devices.available import are_gpus
@@ -175,7 +165,7 @@ class InputStrategy:
 
     def cut(self, batch: Any) -> tuple[Slice, ...]:
         """Returns this worker's N slices of a global batch."""
-        return _cut_shard(batch, *self._part())
+        return _cut_own_rows(batch, *self._part())
 
     def cut_as_of_dataset(self, batch: Any) -> tuple[Slice, ...]:
         """Returns this worker's N slices of a batch, with the types that the slices of a dataset's batches have."""
@@ -270,24 +260,22 @@ class InputStrategy:
         with outside_of_traces():
             self.prepare()
         with tf.device(HOST):
-            slices = self._joined(self._with_known_rows(batch) if is_cut(batch) else _cut_own_rows(batch, *self._part()))
+            if is_cut(batch):
+                slices = with_known_rows(batch, self.collectives.index, self.collectives.count)
+            else:
+                slices = _cut_own_rows(batch, *self._part())
+            slices = self._joined(slices)
         with _single_rows_explained(self._shapes):
             result = self._run_on_slices(step, slices)
         self.waiting.step_ends(result)
         return result
 
-    def _with_known_rows(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-        if isinstance(slices[0].source, OwnBatch):
-            return slices
-        return with_known_rows(slices, self.num_towers * self.collectives.index, self.num_towers * self.collectives.count)
-
     def _joined(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
         """Returns slices of the global batch; the workers first compare or join their batches where necessary."""
-        source = slices[0].source
-        if isinstance(source, OwnBatch):
-            return placed(source, slices, self.collectives)
-        if isinstance(source, SameBatch) and self.different_batches is not None:
-            return self.different_batches.note(source, slices)
+        if slices[0].is_of_shard:
+            return placed(slices, self.collectives)
+        if self.different_batches is not None:
+            self.different_batches.note(slices[0].digest, slices[0].batch_rows)
         return slices
 
 
@@ -343,10 +331,7 @@ def _read_ahead(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int | None]:
     return dataset, None if False in said else 1
 
 
-def _cut_shard(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:
-    return cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)), whole)
-
-
 def _cut_own_rows(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:
-    source = SameBatch(digest(batch)) if count > 1 else ()
-    return tuple(part._replace(source=source) for part in _cut_shard(batch, num_towers, index, count, whole))
+    own = cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)), whole)
+    checksum = digest(batch) if count > 1 else ()
+    return tuple(part._replace(digest=checksum) for part in own)

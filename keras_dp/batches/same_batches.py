@@ -2,13 +2,11 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.batches.slicing import SameBatch, Slice
 from keras_dp.workers.collectives import OneWorker
 
 Tensor = Any
@@ -38,14 +36,13 @@ class DifferentBatches:
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._notes = tf.Variable(tf.zeros([NOTED_STEPS, 2], tf.int64), trainable=False)
 
-    def note(self, batch: SameBatch, slices: Sequence[Slice]) -> tuple[Slice, ...]:
-        """Notes the digest and the number of rows of a step's global batch. Returns the slices without their source."""
+    def note(self, of_batch: Tensor, rows: Tensor) -> None:
+        """Notes the digest and the number of rows of a step's global batch, in the function that is being traced."""
         place = self._steps % NOTED_STEPS
-        own = tf.cast(tf.stack([batch.digest, slices[0].batch_rows]), tf.int64)
+        own = tf.cast(tf.stack([of_batch, rows]), tf.int64)
         # Steps that share a place are counted as one. If one of them differs, so does their note, but for rare chances.
         self._notes.scatter_nd_update([[place]], [self._notes[place] * _LARGEST_PRIME_BELOW_2_20 + own])
         self._steps.assign_add(1)
-        return tuple(part._replace(source=()) for part in slices)
 
     def report(self) -> None:
         """Compares the workers' notes, and forgets them. Logs a warning if batches differed. The chief says it once.

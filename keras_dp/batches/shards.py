@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves, pack
-from keras_dp.batches.slicing import OwnBatch, Slice, count_rows, cut, row_spec, slice_rows, without_entries
+from keras_dp.batches.slicing import Slice, count_rows, cut, row_spec, slice_rows, without_entries
 from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.workers.collectives import OneWorker, counted_on
 from keras_dp.workers.group import WorkerGroup
@@ -67,24 +67,24 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
 
 
 def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
-    """Cuts each batch of a worker into N slices of an `OwnBatch`. Slices of a batch without rows have none until `placed`."""
+    """Cuts each batch of a worker's shard into N slices. Slices of a batch without rows have none until `placed`."""
     is_tuple = type(dataset.element_spec) is tuple
 
     def cut_one(*batch: Any) -> tuple[Slice, ...]:
         data = batch if is_tuple else batch[0]
-        shard = OwnBatch(count_rows(data, at_least=0))
-        return tuple(part._replace(source=shard) for part in cut(data, num_slices, at_least=0))
+        rows = count_rows(data, at_least=0)
+        return tuple(part._replace(shard_rows=rows) for part in cut(data, num_slices, at_least=0))
 
     return dataset.map(tf.autograph.experimental.do_not_convert(cut_one))
 
 
-def placed(shard: OwnBatch, slices: Sequence[Slice], collectives: OneWorker) -> tuple[Slice, ...]:
-    """Places slices of a worker's own batch in the global batch, in which the workers' batches follow each other.
+def placed(slices: Sequence[Slice], collectives: OneWorker) -> tuple[Slice, ...]:
+    """Places slices of a worker's shard in the global batch, in which the workers' batches follow each other.
 
     Raises:
         tf.errors.OutOfRangeError: at run time, if no worker has rows, as at the end of a dataset.
     """
-    counts = collectives.counts(shard.rows)
+    counts = collectives.counts(slices[0].shard_rows)
     batch_rows = tf.reduce_sum(counts)
     before = tf.cumsum(counts, exclusive=True)[collectives.index]
     with tf.init_scope():
@@ -93,8 +93,7 @@ def placed(shard: OwnBatch, slices: Sequence[Slice], collectives: OneWorker) -> 
     # A borrowed row needs a position in the batch as well.
     last, whole_rows = batch_rows - 1, without_entries(batch_rows)
     slices = tuple(
-        part._replace(begin=tf.minimum(part.begin + before, last), batch=whole_rows, source=(), worker_rows=counts)
-        for part in slices
+        part._replace(begin=tf.minimum(part.begin + before, last), batch=whole_rows, shard_rows=counts) for part in slices
     )
     # A step that fails during an exchange makes all later ones fail. So none may start before a worker is known to have rows.
     with tf.control_dependencies([stop]):

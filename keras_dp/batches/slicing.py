@@ -15,28 +15,10 @@ Tensor = Any
 BATCH_SIZE = 32  # the default of `keras.Model.fit`
 
 
-class SameBatch(NamedTuple):
-    """A global batch that each worker reads whole.
-
-    Attributes:
-        digest: a checksum of the batch, an int32 scalar.
-    """
-
-    digest: Tensor
-
-
-class OwnBatch(NamedTuple):
-    """A worker's own part of the global batch. Slices of it count rows within this part.
-
-    Attributes:
-        rows: the number of rows of the part, an int32 scalar; 0 after the worker's data have ended.
-    """
-
-    rows: Tensor
-
-
 class Slice(NamedTuple):
     """One tower's rows of a global batch.
+
+    Slices of a worker's own shard count rows within this worker's part of the batch, until `shards.placed`.
 
     Attributes:
         data: the batch's structure with b rows in every tensor. An empty slice holds one borrowed row instead, because
@@ -45,28 +27,33 @@ class Slice(NamedTuple):
         rows: the number of rows that belong to the tower, 0 if the slice is empty, an int32 scalar.
         batch: B rows without entries, of shape (B, 0). Its type says how many rows the global batch has, where it is known that
             all batches have as many.
-        source: how several workers read the global batch, a `SameBatch` or an `OwnBatch`. It is empty after the workers have
-            compared or joined their batches in the step, and for a single worker.
         whole_paths: the paths of the tensors that were not cut although they have an axis, as the keys of a dictionary without
             values. A dataset and a function keep them so, as a part of a batch's structure.
-        worker_rows: the number of rows that each worker has brought, W numbers, int32; empty for a batch that all workers have.
         unknown_paths: the paths of the tensors that have any number of rows although that of `batch` is known, as in
             `whole_paths`.
+        digest: a checksum of the global batch, an int32 scalar, if each of several workers reads it whole; else empty.
+        shard_rows: the number of rows of the worker's own part of the global batch, an int32 scalar, 0 after the worker's data
+            have ended; of the parts of all W workers, once these are joined; empty for a batch that all workers have.
     """
 
     data: Any
     begin: Tensor
     rows: Tensor
     batch: Tensor
-    source: SameBatch | OwnBatch | tuple[()] = ()
     whole_paths: dict[str, tuple[()]] | tuple[()] = ()
-    worker_rows: Tensor | tuple[()] = ()
     unknown_paths: dict[str, tuple[()]] | tuple[()] = ()
+    digest: Tensor | tuple[()] = ()
+    shard_rows: Tensor | tuple[()] = ()
 
     @property
     def whole(self) -> WholeTensors:
         """The tensors that were not cut."""
         return WholeTensors(paths=tuple(self.whole_paths))
+
+    @property
+    def is_of_shard(self) -> bool:
+        """Whether it is of a worker's own part of the global batch."""
+        return bool(tf.is_tensor(self.shard_rows))
 
     @property
     def batch_rows(self) -> Tensor:
@@ -151,19 +138,20 @@ def typed_by_batch(slices: Sequence[Slice]) -> tuple[Slice, ...]:
     )
 
 
-def with_known_rows(slices: Sequence[Slice], first: int, count: int) -> tuple[Slice, ...]:
+def with_known_rows(slices: Sequence[Slice], worker: int, workers: int) -> tuple[Slice, ...]:
     """Returns slices of `typed_by_batch` whose own types say again how many rows they have.
 
     Args:
-        slices: consecutive slices.
-        first: the index of the first one.
-        count: the number of all slices of the batch.
+        slices: the slices of a worker. Those of the worker's own part of the batch remain as they are.
+        worker: the index of the worker.
+        workers: the number of workers.
     """
     batch_rows = slices[0].batch.shape[0]
-    if batch_rows is None:
+    if batch_rows is None or slices[0].is_of_shard:
         return tuple(slices)
 
     def of(index: int, part: Slice) -> Slice:
+        count = len(slices) * workers
         rows = max(1, batch_rows * (index + 1) // count - batch_rows * index // count)
         known = set(part.whole.cut_leaves(part.data)) - set(part.unknown_paths)
         leaves = [
@@ -172,7 +160,7 @@ def with_known_rows(slices: Sequence[Slice], first: int, count: int) -> tuple[Sl
         ]
         return part._replace(data=pack(part.data, leaves))
 
-    return tuple(of(first + i, part) for i, part in enumerate(slices))
+    return tuple(of(i, part) for i, part in enumerate(slices, len(slices) * worker))
 
 
 def _in_own_memory(leaf: Any) -> Any:

@@ -13,7 +13,6 @@ from keras_dp import choices
 from keras_dp.arithmetic.share import ArithmeticOfRows, arithmetic_of_rows
 from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
-from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.row_counts import USUAL_ROWS, RowCounts
 from keras_dp.partition.step import Argument, Partition, partition_of, run_partitioned
@@ -72,7 +71,6 @@ class StepOnSlices:
 def on_slices(
     step: Callable[[Any], Any],
     slices: Sequence[Slice],
-    whole: WholeTensors,
     target: Callable[[], Target],
     collectives: OneWorker | None = None,
     variables_made: Callable[[], None] = lambda: None,
@@ -84,7 +82,6 @@ def on_slices(
     Args:
         step: a function that takes a batch and returns nested tensors, such as `keras.Model.train_step`.
         slices: the N slices of the batch.
-        whole: the tensors that were not cut.
         target: returns the devices of the N towers, and home, once the step has its variables.
         collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
         variables_made: is called when a first trace has made variables, before a second one.
@@ -93,7 +90,7 @@ def on_slices(
     """
     collectives = collectives or OneWorker()
     rows = rows_of(slices, collectives, usual_rows)
-    of_batch, arguments = arguments_of(step, slices, whole, collectives)
+    of_batch, arguments = arguments_of(step, slices, collectives)
     trace = Trace(of_batch, [argument.spec for argument in arguments], variables_made)
     if collectives.count > 1:
         # The parts of a ragged or sparse tensor have other rows than the tensor.
@@ -130,46 +127,45 @@ def rows_of(slices: Sequence[Slice], collectives: OneWorker, usual_rows: int | N
 
     The arguments are those of `on_slices`.
     """
-    batch_rows, count = slices[0].batch.shape[0], len(slices) * collectives.count
+    batch_rows, workers = slices[0].batch.shape[0], collectives.count
+    towers, count = len(slices), len(slices) * workers
     if batch_rows is None:
         tower_rows = USUAL_ROWS if usual_rows is None else math.ceil(usual_rows / count)
         numbers = slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices]
-        return RowCounts(*numbers, tower_rows, _worker_rows(slices, collectives.count))
-    first = len(slices) * collectives.index
-    ends = [batch_rows * (first + i) // count for i in range(len(slices) + 1)]
-    rows = [end - begin for begin, end in itertools.pairwise(ends)]
-    workers = collectives.count
-    worker_rows = [batch_rows * (i + 1) // workers - batch_rows * i // workers for i in range(workers)] if workers > 1 else None
-    return RowCounts(batch_rows, ends[:-1], rows, math.ceil(batch_rows / count), worker_rows)
+        return RowCounts(*numbers, tower_rows, _worker_rows(slices, workers))
+    begins = [batch_rows * i // count for i in range(count + 1)]
+    rows = [end - begin for begin, end in itertools.pairwise(begins)]
+    worker_rows = [sum(rows[i : i + towers]) for i in range(0, count, towers)] if workers > 1 else None
+    own = slice(towers * collectives.index, towers * (collectives.index + 1))
+    return RowCounts(batch_rows, begins[own], rows[own], math.ceil(batch_rows / count), worker_rows)
 
 
 def _worker_rows(slices: Sequence[Slice], workers: int) -> Tensor | None:
     """Returns the number of each worker's rows, W numbers: as they say them, or as they cut a batch that all have."""
     if workers == 1:
         return None
-    if tf.is_tensor(slices[0].worker_rows):
-        return slices[0].worker_rows
+    if slices[0].is_of_shard:
+        return slices[0].shard_rows
     with tf.device(HOST):
         ends = slices[0].batch_rows * tf.range(workers + 1) // workers
         return ends[1:] - ends[:-1]
 
 
 def arguments_of(
-    step: Callable[[Any], Any], slices: Sequence[Slice], whole: WholeTensors, collectives: OneWorker
+    step: Callable[[Any], Any], slices: Sequence[Slice], collectives: OneWorker
 ) -> tuple[Callable[..., Any], list[Argument]]:
     """Turns a step on a nested batch into a step on flat tensors, and returns it with these tensors.
 
     Args:
         step: a function that takes a batch.
         slices: the slices of the batch.
-        whole: the tensors that were not cut.
         collectives: the collectives of the workers that have slices of the batch.
     """
     parts = [flatten(part.data) for part in slices]
     batch_rows = slices[0].batch.shape[0]
     arguments: list[Argument] = []
     counts, specs = [], []
-    for stays, *leaves in zip(whole.of(slices[0].data), *parts, strict=True):
+    for stays, *leaves in zip(slices[0].whole.of(slices[0].data), *parts, strict=True):
         spec = own_spec(leaves[0]) if stays else traced_spec(leaves[0], batch_rows)
         made = _whole_arguments(leaves[0]) if stays else _arguments(leaves, spec, slices, collectives)
         arguments += made

@@ -138,9 +138,8 @@ class TowerSteps:
             result_rows: as in `on_slices`.
             step: the step, a function of a batch; None for the model's own of this name.
         """
-        whole = slices[0].whole
-        plain, usual = self.plain(name, whole, step), self.inputs.usual_rows
-        return on_slices(plain, slices, whole, self._target, collectives, self.variables_made, usual, result_rows)
+        plain, usual = self.plain(name, slices[0].whole, step), self.inputs.usual_rows
+        return on_slices(plain, slices, self._target, collectives, self.variables_made, usual, result_rows)
 
     def _target(self) -> Target:
         return Target(self.inputs.devices, self.home, jit_compile=self.jit_compile, pack_copies=self.pack_copies)

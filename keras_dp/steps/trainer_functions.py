@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp import choices
-from keras_dp.batches.slicing import OwnBatch, Slice
+from keras_dp.batches.slicing import Slice
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
 from keras_dp.steps.towers import TowerSteps
@@ -74,7 +74,7 @@ class PredictFunction:
         self._steps.refuse_moved()
         with _call(self._steps, len(batches), "predict"), self._verification.of_step("predict", batches[0]):
             first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
-            if isinstance(first, Slice) and isinstance(first.source, OwnBatch):
+            if isinstance(first, Slice) and first.is_of_shard:
                 self._trace_for_any_sizes(len(batches))
             return self._function(batches)
 

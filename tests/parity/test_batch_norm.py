@@ -15,7 +15,6 @@ import keras_dp
 from keras_dp import choices
 from keras_dp.batch_normalization.modes import batch_norm_mode
 from keras_dp.batches.slicing import cut
-from keras_dp.batches.whole_tensors import WholeTensors
 from keras_dp.keras_internals import keras_batch_norms
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.running.calling import node_by_node
@@ -30,7 +29,7 @@ def step_on_towers(function, batch, num_towers):
     @tf.function(autograph=False)
     def run():
         devices = [f"CPU:{i}" for i in range(num_towers)]
-        return on_slices(function, cut(batch, num_towers), WholeTensors(), lambda: Target(devices, "CPU:0")).run()[0]
+        return on_slices(function, cut(batch, num_towers), lambda: Target(devices, "CPU:0")).run()[0]
 
     return run
 

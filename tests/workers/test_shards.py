@@ -152,7 +152,7 @@ def test_batches_without_rows_are_of_the_datasets_type():
 
 def test_batches_are_cut_into_slices():
     steps = list(cut_shards(batches(6, 5, 1), 2))
-    assert [int(parts[0].source.rows) for parts in steps] == [6, 5, 1]
+    assert [int(parts[0].shard_rows) for parts in steps] == [6, 5, 1]
     assert [[(as_lists(part.data), int(part.begin), int(part.rows)) for part in parts] for parts in steps] == [
         [([1, 2, 3], 0, 3), ([4, 5, 6], 3, 3)],
         [([7, 8], 0, 2), ([9, 10, 11], 2, 3)],
@@ -177,7 +177,7 @@ def placed_slices(*datasets):
     steps = [next(iter(cut_shards(dataset, 2))) for dataset in datasets]
 
     def work(collectives):
-        slices = placed(steps[collectives.index][0].source, steps[collectives.index], collectives)
+        slices = placed(steps[collectives.index], collectives)
         assert all(isinstance(part, Slice) for part in slices)
         return slices
 
@@ -234,7 +234,7 @@ def test_when_no_worker_has_rows_the_dataset_has_ended_and_nothing_runs():
 
     @tf.function
     def step():
-        slices = placed(shards[0].source, shards, collectives)
+        slices = placed(shards, collectives)
         ran.assign_add(1 + slices[0].rows)
 
     with pytest.raises(tf.errors.OutOfRangeError):

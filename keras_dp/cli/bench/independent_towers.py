@@ -55,7 +55,7 @@ class _IndependentSteps(TowerSteps):
     ) -> tuple[Any, Partition]:
         """Runs a step on each slice, and returns the result of the first."""
         batches = [_as_batch(part) for part in slices]
-        steps = [arguments_of(self.plain(name, batch.whole, step), [batch], batch.whole, OneWorker()) for batch in batches]
+        steps = [arguments_of(self.plain(name, batch.whole, step), [batch], OneWorker()) for batch in batches]
         of_batch, arguments = steps[0]
         trace = Trace(of_batch, [argument.spec for argument in arguments], self.variables_made)
         traced = traced_step(trace.concrete)
@@ -95,4 +95,4 @@ class _IndependentSteps(TowerSteps):
 def _as_batch(part: Slice) -> Slice:
     """Turns a slice into a batch of its own."""
     rows = tf.maximum(part.rows, 1)
-    return part._replace(begin=tf.zeros_like(rows), rows=rows, batch=without_entries(rows), source=())
+    return part._replace(begin=tf.zeros_like(rows), rows=rows, batch=without_entries(rows))
