@@ -52,8 +52,8 @@ def in_call(trainer: TowerTrainer, method: str, arguments: dict[str, Any], shard
             sharded,
             list(trainer.devices),
             trainer.parameter_device,
-            trainer.steps.batch_norm,
-            trainer.steps.gradient_dtype,
+            trainer.steps.options.batch_norm,
+            trainer.steps.options.gradient_dtype,
             executions,
             "shard" if trainer.predicts_shard else "all",
         )
@@ -108,7 +108,7 @@ def announce(trainer: TowerTrainer, arguments: dict[str, Any]) -> None:
     is_silent = arguments.get("verbose") == 0 or trainer.is_eager() or not trainer.workers.is_chief
     if is_silent or not trainer.messages.is_first("fit"):
         return
-    batch_norm = trainer.steps.batch_norm if batch_norms(trainer.inside) else None
+    batch_norm = trainer.steps.options.batch_norm if batch_norms(trainer.inside) else None
     spread = keras_models.is_built(trainer.inside) and variable_homes.should_spread(trainer.inside, trainer.devices)
     logger.info(announcement.training(trainer.devices, trainer.workers.count, rows, batch_norm, spread))
 

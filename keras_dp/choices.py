@@ -1,6 +1,8 @@
 """List the values of arguments that take only a few, and refuse all other values."""
 
+import dataclasses
 import difflib
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 BatchNorm: TypeAlias = Literal["sync", "local", "first"]
@@ -11,6 +13,28 @@ Rows: TypeAlias = Literal["all", "shard"]
 Reduction: TypeAlias = Literal["sum", "mean"]
 Accumulation: TypeAlias = Literal["batches", "rows"]
 Communication: TypeAlias = Literal["ring", "nccl"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Holds how a model trains on towers: the arguments of `DataParallelModel`, which explains them, after the model.
+
+    Raises:
+        ValueError: if an argument that takes only a few values has another one.
+    """
+
+    devices: int | Sequence[str] | None = None
+    parameter_device: str | None = None
+    batch_norm: BatchNorm = "sync"
+    gradient_dtype: GradientType = None
+    whole: Sequence[str] = ()
+    pack_copies: PackCopies = None
+    verify: bool | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unknown("batch_norm", self.batch_norm, BatchNorm)
+        refuse_unknown("gradient_dtype", self.gradient_dtype, GradientType)
+        refuse_unknown("pack_copies", self.pack_copies, PackCopies)
 
 
 def values_of(choice: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from keras_dp.batches.input_strategy import empty_prediction_refused
 from keras_dp.batches.input_wait import InputWait
 from keras_dp.batches.slicing import known_rows
 from keras_dp.calls import announce, in_call, on_batch, predicting_shard, refuse_no_batches
-from keras_dp.choices import refuse_unknown
 from keras_dp.devices import announcement
 from keras_dp.keras_internals.cloning import pass_clones_through
 from keras_dp.reports.communication import communication_report
@@ -121,19 +120,14 @@ class DataParallelModel(Behind, keras.Model):
         verify: bool | None = None,
     ):
         refuse_model_of_its_own(self, inner_model)
-        refuse_unknown("batch_norm", batch_norm, choices.BatchNorm)
-        refuse_unknown("gradient_dtype", gradient_dtype, choices.GradientType)
-        refuse_unknown("pack_copies", pack_copies, choices.PackCopies)
-        trainer = TowerTrainer(
-            self, inner_model, devices, parameter_device, batch_norm, gradient_dtype, whole, pack_copies, verify
-        )
-        object.__setattr__(self, "_keras_dp", trainer)
+        options = choices.Options(devices, parameter_device, batch_norm, gradient_dtype, whole, pack_copies, verify)
+        object.__setattr__(self, "_keras_dp", TowerTrainer(self, inner_model, options))
 
     @classmethod
-    def _around(cls, model: keras.Model, **arguments: Any) -> Any:
+    def _around(cls, model: keras.Model, options: choices.Options) -> Any:
         """Returns a wrapper of this class around another model. A subclass's own `__init__` may take other arguments."""
         parallel = cls.__new__(cls, model)
-        DataParallelModel.__init__(parallel, model, **arguments)
+        DataParallelModel.__init__(parallel, model, **vars(options))
         return parallel
 
     def __repr__(self) -> str:
@@ -340,7 +334,7 @@ class DataParallelModel(Behind, keras.Model):
             ValueError: if there is nothing to predict, or the workers' calls differ.
             WorkerLostError: if a worker is lost.
         """
-        refuse_unknown("rows", rows, choices.Rows)
+        choices.refuse_unknown("rows", rows, choices.Rows)
         own = own_of(self)
         given, wants_shard = _given(DataParallelModel.predict, locals()), rows == "shard" and own.workers.count > 1
         with (

@@ -71,7 +71,7 @@ def recalibrate_batch_norm(
     has_all_names, named = whole is not None, chosen_whole(() if whole is None else whole)
     if isinstance(model, DataParallelModel):
         # "first" normalizes as "local" does: they differ only in the moments that update the statistics.
-        mode = "sync" if own_of(model).steps.batch_norm == "sync" else "local"
+        mode = "sync" if own_of(model).steps.options.batch_norm == "sync" else "local"
         named = named if has_all_names else own_of(model).steps.inputs.named
         model, devices = own_of(model).inside, own_of(model).devices
     elif isinstance(model, keras.Model):

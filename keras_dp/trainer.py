@@ -1,6 +1,7 @@
 """Define TowerTrainer, which holds all that a DataParallelModel has beside the state of the model inside."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import weakref
@@ -47,13 +48,7 @@ class TowerTrainer:
     Args:
         wrapper: the DataParallelModel.
         inside: the model inside it.
-        devices: see `DataParallelModel` for this argument and the following ones.
-        parameter_device: the home of the variables.
-        batch_norm: the mode of batch normalization.
-        gradient_dtype: the dtype in which gradients are sent.
-        whole: names of tensors that are not cut.
-        pack_copies: whether tensors share messages.
-        verify: whether first steps are compared with one device.
+        options: the other arguments of the DataParallelModel.
 
     Attributes:
         inside: the model inside.
@@ -68,33 +63,14 @@ class TowerTrainer:
         history: the history of the last `fit`, and its copy for the model inside.
     """
 
-    def __init__(
-        self,
-        wrapper: keras.Model,
-        inside: keras.Model,
-        devices: int | Sequence[str] | None,
-        parameter_device: str | None,
-        batch_norm: choices.BatchNorm,
-        gradient_dtype: choices.GradientType,
-        whole: Sequence[str],
-        pack_copies: choices.PackCopies,
-        verify: bool | None,
-    ):
+    def __init__(self, wrapper: keras.Model, inside: keras.Model, options: choices.Options):
         self._wrapper = weakref.ref(wrapper)
         self.inside = inside
-        self.devices = tuple(tower_devices(devices))
-        self._wanted_device = None if parameter_device is None else parameter_device_name(parameter_device)
+        self.devices = tuple(tower_devices(options.devices))
+        wanted = options.parameter_device
+        self._wanted_device = None if wanted is None else parameter_device_name(wanted)
         own_class: Any = type(wrapper).__bases__[-1]
-        self._wrapped = functools.partial(
-            own_class._around,
-            devices=list(self.devices),
-            parameter_device=parameter_device,
-            batch_norm=batch_norm,
-            gradient_dtype=gradient_dtype,
-            whole=whole,
-            pack_copies=pack_copies,
-            verify=verify,
-        )
+        self._wrapped = functools.partial(own_class._around, options=dataclasses.replace(options, devices=list(self.devices)))
         self.workers = current_workers()
         self._joint_calls = calls_of(self.workers)
         self.train_function: Any = None
@@ -122,14 +98,13 @@ class TowerTrainer:
             self._run_on_slices,
             self.call,
             self.workers.collectives,
-            chosen_whole(whole),
+            chosen_whole(options.whole),
         )
         self.feed.feeds_trainer = False
-        packs = are_gpus(self.devices) if pack_copies is None else pack_copies
-        self.steps = TowerSteps(
-            inside, self.feed, batch_norm, gradient_dtype, packs, lambda: getattr(self, "optimizer", None), self._variables_made
-        )
-        self._verification = Verification(verify, self.steps)
+        packs = are_gpus(self.devices) if options.pack_copies is None else options.pack_copies
+        of_steps = dataclasses.replace(options, pack_copies=packs)
+        self.steps = TowerSteps(inside, self.feed, of_steps, lambda: getattr(self, "optimizer", None), self._variables_made)
+        self._verification = Verification(options.verify, self.steps)
         self._place_variables()
         self.follow()
         # Following the model forgets its functions.

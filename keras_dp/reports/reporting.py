@@ -79,7 +79,7 @@ def _report(trainer: Wrapped, batch: Any, step: choices.Step) -> Report:
         largest_weights=_largest(model.weights),
         should_spread=variable_homes.should_spread(model, list(trainer.devices)),
         batch_norms=len(batch_norms(model)),
-        batch_norm=steps.batch_norm,
+        batch_norm=steps.options.batch_norm,
         precisions=sorted(policies) or [keras.config.floatx()],
         jit_compile=steps.jit_compile,
         messages=sum(row.number for row in sent.copies),

@@ -22,8 +22,7 @@ def plain_step(
     model: keras.Model,
     run: Callable[[Any], Any],
     optimizer: Combining | None,
-    batch_norm: choices.BatchNorm,
-    gradient_dtype: choices.GradientType,
+    options: choices.Options,
     whole: WholeTensors,
 ) -> Callable[[Any], Any]:
     """Returns a model's step for a whole batch.
@@ -32,8 +31,7 @@ def plain_step(
         model: the inner model.
         run: the step.
         optimizer: the model's optimizer, which may count rows; None if the step has none.
-        batch_norm: see `DataParallelModel`.
-        gradient_dtype: see `DataParallelModel`.
+        options: the arguments of the `DataParallelModel`.
         whole: the tensors of the batch that are not cut.
     """
     synchronized = [layer for layer in batch_norms(model) if is_synchronized(layer)]
@@ -47,13 +45,13 @@ def plain_step(
             for layer in synchronized:
                 # Keras would compute E[x^2] - E[x]^2, which is wrong if the mean is large. The partition synchronizes anyway.
                 stack.enter_context(replaced(layer, "synchronized", False))
-            if batch_norm != "sync":
-                stack.enter_context(batch_norm_mode(batch_norm, synchronized))
+            if options.batch_norm != "sync":
+                stack.enter_context(batch_norm_mode(options.batch_norm, synchronized))
             for one in combinings:
                 accumulates_rows = one.accumulate == "rows"
                 if accumulates_rows or is_spread:
                     stack.enter_context(one.in_step(rows_of_checked(data, whole) if accumulates_rows else None))
-            stack.enter_context(sending_gradients_as(gradient_dtype, [one.inside for one in combinings]))
+            stack.enter_context(sending_gradients_as(options.gradient_dtype, [one.inside for one in combinings]))
             return run(data)
 
     return step

@@ -49,9 +49,7 @@ class TowerSteps:
     Args:
         model: the inner model.
         inputs: the strategy that cuts its batches. It holds the devices, the collectives, and the tensors that are not cut.
-        batch_norm: see `DataParallelModel`.
-        gradient_dtype: see `DataParallelModel`.
-        pack_copies: whether the tensors that devices send each other share messages.
+        options: the arguments of the `DataParallelModel`. None for `pack_copies` counts as False.
         optimizer: returns the optimizer that applies the gradients in "train"; None if there is none.
         variables_made: is called when a first trace has made variables, before a second one.
 
@@ -66,17 +64,13 @@ class TowerSteps:
         self,
         model: keras.Model,
         inputs: InputStrategy,
-        batch_norm: choices.BatchNorm = "sync",
-        gradient_dtype: choices.GradientType = None,
-        pack_copies: bool = False,
+        options: choices.Options,
         optimizer: Callable[[], DataParallelOptimizer | None] = lambda: None,
         variables_made: Callable[[], None] = lambda: None,
     ):
         self.model = model
         self.inputs = inputs
-        self.batch_norm = batch_norm
-        self.gradient_dtype = gradient_dtype
-        self.pack_copies = pack_copies
+        self.options = options
         self._optimizer = optimizer
         self.variables_made = variables_made
         self.jit_compile = False
@@ -142,7 +136,8 @@ class TowerSteps:
         return on_slices(plain, slices, self._target, collectives, self.variables_made, usual, result_rows)
 
     def _target(self) -> Target:
-        return Target(self.inputs.devices, self.home, jit_compile=self.jit_compile, pack_copies=self.pack_copies)
+        packs = bool(self.options.pack_copies)
+        return Target(self.inputs.devices, self.home, jit_compile=self.jit_compile, pack_copies=packs)
 
     def make_layers(self, name: choices.Step, slices: Sequence[Slice]) -> None:
         """Traces a step if layers have no variables yet. Random numbers that their seeds take stay drawn, as in training."""
@@ -199,7 +194,7 @@ class TowerSteps:
         return Comparison(name, traced.trace, traced.arguments, traced.rows, traced.target, within)
 
     def plain(self, name: choices.Step, whole: WholeTensors, step: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
-        """Returns a step for a whole batch, with this object's optimizer, `batch_norm` and `gradient_dtype`.
+        """Returns a step for a whole batch, with this object's optimizer and options.
 
         Args:
             name: the step's name.
@@ -208,7 +203,7 @@ class TowerSteps:
         """
         optimizer = None if name in ("test", "predict") or self.optimizer is None else own_of(self.optimizer)
         step = step or getattr(self.model, f"{name}_step")
-        return plain_step(self.model, step, optimizer, self.batch_norm, self.gradient_dtype, whole)
+        return plain_step(self.model, step, optimizer, self.options, whole)
 
     def on_host(self, batch: Any, finds_whole: bool = False) -> Any:
         """Returns an eager batch as tensors on the host.

@@ -393,7 +393,7 @@ def test_clones(build):
     assert isinstance(cloned, keras_dp.DataParallelModel)
     assert type(cloned.inner_model) is type(parallel.inner_model)
     assert not {id(layer) for layer in cloned.layers} & {id(layer) for layer in configured.layers}
-    assert {name: getattr(cloned.tower_steps, name) for name in of_towers} == of_towers
+    assert {name: getattr(cloned.tower_steps.options, name) for name in of_towers} == of_towers
     assert (cloned.devices, cloned.parameter_device) == (["CPU:2", "CPU:0"], "sharded")
     with pytest.raises(ValueError, match=r"of the object inside. Rebuild that object with .* and wrap it: keras_dp.DataPar"):
         keras_dp.DataParallelModel.from_config(parallel.get_config())

@@ -228,7 +228,7 @@ def test_the_tower_at_home_begins_after_messages_are_sent(monkeypatch):
 
 def test_copies_are_packed_between_gpus_alone_unless_it_is_asked_for(monkeypatch):
     def packs(**arguments):
-        return keras_dp.DataParallelModel(convolutions(), devices=2, **arguments).tower_steps.pack_copies
+        return keras_dp.DataParallelModel(convolutions(), devices=2, **arguments).tower_steps.options.pack_copies
 
     assert not packs()
     assert packs(pack_copies=True)

@@ -37,9 +37,7 @@ def independent_towers(inner_model: keras.Model, **arguments: Any) -> DataParall
     """
     parallel = DataParallelModel(inner_model, **arguments)
     steps = parallel.tower_steps
-    own_of(parallel).steps = _IndependentSteps(
-        steps.model, steps.inputs, steps.batch_norm, steps.gradient_dtype, optimizer=lambda: steps.optimizer
-    )
+    own_of(parallel).steps = _IndependentSteps(steps.model, steps.inputs, steps.options, lambda: steps.optimizer)
     return parallel
 
 
