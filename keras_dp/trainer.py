@@ -22,7 +22,7 @@ from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.tensorflow_internals import HOST
-from keras_dp.reports.explaining import explained, warn_of_gathered_rows
+from keras_dp.reports.explain import warn_of_gathered_rows
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import CalledStep, PredictFunction, StepFunction, running_step
 from keras_dp.steps.verification import Verification
@@ -322,10 +322,6 @@ class TowerTrainer:
         for method in self.loops:
             getattr(self._wrapper(), f"make_{STEPS[method]}_function")()
 
-    def on_slices(self, step: choices.Step, slices: Sequence[Slice]) -> Any:
-        """Runs the model's own step of this name on N slices of a batch, in the function that is being traced."""
-        return self._run_on_slices(getattr(self.inside, f"{step}_step"), slices)
-
     def _run_on_slices(self, step: Callable[..., Any], slices: Sequence[Slice]) -> Any:
         """Runs a step on N slices of a batch, in the function that is being traced."""
         self.uses += 1
@@ -338,7 +334,7 @@ class TowerTrainer:
         self._joint_calls.synchronize_others(known, partition.variables)
         if name == "train" and not self.messages.has_told("gathered"):
             rows = partition.propagation.batch_rows or self.feed.usual_rows or BATCH_SIZE
-            if warn_of_gathered_rows(explained(partition, self.steps, rows)):
+            if warn_of_gathered_rows(partition, self.feed.devices, rows):
                 self.messages.note("gathered")
         return own_rows(result, slices) if shards else result
 

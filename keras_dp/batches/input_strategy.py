@@ -101,7 +101,7 @@ class InputStrategy:
         self.devices = tuple(devices)
         self.is_eager = is_eager
         self.prepare = prepare
-        self._run_on_slices = run_on_slices
+        self.run_on_slices = run_on_slices
         self._call_step = call_step
         self.collectives = collectives or OneWorker()
         self.named = self.whole = whole or WholeTensors()
@@ -266,7 +266,7 @@ class InputStrategy:
                 slices = _cut_own_rows(batch, *self._part())
             slices = self._joined(slices)
         with _single_rows_explained(self._shapes):
-            result = self._run_on_slices(step, slices)
+            result = self.run_on_slices(step, slices)
         self.waiting.step_ends(result)
         return result
 

@@ -3,10 +3,10 @@
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from keras_dp.gpu_model.placement import Operation, PlacedCopy, PlacedStep, place_step
-from keras_dp.keras_internals.keras_optimizers import optimizers_of
+from keras_dp.gpu_model.placement import PlacedCopy, PlacedStep, place_step
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.reports.kinds_of_copies import KINDS, KindsOfCopies
@@ -108,7 +108,9 @@ def audit(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> G
 
 def kinds_of_copies(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> dict[PlacedCopy, str]:
     """Returns the kind of each copy from one device to another, one of `KINDS`."""
-    kinds = _kinds(parallel, step, placed)
+    captured = ((f"{name}:0", outside) for name, (outside, _) in step.captured().items() if name in placed.operations)
+    handles = {id(outside): name for name, outside in captured}
+    kinds = KindsOfCopies(placed.graph, set(step.names_of_slices), parallel.inner_model, handles)
     return {
         copy: kinds.kind(source_of(copy.tensor), copy.takers)
         for copy in placed.copies
@@ -116,31 +118,17 @@ def kinds_of_copies(parallel: DataParallelModel, step: StepGraph, placed: Placed
     }
 
 
-def _kinds(parallel: DataParallelModel, step: StepGraph, placed: PlacedStep) -> KindsOfCopies:
-    names = {id(outside): f"{name}:0" for name, (outside, _) in step.captured().items()}
-    there = {name for name, _, _ in placed.variables if source_of(name) in placed.operations}
-
-    def handles(variables: Any) -> list[Any]:
-        found = (names.get(id(variable.value.handle)) for variable in variables)
-        return [placed.graph.get_tensor_by_name(name) for name in found if name in there]
-
-    state = [variable for optimizer in optimizers_of(parallel.inner_model) for variable in optimizer.variables]
-    return KindsOfCopies(placed.graph, set(step.names_of_slices), handles(parallel.trainable_weights), handles(state))
-
-
 def _types(copy: PlacedCopy, placed: PlacedStep) -> tuple[str, str]:
     maker, taker = source_of(copy.tensor), copy.takers[0]
     return placed.operations[maker].type, placed.operations[taker].type
 
 
-def _misplaced(placed: PlacedStep) -> list[str]:
-    return [name for name, operation in placed.operations.items() if _is_misplaced(operation, placed.towers)]
-
-
-def _is_misplaced(operation: Operation, towers: tuple[str, ...]) -> bool:
-    # TensorFlow gives each device that takes a small constant a constant of its own.
-    tower = None if "/replicate/" in operation.name else _TOWER.match(operation.name)
-    return tower is not None and operation.wanted_device != towers[int(tower[1])]
+def _misplaced(placed: PlacedStep) -> Iterator[str]:
+    for name, operation in placed.operations.items():
+        # TensorFlow gives each device that takes a small constant a constant of its own.
+        tower = None if "/replicate/" in name else _TOWER.match(name)
+        if tower is not None and operation.wanted_device != placed.towers[int(tower[1])]:
+            yield name
 
 
 def _listed(counts: Counter[Any]) -> str:

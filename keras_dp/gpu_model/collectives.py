@@ -1,13 +1,11 @@
 """Find the collectives of a step: operations in which all towers meet, each with one of its own."""
 
-import graphlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from keras_dp.gpu_model.hardware import Machine
-from keras_dp.gpu_model.loops import forward_inputs
+from keras_dp.gpu_model.loops import in_order
 from keras_dp.gpu_model.placement import Operation, PlacedStep
-from keras_dp.partition.tracing.names import source_of
 
 _ALL_REDUCE, _ALL_GATHER = _TYPES = ("CollectiveReduceV2", "CollectiveGatherV2")
 
@@ -41,7 +39,8 @@ def collectives(step: PlacedStep) -> Iterator[Collective]:
     if all(operation.type not in _TYPES for operation in step.operations.values()):
         return
     of_tower: dict[str, list[Operation]] = {tower: [] for tower in step.towers}
-    for operation in _in_order(step.operations):
+    for name in in_order({name: operation.node for name, operation in step.operations.items()}):
+        operation = step.operations[name]
         if operation.type in _TYPES and operation.name not in step.not_taken:
             of_tower[operation.device].append(operation)
     types = {tower: [operation.type for operation in own] for tower, own in of_tower.items()}
@@ -50,11 +49,3 @@ def collectives(step: PlacedStep) -> Iterator[Collective]:
     for members in zip(*of_tower.values(), strict=True):
         size = max(step.sizes.bytes_of(member.inputs[0]) for member in members)
         yield Collective(members[0].type, tuple(member.name for member in members), size)
-
-
-def _in_order(operations: Mapping[str, Operation]) -> Iterator[Operation]:
-    """Yields operations after those that they wait for."""
-    nodes = {name: operation.node for name, operation in operations.items()}
-    before = {name: {source_of(source.lstrip("^")) for source in forward_inputs(node, nodes)} for name, node in nodes.items()}
-    for name in graphlib.TopologicalSorter(before).static_order():
-        yield operations[name]

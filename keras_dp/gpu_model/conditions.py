@@ -1,11 +1,10 @@
 """Find the branches of a graph's conditions, and the operations that do not run since the other branch is taken."""
 
-import graphlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_dp.gpu_model.loops import forward_inputs
+from keras_dp.gpu_model.loops import forward_inputs, in_order
 from keras_dp.partition.tracing.names import output_of, source_of
 
 Branch = tuple[str, int]  # the tensor that a condition asks for, and 1 for the branch where it is true, otherwise 0
@@ -35,11 +34,9 @@ def branches_of_operations(nodes: Mapping[str, Any]) -> dict[str, frozenset[Bran
     Args:
         nodes: the NodeDefs of a graph by name.
     """
-    inputs = {name: forward_inputs(node, nodes) for name, node in nodes.items()}
-    sources = {name: map(source_of, names) for name, names in inputs.items()}
     branches: dict[str, frozenset[Branch]] = {}
-    for name in graphlib.TopologicalSorter(sources).static_order():
-        before = [branches[source_of(source)] | _begun(source, nodes) for source in inputs[name]]
+    for name in in_order(nodes):
+        before = [branches[source_of(source)] | _begun(source, nodes) for source in forward_inputs(nodes[name], nodes)]
         join = frozenset.intersection if nodes[name].op == "Merge" else frozenset.union
         branches[name] = join(*before) if before else frozenset()
     return {name: within for name, within in branches.items() if within}

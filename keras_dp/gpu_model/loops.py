@@ -3,7 +3,7 @@
 import graphlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +14,12 @@ from keras_dp.partition.tracing.names import data_inputs, source_of
 def forward_inputs(node: Any, nodes: Mapping[str, Any]) -> list[str]:
     """Returns the inputs of a node, without those that a loop hands from one round to the next."""
     return [name for name in node.input if node.op != "Merge" or nodes[source_of(name)].op != "NextIteration"]
+
+
+def in_order(nodes: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of the nodes of a graph, each after those that it waits for."""
+    before = {name: map(source_of, forward_inputs(node, nodes)) for name, node in nodes.items()}
+    yield from graphlib.TopologicalSorter(before).static_order()
 
 
 def last_of_rounds(node: Any, nodes: Mapping[str, Any]) -> list[str]:
@@ -34,10 +40,10 @@ def rounds_of_operations(nodes: Mapping[str, Any]) -> dict[str, int]:
     Args:
         nodes: the NodeDefs of a graph by name, with loops as TensorFlow runs them.
     """
-    sources = {name: [source_of(source) for source in forward_inputs(node, nodes)] for name, node in nodes.items()}
     loops: dict[str, tuple[str, ...]] = {}
-    for name in graphlib.TopologicalSorter(sources).static_order():
-        around = max((_after(nodes[source], loops[source]) for source in sources[name]), key=len, default=())
+    for name in in_order(nodes):
+        sources = map(source_of, forward_inputs(nodes[name], nodes))
+        around = max((_after(nodes[source], loops[source]) for source in sources), key=len, default=())
         loops[name] = (*around, nodes[name].attr["frame_name"].s.decode()) if nodes[name].op == "Enter" else around
     bodies: dict[str, list[Any]] = defaultdict(list)
     for name, around in loops.items():

@@ -12,7 +12,6 @@ from keras_dp import choices
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.devices.available import short_name
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
-from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.partition.tensorflow_internals import HOST
@@ -25,7 +24,8 @@ from keras_dp.reports.step_graph import (
     untouched,
     with_marked_argument,
 )
-from keras_dp.reports.wrapped import Wrapped, inspected
+from keras_dp.reports.wrapped import inspected
+from keras_dp.steps.towers import TowerSteps
 
 Tensor = Any
 Graph = Any
@@ -157,24 +157,23 @@ def communication_report(parallel: Any, batch: Any = None, step: choices.Step = 
             another batch, or its step changes other state than variables.
     """
     trainer, batch = inspected("communication_report", parallel, batch, step)
-    return communication(trainer, batch, step)
+    return communication(trainer.tower_steps, batch, step)
 
 
-def communication(trainer: Wrapped, batch: Any, step: choices.Step) -> CommunicationReport:
+def communication(steps: TowerSteps, batch: Any, step: choices.Step) -> CommunicationReport:
     """Reports what devices send each other in one step; see `communication_report`."""
-    steps = trainer.tower_steps
     batch = steps.on_host(batch, finds_whole=True)
     with tf.device(HOST):
         slices = steps.inputs.cut(batch)
-    make_variables(trainer, step, slices)
-    with untouched(trainer), replaced(steps, "jit_compile", False), node_by_node():
+    make_variables(steps, step, slices)
+    with untouched(steps), replaced(steps, "jit_compile", False), node_by_node():
         # XLA compiles within devices, and would rename tensors.
-        concrete, graphs = _run_and_collect(trainer, step, slices)
-    weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in trainer.inside.trainable_weights]
-    copies, unsized = _copies(trainer.inside, concrete, graphs)
+        concrete, graphs = _run_and_collect(steps, step, slices)
+    weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in steps.model.trainable_weights]
+    copies, unsized = _copies(steps.model, concrete, graphs)
     return CommunicationReport(
         copies=copies,
-        num_towers=len(trainer.devices),
+        num_towers=steps.inputs.num_towers,
         weight_bytes=sum(weights),
         largest_weight_bytes=max(weights, default=0),
         batch_bytes=sum(leaf.numpy().nbytes for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None),
@@ -182,7 +181,7 @@ def communication(trainer: Wrapped, batch: Any, step: choices.Step) -> Communica
     )
 
 
-def _run_and_collect(trainer: Wrapped, step: choices.Step, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
+def _run_and_collect(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice]) -> tuple[Any, list[Any]]:
     """Runs a step. Returns its concrete function, and the graph that TensorFlow ran on each device."""
 
     def on_slices(data: list[Any]) -> Any:
@@ -194,14 +193,14 @@ def _run_and_collect(trainer: Wrapped, step: choices.Step, slices: Sequence[Slic
             part._replace(data=own, begin=begin, rows=count, batch=batch)
             for part, own, (begin, count) in zip(slices, data, rows, strict=True)
         ]
-        return trainer.on_slices(step, of_known_rows)
+        return steps.run_own(step, of_known_rows)
 
     marked, mark = with_marked_argument(on_slices)
     function = tf.function(marked, autograph=False)
     data = [part.data for part in slices]
     concrete = function.get_concrete_function(data)
     # The graph is split as it was traced: the graph optimizer would rename tensors within devices.
-    with graph_optimizer(disable_meta_optimizer=True), restored_state(trainer, step):
+    with graph_optimizer(disable_meta_optimizer=True), restored_state(steps, step):
         return concrete, partition_graphs(function, data, mark)
 
 
@@ -209,14 +208,8 @@ def _copies(model: keras.Model, concrete: Any, graphs: Sequence[Any]) -> tuple[l
     """Returns the copies, and the names of tensors of unknown size."""
     traced = concrete.graph
     slices = {tensor.op.name for tensor in traced.inputs if tensor.dtype != tf.resource}
-    captured = dict(zip(map(id, concrete.captured_inputs), traced.inputs[-len(concrete.captured_inputs) :], strict=True))
-
-    def handles(variables: Sequence[Any]) -> list[Tensor]:
-        found = (captured.get(id(variable.value.handle)) for variable in variables)
-        return [handle for handle in found if handle is not None]
-
-    state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
-    kinds = KindsOfCopies(traced, slices, handles(model.trainable_weights), handles(state))
+    captured = zip(concrete.captured_inputs, traced.inputs[-len(concrete.captured_inputs) :], strict=True)
+    kinds = KindsOfCopies(traced, slices, model, {id(outside): inside.name for outside, inside in captured})
     receivers: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
         received = {node.name: _key(node) for node in graph.node if node.op == "_Recv"}

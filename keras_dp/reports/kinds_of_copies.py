@@ -1,11 +1,13 @@
 """Tell weights, gradients and moments apart among the tensors that are sent."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.partition.tracing.graph import reached
 
 Tensor = Any
@@ -20,15 +22,18 @@ class KindsOfCopies:
     Args:
         graph: the graph of the step, built node by node.
         inputs: the names of the operations that give the slices of the batch.
-        weights: the handles of the trainable weights, in the graph.
-        state: the handles of the optimizer's variables, in the graph.
+        model: the model.
+        handles: the names that the handles of variables have in the graph, by the `id` of the handle outside.
     """
 
-    def __init__(self, graph: tf.Graph, inputs: Collection[str], weights: Iterable[Tensor], state: Iterable[Tensor]):
+    def __init__(self, graph: tf.Graph, inputs: Collection[str], model: keras.Model, handles: Mapping[int, str]):
+        def names(variables: Iterable[keras.Variable]) -> set[str]:
+            return {handles[id(one.value.handle)] for one in variables if id(one.value.handle) in handles}
+
         self._operations = {operation.name: operation for operation in graph.get_operations()}
         self._inputs = inputs
-        self._weights = {handle.name for handle in weights}
-        self._updated = self._weights | {handle.name for handle in state}
+        self._weights = names(model.trainable_weights)
+        self._updated = self._weights.union(*(names(optimizer.variables) for optimizer in optimizers_of(model)))
 
     def kind(self, name: str, receivers: Sequence[str]) -> str:
         """Returns one of `KINDS` for a tensor, by the operation that gives it and the operations that receive it elsewhere.

@@ -18,9 +18,10 @@ from keras_dp.keras_internals import keras_models
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tracing.user_lines import current_user_line, user_line
 from keras_dp.reports.communication import communication
-from keras_dp.reports.explaining import counted
+from keras_dp.reports.explain import counted
 from keras_dp.reports.report import NOTABLE, ComputedOnce, Report
-from keras_dp.reports.wrapped import Wrapped, inspected
+from keras_dp.reports.wrapped import inspected
+from keras_dp.steps.towers import TowerSteps
 
 _LARGE = 10**6  # bytes of a weight
 _WEIGHTS_LISTED = 3
@@ -50,18 +51,18 @@ def report(parallel: Any, batch: Any = None, step: choices.Step = "train") -> Re
     trainer, given = inspected("report", parallel, batch, step)
     steps = trainer.tower_steps
     if batch is not None:
-        return _report(trainer, given, step)
+        return _report(steps, given, step)
     is_assumed = steps.batch_types[step].batch_rows is None and steps.inputs.usual_rows is None
     try:
-        return dataclasses.replace(_report(trainer, given, step), is_assumed=is_assumed)
+        return dataclasses.replace(_report(steps, given, step), is_assumed=is_assumed)
     except tf.errors.OpError as error:
         add_note(error, "keras_dp: report() has run the step on ones and zeros. Pass a batch that fits: report((x, y)).")
         raise
 
 
-def _report(trainer: Wrapped, batch: Any, step: choices.Step) -> Report:
-    sent = communication(trainer, batch, step)
-    steps, model = trainer.tower_steps, trainer.inside
+def _report(steps: TowerSteps, batch: Any, step: choices.Step) -> Report:
+    sent = communication(steps, batch, step)
+    model, devices = steps.model, list(steps.inputs.devices)
     own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
     slices = steps.slices_of(batch)
     partition, arithmetic = counted(steps, step, slices)
@@ -71,13 +72,13 @@ def _report(trainer: Wrapped, batch: Any, step: choices.Step) -> Report:
     layers = [layer for layer in keras_models.flatten_layers(model) if layer.weights and layer is not model]
     policies = {layer.dtype_policy.name for layer in layers}
     return Report(
-        devices=list(trainer.devices),
+        devices=devices,
         batch_rows=int(slices[0].batch_rows),
         workers=steps.inputs.collectives.count,
         rows=[int(part.rows) for part in own],
         weight_bytes=_weight_bytes(model.weights),
         largest_weights=_largest(model.weights),
-        should_spread=variable_homes.should_spread(model, list(trainer.devices)),
+        should_spread=variable_homes.should_spread(model, devices),
         batch_norms=len(batch_norms(model)),
         batch_norm=steps.options.batch_norm,
         precisions=sorted(policies) or [keras.config.floatx()],

@@ -26,8 +26,9 @@ from keras_dp.partition.tensorflow_internals import handle_data, placeholder
 from keras_dp.partition.tracing.graph import set_inputs
 from keras_dp.partition.tracing.names import source_of
 from keras_dp.partition.tracing.traced import Traced
-from keras_dp.reports.wrapped import Wrapped, inspected
+from keras_dp.reports.wrapped import inspected
 from keras_dp.steps.random_states import same_random_states
+from keras_dp.steps.towers import TowerSteps
 
 Tensor = Any
 
@@ -105,12 +106,12 @@ def graph_of_step(parallel: Any, batch: Any) -> StepGraph:
     trainer, batch = inspected("graph_of_step", parallel, batch, "train")
     steps = trainer.tower_steps
     on_host = steps.slices_of(batch)
-    make_variables(trainer, "train", on_host)
-    with untouched(trainer), replaced(steps, "jit_compile", False):
+    make_variables(steps, "train", on_host)
+    with untouched(steps), replaced(steps, "jit_compile", False):
         return collect(
-            lambda parts: trainer.on_slices("train", tuple(parts)),
-            on_devices(on_host, trainer.devices),
-            lambda: restored_state(trainer, "train"),
+            lambda parts: steps.run_own("train", tuple(parts)),
+            on_devices(on_host, steps.inputs.devices),
+            lambda: restored_state(steps, "train"),
         )
 
 
@@ -146,20 +147,19 @@ def collect(
     return StepGraph(_merged(parts), concrete, tuple(specs))
 
 
-def make_variables(trainer: Wrapped, step: choices.Step, slices: Sequence[Slice]) -> None:
+def make_variables(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice]) -> None:
     """Makes the variables of a model's step, unless they exist, by a trace of the step."""
-    trainer.tower_steps.make_layers(step, slices)
-    model = trainer.inside
-    parts = (getattr(model, "optimizer", None), keras_models.compile_metrics(model))
+    steps.make_layers(step, slices)
+    parts = (getattr(steps.model, "optimizer", None), keras_models.compile_metrics(steps.model))
     if not all(part is None or part.built for part in parts):
         with same_random_states():
-            trainer.tower_steps.trace(step, slices)
+            steps.trace(step, slices)
 
 
 @contextlib.contextmanager
-def untouched(trainer: Wrapped) -> Iterator[None]:
+def untouched(steps: TowerSteps) -> Iterator[None]:
     """Restores the model's variables afterwards, Python's and NumPy's random states, and what is known of batches."""
-    steps, variables = trainer.tower_steps, keras_models.all_variables(trainer.inside)
+    variables = keras_models.all_variables(steps.model)
     with restored(variables), same_random_states(), replaced(steps, "batch_types", dict(steps.batch_types)):
         yield
 
@@ -176,13 +176,13 @@ def restored(variables: Sequence[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restored_state(trainer: Wrapped, step: choices.Step) -> Iterator[None]:
+def restored_state(steps: TowerSteps, step: choices.Step) -> Iterator[None]:
     """Restores the variables that a step uses, as it was last traced: a step may have any of its own.
 
     Raises:
         ValueError: if the step changes other state.
     """
-    partition = trainer.tower_steps.partition(step)
+    partition = steps.partition(step)
     if partition is not None:
         refuse_other_state(partition.traced)
     with restored(() if partition is None else partition.variables):

@@ -1,33 +1,16 @@
 """Find what reports look at in a `DataParallelModel`, or refuse it."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
 from keras_dp import choices
-from keras_dp.batches.slicing import Slice
 from keras_dp.choices import refuse_unknown
-from keras_dp.steps.towers import TowerSteps
 from keras_dp.wrapping.one_state import is_made, own_of
 from keras_dp.wrapping.own_training import has_own_step
 
 
-class Wrapped(Protocol):
-    """Names the part of `TowerTrainer`, a room above, that reports use; see there."""
-
-    inside: keras.Model
-    devices: tuple[str, ...]
-
-    def on_slices(self, step: choices.Step, slices: Sequence[Slice]) -> Any:
-        """Runs a step on N slices, in the function that is being traced."""
-
-    @property
-    def tower_steps(self) -> TowerSteps:
-        """The model's steps on N towers."""
-
-
-def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tuple[Wrapped, Any]:
+def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tuple[Any, Any]:
     """Returns what a report looks at: the trainer behind a `DataParallelModel`, and a batch.
 
     Args:

@@ -115,6 +115,10 @@ class TowerSteps:
         self._partitions[name] = partition
         return result, partition
 
+    def run_own(self, name: choices.Step, slices: Sequence[Slice]) -> Any:
+        """Runs the model's own step of this name on N slices, as training does, in the function that is being traced."""
+        return self.inputs.run_on_slices(getattr(self.model, f"{name}_step"), slices)
+
     def trace(
         self,
         name: choices.Step,

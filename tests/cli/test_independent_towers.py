@@ -10,7 +10,6 @@ from keras_dp.batches.slicing import cut
 from keras_dp.cli.bench.independent_towers import independent_towers
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.reports.communication import _run_and_collect
-from keras_dp.wrapping.one_state import own_of
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(12, 4)), rng.normal(size=(12, 2))
@@ -26,7 +25,7 @@ def device_graphs(wrapper):
     parallel.compile("sgd", "mse", metrics=["mae"])
     parallel.train_on_batch(X, Y)
     with node_by_node():
-        _, graphs = _run_and_collect(own_of(parallel), "train", cut((X, Y), 3))
+        _, graphs = _run_and_collect(parallel.tower_steps, "train", cut((X, Y), 3))
     # A control dependency between devices is a copy without bytes.
     return {
         graph.node[0].device[-5:]: [node.op for node in graph.node if not (node.op == "_Send" and "/ctrl/" in node.input[0])]

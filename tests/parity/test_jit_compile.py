@@ -12,7 +12,6 @@ from tensorflow.python.eager import context
 import keras_dp
 from keras_dp.batches.slicing import cut
 from keras_dp.reports.communication import _run_and_collect
-from keras_dp.wrapping.one_state import own_of
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(22, 8, 8, 2)), rng.normal(size=(22, 3))
@@ -31,7 +30,7 @@ def trained(devices=2, optimizer="sgd", jit_compile=True, **arguments):
 
 
 def graphs_of(parallel, devices):
-    return _run_and_collect(own_of(parallel), "train", cut((X, Y), devices))[1]
+    return _run_and_collect(parallel.tower_steps, "train", cut((X, Y), devices))[1]
 
 
 @pytest.mark.parametrize(("jit_compile", "was_set"), [(True, None), (True, False), (False, True)])
