@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp import choices
-from keras_dp.batches.slicing import Slice
+from keras_dp.batches.slicing import is_cut
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
 from keras_dp.steps.towers import TowerSteps
@@ -30,20 +30,11 @@ def running_step(steps: TowerSteps) -> choices.Step | None:
 
 
 @contextlib.contextmanager
-def _running_as(steps: TowerSteps, name: choices.Step | None) -> Iterator[None]:
-    token = _running.set((steps, name))
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
-@contextlib.contextmanager
 def _call(steps: TowerSteps, executions: int, name: choices.Step | None = None) -> Iterator[None]:
     """Surrounds a call of a function that runs a number of steps; of the name of a step, or of one that has its own name."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(steps.naming_failures())
-        stack.enter_context(_running_as(steps, name))
+        stack.callback(_running.reset, _running.set((steps, name)))
         stack.enter_context(steps.inputs.waiting.in_call(executions))
         if steps.jit_compile:
             # On GPUs, it adds transposes around convolutions, which cut the piece that XLA compiles: 115 pieces in a step of
@@ -73,8 +64,7 @@ class PredictFunction:
         """Returns the outputs, in the order of the rows."""
         self._steps.refuse_moved()
         with _call(self._steps, len(batches), "predict"), self._verification.of_step("predict", batches[0]):
-            first = batches[0][0] if isinstance(batches[0], tuple) and batches[0] else None
-            if isinstance(first, Slice) and first.is_of_shard:
+            if is_cut(batches[0]) and batches[0][0].is_of_shard:
                 self._trace_for_any_sizes(len(batches))
             return self._function(batches)
 

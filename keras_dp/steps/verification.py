@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_dp import choices
-from keras_dp.batches.slicing import Slice, own_spec
+from keras_dp.batches.slicing import Slice, is_cut, own_spec
 from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.keras_internals.keras_models import all_variables
 from keras_dp.partition.inspecting.other_state import call_of_python, change_of_other_state
@@ -86,8 +86,7 @@ class Verification:
 
     def _checked(self, name: choices.Step, batch: Any) -> StepCheck | None:
         """Compares a step; returns None if it cannot be run once more."""
-        is_cut = isinstance(batch, tuple) and batch and isinstance(batch[0], Slice)
-        slices: Sequence[Slice] = batch if is_cut else self._steps.slices_of(batch)
+        slices: Sequence[Slice] = batch if is_cut(batch) else self._steps.slices_of(batch)
         with same_random_states():
             comparison = self._steps.comparison(name, slices)
             unrepeatable = change_of_other_state(comparison.traced) or call_of_python(comparison.traced)
