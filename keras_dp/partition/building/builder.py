@@ -97,7 +97,7 @@ class Builder:
         self._kept = dict.fromkeys(filter(self._keeps, wanted))
         self._program = Program(propagation, feeds.whole, constants, wanted, self._kept, effects)
         if target.pack_copies and target.across is None:
-            replicate_small_sums(self._program, propagation, self.devices)
+            replicate_small_sums(self._program, propagation, self.devices, target.home)
         self._lookups = Lookups(propagation, self._program.operations)
         self._exchanges = Exchanges(construction, constants, self._program.early)
         self._forms = Forms(construction, self._exchanges, constants)
@@ -176,12 +176,9 @@ class Builder:
         traced = self.propagation.traced
         merged = with_merged_reads(definition, traced.library, traced.graph)
 
-        def copied() -> str:
-            return self.graph.copy(merged, device, inputs, controls)
-
         if definition.op == "ReadVariableOp":
-            return self._read_once(inputs[0], controls, copied)
-        return str(self.graph.once(("home", definition.name, device, *inputs), copied))
+            return self._read_once(inputs[0], controls, lambda: self.graph.copy(merged, device, inputs, controls))
+        return self._copied_home(merged, device, inputs, controls)
 
     def _on_each(self, operation: Operation, tower: int) -> str:
         """Returns the node that computes a home's operation for a tower: the home's, if all is on the tower's device."""
@@ -190,9 +187,25 @@ class Builder:
             forms.of_tower(operand, tower, device) if operand.is_replicated else forms.whole(operand, device)
             for operand in operation.operands
         ]
-        made = self.graph.once(("home", definition.name, device, *inputs), lambda: self.graph.copy(definition, device, inputs))
+        made = self._copied_home(definition, device, inputs)
         self.graph.replicated.setdefault(made, tower)
-        return str(made)
+        return made
+
+    def _copied_home(self, definition: Any, device: str, inputs: Sequence[str], controls: Sequence[str] = ()) -> str:
+        """Copies a node of home to a device, once for home and for the tower there if both have the same inputs."""
+        name = definition.name
+        # AddN begins with any addend whose memory it can reuse at that moment, so that towers would round otherwise.
+        is_reordered = definition.op == "AddN" and len(inputs) > 2 and (Place.REPLICATED, name) in self._program.operations
+
+        def copied() -> str:
+            if not is_reordered:
+                return self.graph.copy(definition, device, inputs, controls)
+            dtype = self.propagation.static((name, 0)).dtype
+            made = self.graph.reduced("Sum", inputs, dtype, device, f"home/{name}")
+            self.graph.origins[made] = name
+            return made
+
+        return str(self.graph.once(("home", name, device, *inputs), copied))
 
     def _on_towers(self, operation: Operation) -> list[str]:
         definition, plan = operation.definition, self.propagation.plans[operation.definition.name]

@@ -200,11 +200,7 @@ class Exchanges:
         # rounded otherwise each time. So would a chain of additions, which the graph optimizer turns into AddN.
         if reduction == "sum" and (count <= 2 or dtype.is_integer):
             return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
-        stacked = self._graph.add("Pack", parts, home, f"stack/{output[0]}", N=count, T=dtype, axis=0)
-        operation = {"sum": "Sum", "max": "Max", "min": "Min", "prod": "Prod", "all": "All", "any": "Any"}[reduction]
-        types = {} if reduction in ("all", "any") else {"T": dtype}
-        first = self._graph.constant(0, device=home)
-        return self._graph.add(operation, [stacked, first], home, name, Tidx=tf.int32, keep_dims=False, **types)
+        return self._graph.reduced(reduction.capitalize(), parts, dtype, home, name)
 
     def _narrowest(self, output: Output) -> Output:
         """Returns the tensor to send: the one from which the output was cast, if that has fewer bytes, else the output."""

@@ -183,7 +183,8 @@ class Program:
             if place is Place.HOME:
                 return before[place, name]
             operation = before[Place.HOME if place is Place.REPLICATED else place, name]
-            return dataclasses.replace(operation, place=place, operands=tuple(map(replicated, operation.operands)))
+            awaited = () if place is Place.REPLICATED else operation.awaited
+            return Operation(place, operation.definition, tuple(map(replicated, operation.operands)), awaited)
 
         self.operations = self._needed(operation_of)
 

@@ -20,7 +20,9 @@ import tensorflow as tf
 
 from keras_dp.partition.building.instances import Place
 from keras_dp.partition.building.program import EXCHANGES, Form, Operand, Operation, Program, with_parts
+from keras_dp.partition.facts.operations import READS
 from keras_dp.partition.facts.placements import Shard
+from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
 from keras_dp.partition.placing.rules.registry import types
@@ -47,24 +49,26 @@ _REPLICABLE = frozenset(
         ),
     ]
 )
-_COMBINING = EXCHANGES - {Form.LAST}
 _NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 
 
-def replicate_small_sums(program: Program, propagation: Propagation, devices: Sequence[str]) -> None:
+def replicate_small_sums(program: Program, propagation: Propagation, devices: Sequence[str], home: str) -> None:
     """Lets each tower compute for itself all that it takes from home, if few operations compute it from few bytes of parts.
 
     Args:
         program: the program, which is changed.
         propagation: the plan of each node.
         devices: the devices of the N towers.
+        home: the device of the operations that are computed once.
     """
-    if len(set(devices)) == 1:
+    if {*devices} == {home}:
         return
     found = _Replication(program, propagation, len(devices))
-    on_towers = (operation for (place, _), operation in program.operations.items() if place is not Place.HOME)
-    for operand in with_parts(operand for operation in on_towers for operand in operation.operands):
-        found.judge(operand)
+    # In the order of the program, each result is computed from the ones before, which towers have already.
+    for operation in program.operations.values():
+        if operation.place is not Place.HOME:
+            for operand in with_parts(operation.operands):
+                found.judge(operand)
     program.replicate(found.operations, found.exchanges)
 
 
@@ -108,7 +112,7 @@ class _Replication:
         while to_visit:
             operand = to_visit.pop()
             output = operand.output
-            if operand.form in _COMBINING:
+            if operand.form in EXCHANGES and operand.form is not Form.LAST:
                 exchanges.add(output)
                 sent.update((part.output, self._parts_of(part.output)) for part in operand.parts)
             elif _is_of(operand, self._waiting) or _is_of(operand, self._constant):
@@ -126,19 +130,16 @@ class _Replication:
             self._sent |= sent
 
     def _waits(self, operand: Operand) -> bool:
-        """Returns whether an operand is made at home from the tensors of all towers."""
-        return operand.form in _COMBINING or _is_of(operand, self._waiting)
+        """Returns whether an operand is made at home from tensors of towers."""
+        return operand.form in EXCHANGES or _is_of(operand, self._waiting)
 
     def _can_be_replicated(self, operation: Operation) -> bool:
         """Returns whether an operation gives the same small numbers wherever it runs."""
         definition, results = operation.definition, results_of(operation.definition)
-        # It begins with any addend whose memory it can reuse at that moment, so that towers would round otherwise.
-        adds_in_any_order = definition.op == "AddN" and len(operation.operands) > 2 and not results[0][1].is_integer
         sizes = [self._bytes((definition.name, port)) for port in range(len(results))]
         return (
             definition.op in _REPLICABLE
-            and not adds_in_any_order
-            and not operation.awaited
+            and all(self._propagation.nodes[name].op in READS for _, name in operation.awaited)
             and not any(dtype in _NO_NUMBERS for _, dtype in results)
             and sum(size for size in sizes if size < math.inf) <= _MOST_BYTES
         )
@@ -149,9 +150,12 @@ class _Replication:
 
     def _bytes(self, output: Output) -> float:
         """Returns the bytes of a tensor; infinity if its size is not known."""
-        static = self._propagation.static(output)
-        sizes = [math.inf] if static.shape is None else [size if isinstance(size, int) else math.inf for size in static.shape]
-        return math.prod(sizes) * static.dtype.size
+        static, placement = self._propagation.static(output), self._propagation.facts[output].placement
+        sizes = [None] if static.shape is None else list(static.shape)
+        if isinstance(placement, Shard) and self._propagation.batch_rows:
+            total = Rows(placement.blocks).total
+            sizes[placement.axis] = total * self._propagation.batch_rows if isinstance(total, int) else None
+        return math.prod(size if isinstance(size, int) else math.inf for size in sizes) * static.dtype.size
 
 
 def _is_of(operand: Operand, names: Container[str]) -> bool:

@@ -181,6 +181,13 @@ class GraphWriter:
             self.once((operation, a, b, device), lambda: self.add(operation, [a, b], device, operation.lower(), T=dtype))
         )
 
+    def reduced(self, operation: str, parts: Sequence[str], dtype: tf.DType, device: str, name: str) -> str:
+        """Writes the Sum, or another reduction, of tensors of one shape in their order, and returns its name."""
+        stacked = self.add("Pack", parts, device, f"stack/{name}", N=len(parts), T=dtype, axis=0)
+        types = {} if dtype == tf.bool else {"T": dtype}
+        inputs = [stacked, self.constant(0, device=device)]
+        return self.add(operation, inputs, device, name, Tidx=tf.int32, keep_dims=False, **types)
+
     def cast(self, tensor: str, source: tf.DType, target: tf.DType, device: str | None = None) -> str:
         """Casts a tensor to another dtype, once on each device, and returns its name."""
         if source == target:

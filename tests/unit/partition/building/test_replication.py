@@ -165,8 +165,8 @@ def of_norms(x):
 def test_no_order_depends_on_the_moment(monkeypatch):
     """AddN begins with an addend whose memory is free at that moment: towers that copy it would round otherwise, each time."""
     _, written, before, after = combined(of_norms, monkeypatch)
-    assert [node.device[-1] for node in written.function.node_def if node.op == "AddN" and len(node.input) > 2] == [HOME[-1]]
-    assert before == after
+    assert [node.name for node in written.function.node_def if node.op == "AddN" and len(node.input) > 2] == []
+    assert after < before
 
 
 def test_a_long_chain_of_small_operations_is_no_deep_recursion():
