@@ -94,7 +94,7 @@ class _Replication:
         for name, operation in self._at_home.items():
             if any(map(self._waits, operation.operands)):
                 self._waiting.add(name)
-            elif all(operand.form is Form.KNOWN or _is_of(operand, self._constant) for operand in operation.operands):
+            elif self._can_be_replicated(operation) and all(map(self._is_constant, operation.operands)):
                 self._constant.add(name)
         # The tensors from which `operations` and `exchanges` are computed, and how often each tower takes one.
         self._sent: set[tuple[Output, int]] = set()
@@ -132,6 +132,9 @@ class _Replication:
     def _waits(self, operand: Operand) -> bool:
         """Returns whether an operand is made at home from tensors of towers."""
         return operand.form in EXCHANGES or _is_of(operand, self._waiting)
+
+    def _is_constant(self, operand: Operand) -> bool:
+        return operand.form is Form.KNOWN or _is_of(operand, self._constant)
 
     def _can_be_replicated(self, operation: Operation) -> bool:
         """Returns whether an operation gives the same small numbers wherever it runs."""

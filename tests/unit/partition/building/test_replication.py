@@ -42,6 +42,11 @@ def of_a_known_integer(x):
     return x * tf.cast(tf.reduce_sum(tf.cast(x > 0, tf.int32)), x.dtype)
 
 
+def beside_a_random_number(x):
+    """Home draws the number once, and towers take it."""
+    return x * (tf.reduce_sum(x, 0) + 0 * tf.random.uniform([], dtype=x.dtype))
+
+
 def checked_first(x):
     total = tf.reduce_sum(x, 0)
     with tf.control_dependencies([tf.debugging.assert_less(total, 1e6 * tf.ones_like(total))]):
@@ -96,7 +101,9 @@ HOMES = pytest.mark.parametrize("home", [HOME, DEVICES[0]])
 
 
 @HOMES
-@pytest.mark.parametrize("step", [normalized, of_a_weighted_mean, of_extremes, of_a_chain, of_a_known_integer])
+@pytest.mark.parametrize(
+    "step", [normalized, of_a_weighted_mean, of_extremes, of_a_chain, of_a_known_integer, beside_a_random_number]
+)
 def test_each_tower_combines_small_parts_by_itself(step, home, monkeypatch):
     result, written, before, after = combined(step, monkeypatch, home=home)
     np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-12)
