@@ -196,6 +196,12 @@ class Exchanges:
         sent = self._narrowest(output) if reduction == "sum" else output
         narrow = self._propagation.static(sent).dtype
         parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
+        if reduction not in ("sum", "prod"):
+            # A tower without rows gives another tower's part. TensorFlow's graph optimizer takes a tensor that is stacked with
+            # itself for the first result of its node.
+            parts = list(dict.fromkeys(parts))
+            if len(parts) == 1:
+                return parts[0]
         # AddN begins with any addend whose memory nothing else holds at that moment, so that three floats and more would be
         # rounded otherwise each time. So would a chain of additions, which the graph optimizer turns into AddN.
         if reduction == "sum" and (count <= 2 or dtype.is_integer):

@@ -188,6 +188,11 @@ def test_a_long_chain_of_small_operations_is_no_deep_recursion():
     agree(scaled, [ROWS], pack_copies=True)
 
 
+def test_towers_without_rows_give_no_second_copy_of_an_extreme():
+    """TensorFlow's graph optimizer took the second tensor of a message, stacked with itself, for the first one."""
+    agree(lambda x: (tf.reduce_max(x, 0), tf.reduce_max(2 * x, 0)), [ROWS[:1]], known_rows=1, pack_copies=True)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes of TensorFlow's errors")
 def test_an_error_in_what_towers_compute_in_place_of_home_names_no_tower():
     class Divides(keras.Model):
