@@ -156,8 +156,7 @@ def communication_report(parallel: Any, batch: Any = None, step: choices.Step = 
         ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or runs eagerly, or needs
             another batch, or its step changes other state than variables.
     """
-    trainer, batch = inspected("communication_report", parallel, batch, step)
-    return communication(trainer.tower_steps, batch, step)
+    return communication(*inspected("communication_report", parallel, batch, step), step)
 
 
 def communication(steps: TowerSteps, batch: Any, step: choices.Step) -> CommunicationReport:

@@ -40,8 +40,7 @@ def explain(parallel: Any, batch: Any = None, step: choices.Step = "train") -> E
         ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or runs eagerly, or needs
             another batch.
     """
-    trainer, batch = inspected("explain", parallel, batch, step)
-    steps = trainer.tower_steps
+    steps, batch = inspected("explain", parallel, batch, step)
     slices = steps.slices_of(batch)
     partition, arithmetic = counted(steps, step, slices)
     explained = explanation.explain(partition, steps.inputs.devices, int(slices[0].batch_rows))

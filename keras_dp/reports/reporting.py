@@ -48,8 +48,7 @@ def report(parallel: Any, batch: Any = None, step: choices.Step = "train") -> Re
         ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or runs eagerly, or needs
             another batch, or its step changes other state than variables.
     """
-    trainer, given = inspected("report", parallel, batch, step)
-    steps = trainer.tower_steps
+    steps, given = inspected("report", parallel, batch, step)
     if batch is not None:
         return _report(steps, given, step)
     is_assumed = steps.batch_types[step].batch_rows is None and steps.inputs.usual_rows is None

@@ -38,8 +38,7 @@ def check_step(parallel: Any, batch: Any = None, step: choices.Step = "train", t
         ValueError: if there is no such step, the model is not a compiled `DataParallelModel`, or runs eagerly, or needs
             another batch, or its step changes other state than variables, such as a table or an iterator.
     """
-    trainer, batch = inspected("check_step", parallel, batch, step)
-    steps = trainer.tower_steps
+    steps, batch = inspected("check_step", parallel, batch, step)
     slices = steps.slices_of(batch)
     steps.make_layers(step, slices)
     with same_random_states():

@@ -103,8 +103,7 @@ def graph_of_step(parallel: Any, batch: Any) -> StepGraph:
     Raises:
         ValueError: see `inspected`; or if the step changes other state than variables.
     """
-    trainer, batch = inspected("graph_of_step", parallel, batch, "train")
-    steps = trainer.tower_steps
+    steps, batch = inspected("graph_of_step", parallel, batch, "train")
     on_host = steps.slices_of(batch)
     make_variables(steps, "train", on_host)
     with untouched(steps), replaced(steps, "jit_compile", False):

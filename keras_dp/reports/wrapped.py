@@ -6,12 +6,13 @@ import keras
 
 from keras_dp import choices
 from keras_dp.choices import refuse_unknown
+from keras_dp.steps.towers import TowerSteps
 from keras_dp.wrapping.one_state import is_made, own_of
 from keras_dp.wrapping.own_training import has_own_step
 
 
-def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tuple[Any, Any]:
-    """Returns what a report looks at: the trainer behind a `DataParallelModel`, and a batch.
+def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tuple[TowerSteps, Any]:
+    """Returns what a report looks at: the steps of a `DataParallelModel` on towers, and a batch.
 
     Args:
         asked: the name of the report.
@@ -38,11 +39,12 @@ def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tupl
     is_of_keras = step != "predict" and not has_own_step(model)
     if is_of_keras and not model.compiled:
         raise ValueError(f"Compile the model before {asked}(). Received: {parallel!r}, which is not compiled")
+    steps = trainer.tower_steps
     if batch is None:
-        types = trainer.tower_steps.batch_types.get(step)
+        types = steps.batch_types.get(step)
         if types is None:
             raise ValueError(f"The model was not trained yet: pass a batch, {asked}((x, y)). Received: batch=None")
-        return trainer, types.stand_in(trainer.feed.usual_rows)
+        return steps, types.stand_in(steps.inputs.usual_rows)
     # Keras takes a list for a tuple.
     batch = tuple(batch) if isinstance(batch, list) else batch
     has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
@@ -52,4 +54,4 @@ def inspected(asked: str, parallel: Any, batch: Any, step: choices.Step) -> tupl
             f"The loss of the model needs targets: pass {asked}() a batch as fit() feeds it, (x, y) or (x, y, sample_weight). "
             f"Received: a batch of type {type(batch)} without targets"
         )
-    return trainer, batch
+    return steps, batch

@@ -22,10 +22,10 @@ from keras_dp.partition.building.instances import Place
 from keras_dp.partition.building.program import EXCHANGES, Form, Operand, Operation, Program, with_parts
 from keras_dp.partition.facts.operations import READS
 from keras_dp.partition.facts.placements import Shard
-from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
 from keras_dp.partition.placing.rules.registry import types
+from keras_dp.partition.placing.slice_bytes import bytes_of_whole
 from keras_dp.partition.tensorflow_internals import results_of
 from keras_dp.partition.tracing.names import Output
 
@@ -153,12 +153,8 @@ class _Replication:
 
     def _bytes(self, output: Output) -> float:
         """Returns the bytes of a tensor; infinity if its size is not known."""
-        static, placement = self._propagation.static(output), self._propagation.facts[output].placement
-        sizes = [None] if static.shape is None else list(static.shape)
-        if isinstance(placement, Shard) and self._propagation.batch_rows:
-            total = Rows(placement.blocks).total
-            sizes[placement.axis] = total * self._propagation.batch_rows if isinstance(total, int) else None
-        return math.prod(size if isinstance(size, int) else math.inf for size in sizes) * static.dtype.size
+        known = bytes_of_whole(output, self._propagation, self._propagation.batch_rows)
+        return math.inf if known is None else known
 
 
 def _is_of(operand: Operand, names: Container[str]) -> bool:

@@ -2,15 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from keras_dp.partition.building.instances import Place
 from keras_dp.partition.facts.placements import Shard
-from keras_dp.partition.facts.rows import Rows
+from keras_dp.partition.placing.slice_bytes import bytes_of_whole
 from keras_dp.partition.step import Partition
-from keras_dp.partition.tracing.names import Output, name_of
+from keras_dp.partition.tracing.names import name_of
 from keras_dp.partition.tracing.user_lines import user_line
 
 
@@ -118,7 +115,7 @@ def explain(partition: Partition, devices: Sequence[str], batch_rows: int) -> Ex
         Meeting(
             exchange.form.name.lower(),
             name_of(*exchange.output),
-            _bytes(partition, exchange.output, batch_rows),
+            bytes_of_whole(exchange.output, partition.propagation, batch_rows),
             user_line(graph, exchange.output[0]),
         )
         for exchange in sorted(partition.program.meetings, key=lambda exchange: order.get(exchange.output[0], -1))
@@ -146,23 +143,11 @@ def _gathered_bytes(partition: Partition, name: str, batch_rows: int) -> int | N
     propagation = partition.propagation
     inputs = propagation.sources[name]
     sizes = [
-        _bytes(partition, output, batch_rows) for output in inputs if isinstance(propagation.facts[output].placement, Shard)
+        bytes_of_whole(output, propagation, batch_rows)
+        for output in inputs
+        if isinstance(propagation.facts[output].placement, Shard)
     ]
     return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-def _bytes(partition: Partition, output: Output, batch_rows: int) -> int | None:
-    """Counts the bytes of a whole tensor for a batch of `batch_rows` rows; None if the size is not known."""
-    static, placement = partition.propagation.static(output), partition.propagation.facts[output].placement
-    if static.shape is None:
-        return None
-    sizes: list[Any] = list(static.shape)
-    if isinstance(placement, Shard):
-        total = Rows(placement.blocks).total
-        sizes[placement.axis] = total * batch_rows if isinstance(total, int) else None
-    if any(not isinstance(size, int) for size in sizes):
-        return None
-    return int(np.prod(sizes, dtype=np.int64)) * static.dtype.size
 
 
 def bytes_in_words(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Estimate the bytes of a tower's slice of a tensor, to choose between ways to the same result."""
+"""Find the bytes of a tensor, and estimate those of a tower's slice, to choose between ways to the same result."""
 
 import math
 from collections.abc import Iterable
@@ -7,11 +7,24 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.partition.facts.placements import Shard
+from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.tracing.names import Output
 
 _UNKNOWN_SIZE = 128  # a guess, for a size that is not known before there is a batch, such as the length of a text
 _UNKNOWN_BYTES = 16  # of a string
+
+
+def bytes_of_whole(output: Output, propagation: Propagation, batch_rows: int | None) -> int | None:
+    """Returns the bytes of a tensor for a batch of so many rows; None if its size is not known."""
+    static, placement = propagation.static(output), propagation.facts[output].placement
+    if static.shape is None:
+        return None
+    sizes: list[Any] = list(static.shape)
+    if isinstance(placement, Shard) and batch_rows:
+        total = Rows(placement.blocks).total
+        sizes[placement.axis] = total * batch_rows if isinstance(total, int) else None
+    return math.prod(sizes) * int(static.dtype.size) if all(isinstance(size, int) for size in sizes) else None
 
 
 def bytes_of_slice(output: Output, propagation: Propagation) -> float:
