@@ -1,25 +1,15 @@
 """Check the programs of home and of the towers that tests make."""
 
-from keras_dp.partition.building import builder
-from keras_dp.partition.building.instances import Place
-from keras_dp.partition.building.program import EXCHANGES, Form, Program, with_parts
-from keras_dp.partition.facts.operations import READS, SHAPES
+from keras_dp.partition.facts.operations import LOOPS, READS, SHAPES
+from keras_dp.partition.program.operands import EXCHANGES, Form, instances_in, with_parts
+from keras_dp.partition.program.places import Place
+from keras_dp.partition.program.program import Program
 from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.tracing.graph import reached
 
 AT_HOME = EXCHANGES | {Form.GIVEN, Form.KNOWN, Form.HOME}
 ON_TOWERS = {Form.GIVEN_ROWS, Form.TOWERS}
-
-
-class CheckedProgram(Program):
-    """A program that is checked when it is made."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        check(self)
-
-    def replicate(self, *chosen):
-        super().replicate(*chosen)
-        check(self)
+CAN_FAIL = {"GatherNd", "GatherV2", "ResourceGather", *LOOPS}  # for some indices
 
 
 def check(program):
@@ -38,9 +28,31 @@ def check(program):
         others = [place for place in Place if place is not operation.place]
         assert not has_effects or done.isdisjoint((place, instance[1]) for place in others), f"happens twice: {operation}"
         done.add(instance)
-    assert done.issuperset(program.awaited), "an effect is missing"
+    assert done.issuperset(program.effects), "an effect is missing"
+    exchanged = {form: set() for form in EXCHANGES}
+    for one in program.operands:
+        if one.form in EXCHANGES:
+            exchanged[one.form].update(instances_in(one.parts))
+    of_last = exchanged[Form.LAST]
+    awaited = reached([*program.failing, *set().union(*exchanged.values())], sources_of(program))
+    assert program.late.isdisjoint(awaited), "a late write would wait for itself"
+    # A late write waits for one of the instances of which home takes the last tower's.
+    done = reached({*program.failing, *set().union(*exchanged.values()) - of_last}, sources_of(program, of_last))
+    for instance, operation in program.operations.items():
+        if program.late and instance[0] is Place.TOWERS and operation.definition.op in CAN_FAIL:
+            assert instance in done, f"can fail after a write: {operation}"
+
+
+def sources_of(program, left_out=()):
+    return lambda instance: set(program.operations[instance].sources).difference(left_out)
 
 
 def check_all_programs():
     """Lets each program be checked that is made from now on."""
-    builder.Program = CheckedProgram
+    made = Program.__init__
+
+    def checked(self, *arguments, **named):
+        made(self, *arguments, **named)
+        check(self)
+
+    Program.__init__ = checked

@@ -1,4 +1,17 @@
-"""Partition a traced step by rows, and run it on slices."""
+"""Partition a traced step by rows, and run it on slices.
+
+The passes, and the data between them:
+
+    traced_step      the traced function -> `Traced`: its nodes, in order, and their types
+    propagate        -> `Propagation`: the placement of each tensor, and the plan for each node
+    demanded         -> `Program`: what home and each tower compute, and the exchanges between them
+    with_...         -> `Program`: small sums on each tower; writes after all that can fail
+    Builder          -> `Built`: the nodes of all towers and of home, with their devices
+    compile_towers   marks nodes for XLA
+    function_of      -> `Function`: the nodes with a signature
+    pack_copies      packs the tensors that devices send each other into messages
+    call             calls the function in the step's graph
+"""
 
 import contextlib
 import dataclasses
@@ -11,14 +24,16 @@ import tensorflow as tf
 
 from keras_dp.partition.building.builder import Builder, Built
 from keras_dp.partition.building.instances import Feeds
-from keras_dp.partition.building.late_writes import hold_back_writes
-from keras_dp.partition.building.program import Program
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.placements import Facts, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.planned import Gathered
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.repetitions import repeat_at_home
+from keras_dp.partition.program.demand import demanded
+from keras_dp.partition.program.late_writes import with_late_writes
+from keras_dp.partition.program.program import Program
+from keras_dp.partition.program.replication import with_replicated_sums
 from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.running.functions import types_of
@@ -76,8 +91,7 @@ class Partition:
             trace: the trace of the step.
         """
         propagation, graph = built.propagation, built.graph
-        towers = dict(graph.towers)
-        return cls(propagation.traced, propagation, built.program, graph.origins, towers, trace.variables(), built.target)
+        return cls(propagation.traced, propagation, built.program, graph.origins, graph.towers, trace.variables(), built.target)
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -105,14 +119,12 @@ def run_partitioned(trace: Trace, arguments: Sequence[Argument], rows: RowCounts
     traced = traced_step(trace.concrete)
     propagation = propagate(traced, arguments, rows)
     built = build(propagation, arguments, rows, target)
-    hold_back_writes(built)
     if target.jit_compile:
         compile_towers(built)
 
     def on_towers() -> list[Tensor]:
         return run(built, given(trace.concrete, traced, arguments, rows))
 
-    # What towers compute in place of home, and what packs messages, is no tower's own work.
     partition = Partition.of(built, trace)
     results = on_towers() if trace.initializing is None else _after_the_first_step(on_towers, trace, arguments)
     for name, tensor, plain in zip(built.outputs, results, trace.concrete.graph.outputs, strict=True):
@@ -160,10 +172,15 @@ def build(
         target: the devices.
         more: the names of tensors that are wanted in addition to the outputs.
     """
-    traced = propagation.traced
+    traced, across = propagation.traced, target.across
     feeds = _feeds(traced.arguments, arguments, len(target.devices))
     with _garbage_collection_put_off():
-        return Builder(propagation, target, feeds, rows.known, [*traced.outputs, *more], traced.effects).build()
+        keeps_rows = across is not None and across.keeps_rows
+        program = demanded(propagation, [*traced.outputs, *more], traced.effects, keeps_rows)
+        if target.pack_copies and across is None:
+            program = with_replicated_sums(program, propagation, target.devices, target.home)
+        program = with_late_writes(program, propagation)
+        return Builder(program, propagation, target, feeds, rows.known).build()
 
 
 def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tensor]:
@@ -175,8 +192,6 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tenso
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
     if built.target.pack_copies:
-        # In the rounds of messages, a node that a tower computes in place of home is one of the tower's.
-        built.graph.towers.update(built.graph.replicated)
         pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices)
     return call(function)
 

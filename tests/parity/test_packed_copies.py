@@ -12,7 +12,6 @@ from keras import layers
 import keras_dp
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.partition import step
-from keras_dp.partition.building import builder
 from keras_dp.partition.running import packing
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
@@ -217,7 +216,7 @@ def test_messages_of_towers_are_combined_and_split_once(monkeypatch):
 
 def test_the_tower_at_home_begins_after_messages_are_sent(monkeypatch):
     """Home sends all other towers what it computes, where towers do not combine parts by themselves."""
-    monkeypatch.setattr(builder, "replicate_small_sums", lambda *_: None)
+    monkeypatch.setattr(step, "with_replicated_sums", lambda program, *_: program)
     _, function = written_by_packing(monkeypatch)
     normalizing = [node for node in function.node_def if node.name.endswith("batchnorm/mul_1")]
     normalizing = [node for node in normalizing if node.name.startswith("tower_")]

@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.model import DataParallelModel
-from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.step import Partition, build, given, propagate, run
 from keras_dp.partition.tracing.trace import Trace
@@ -66,7 +65,6 @@ class _IndependentSteps(TowerSteps):
             rows = rows_of([batch], OneWorker())
             target = Target([device], self.home if is_first else device)
             built = build(propagate(placed, arguments, rows), arguments, rows, target)
-            hold_back_writes(built)
             tensors = given(trace.concrete, traced, arguments, rows)
             if not is_first:
                 captured = zip(traced.arguments[len(arguments) :], trace.concrete.captured_inputs, strict=True)

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
-from keras_dp.partition.building.constants import are_known, as_read
+from keras_dp.partition.building.constants import as_read
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.facts.placements import LOCAL_SHAPE, REPLICATE, Need, Shard
@@ -14,6 +14,7 @@ from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.facts.rows import Rows
 from keras_dp.partition.placing.obstacles import can_cut
 from keras_dp.partition.placing.propagation import Propagation
+from keras_dp.partition.program.known import are_known
 from keras_dp.partition.tensorflow_internals import add_function, is_stateful, unused_function_name
 from keras_dp.partition.tracing.names import Output, name_of, output_of
 

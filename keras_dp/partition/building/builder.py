@@ -14,18 +14,19 @@ from keras_dp.partition.building.construction import Construction
 from keras_dp.partition.building.exchanges import Exchanges
 from keras_dp.partition.building.forms import Forms
 from keras_dp.partition.building.homes import Homes
-from keras_dp.partition.building.instances import Feeds, Instance, Instances, Place
+from keras_dp.partition.building.instances import Feeds, Instances
 from keras_dp.partition.building.lookups import Lookups
-from keras_dp.partition.building.program import Form, Operand, Operation, Program
-from keras_dp.partition.building.replication import replicate_small_sums
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.propagation import Propagation
+from keras_dp.partition.program.operands import Form, Operand, Operation
+from keras_dp.partition.program.places import Instance, Place
+from keras_dp.partition.program.program import Program
 from keras_dp.partition.tensorflow_internals import HOST
-from keras_dp.partition.tracing.names import Output, output_of, source_of
+from keras_dp.partition.tracing.names import source_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,6 @@ class Built:
         propagation: the plan of each traced node.
         program: the operations that the graph has.
         instances: the nodes that compute each traced node.
-        meetings: the names of the nodes where towers meet.
-        variables: the names of the tensors that refer to variables.
         variable_devices: the devices of variables by name, as far as they are known.
     """
 
@@ -54,8 +53,6 @@ class Built:
     propagation: Propagation
     program: Program
     instances: Instances
-    meetings: list[str]
-    variables: list[str]
     variable_devices: dict[str, str]
 
 
@@ -63,28 +60,18 @@ class Builder:
     """Makes the nodes of the partitioned graph.
 
     Args:
+        program: the operations of home and of the towers.
         propagation: the plan of each node.
         target: the devices.
         feeds: the names of the tensors that the graph is given.
         known_rows: the numbers of rows, if they are known while the step is traced; else None.
-        outputs: the names of the tensors of the traced graph that are wanted.
-        effects: the names of its nodes that must run.
 
     Attributes:
         graph: the graph so far.
     """
 
-    def __init__(
-        self,
-        propagation: Propagation,
-        target: Target,
-        feeds: Feeds,
-        known_rows: RowCounts | None,
-        outputs: Iterable[str],
-        effects: Iterable[str],
-    ):
-        self.propagation = propagation
-        self._target = target
+    def __init__(self, program: Program, propagation: Propagation, target: Target, feeds: Feeds, known_rows: RowCounts | None):
+        self._program, self.propagation, self._target = program, propagation, target
         self.devices = list(target.devices)
         self.graph = GraphWriter(target.home)
         self.feeds = feeds if known_rows is None else self._with_constants(feeds, known_rows)
@@ -93,13 +80,9 @@ class Builder:
         construction = Construction(
             self.graph, propagation, self.devices, self.feeds, known_rows, self._instances, self._homes, target.across
         )
-        constants, wanted = Constants(self.graph, propagation), list(map(output_of, outputs))
-        self._kept = dict.fromkeys(filter(self._keeps, wanted))
-        self._program = Program(propagation, feeds.whole, constants, wanted, self._kept, effects)
-        if target.pack_copies and target.across is None:
-            replicate_small_sums(self._program, propagation, self.devices, target.home)
-        self._lookups = Lookups(propagation, self._program.operations)
-        self._exchanges = Exchanges(construction, constants, self._program.early)
+        constants = Constants(self.graph, propagation)
+        self._lookups = Lookups(propagation, program.operations)
+        self._exchanges = Exchanges(construction, constants, program.early)
         self._forms = Forms(construction, self._exchanges, constants)
         self._bodies = None if known_rows is None else TowerBodies(propagation.traced.graph, known_rows)
 
@@ -129,23 +112,32 @@ class Builder:
         }
         for instance, operation in self._program.operations.items():
             self._instances.made[instance] = makers[operation.place](operation)
-        own = {output: self._exchanges.own_rows(output) for output in self._kept}
-        results = [own.get(operand.output) or self._forms.whole(operand) for operand in self._program.results]
+        results = list(map(self._forms.whole, self._program.results))
         self._exchanges.finish()
-        traced = self.propagation.traced
+        self._hold_back_writes()
+        named = zip(self._program.results, results, strict=True)
         return Built(
             self._target,
             self.graph,
             results,
-            own.values(),
-            [*(name[1:] for name in self._controls(self._program.awaited)), *self._exchanges.with_workers],
+            {name for operand, name in named if operand.form is Form.OWN_ROWS},
+            [*(name[1:] for name in self._controls(self._program.effects)), *self._exchanges.with_workers],
             self.propagation,
             self._program,
             self._instances,
-            self._exchanges.meetings,
-            [self.feeds.whole[name] for name in traced.handles if self.propagation.static((name, 0)).dtype == tf.resource],
-            {self.feeds.whole[name]: place for name, place in traced.places.items()},
+            {self.feeds.whole[name]: place for name, place in self.propagation.traced.places.items()},
         )
+
+    def _hold_back_writes(self) -> None:
+        """Makes the late operations wait for all exchanges, and for all that can fail."""
+        nodes = {node.name: node for node in self.graph.function.node_def}
+        met = [f"^{name}" for name in map(source_of, self._exchanges.meetings) if name in nodes]
+        awaited = {*met, *self._controls(self._program.failing)}
+        late = [source_of(name) for instance in self._program.late for name in self._instances.made[instance]]
+        if late and awaited:
+            barrier = self.graph.add("NoOp", sorted(awaited), self.graph.home, "all_have_met")
+            for name in dict.fromkeys(late):
+                nodes[name].input.append(f"^{barrier}")
 
     @property
     def begins(self) -> Sequence[str]:
@@ -156,11 +148,6 @@ class Builder:
     def rows(self) -> Sequence[str]:
         """For each tower, the number of rows that it computes with, int32; at least 1."""
         return self.feeds.rows
-
-    def _keeps(self, output: Output) -> bool:
-        """Returns whether a worker keeps its own rows of a tensor: one entry of the first axis for each row."""
-        across, has_rows = self._target.across, self.propagation.facts[output].placement == Shard(0)
-        return across is not None and across.keeps_rows and has_rows and self.propagation.is_on_towers(output)
 
     # Make instances.
 
@@ -335,7 +322,9 @@ class Builder:
 
     def _awaited(self, name: str) -> list[str]:
         """Returns the control inputs that replace those of a traced node."""
-        return self._controls(self._program.awaits(name))
+        places = (Place.TOWERS, Place.SHAPES)
+        operations = (self._program.operations.get((place, name)) for place in places)
+        return self._controls(next(operation.awaited for operation in operations if operation))
 
     def _controls(self, instances: Iterable[Instance]) -> list[str]:
         """Returns control inputs for some instances."""

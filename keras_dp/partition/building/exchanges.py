@@ -12,10 +12,11 @@ from keras_dp.partition.building.empty_slices import EmptySlices
 from keras_dp.partition.building.lengths import Lengths
 from keras_dp.partition.building.worker_exchanges import WorkerExchanges
 from keras_dp.partition.building.writing import Given, full_name
-from keras_dp.partition.facts.placements import Own, Partial, Placement, Shard
+from keras_dp.partition.facts.placements import Placement, Shard
 from keras_dp.partition.facts.rows import Rows, counts_all
 from keras_dp.partition.placing.measuring import measured_blocks
-from keras_dp.partition.placing.moments import Variance, variance_of_parts
+from keras_dp.partition.placing.moments import variance_of_parts
+from keras_dp.partition.program.operands import Form, Operand
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import Output, name_of, source_of
 
@@ -49,21 +50,21 @@ class Exchanges:
         """The names of the tensors that workers exchanged."""
         return self._workers.made if self._workers else []
 
-    def whole(self, output: Output, tower: int | None = None) -> str:
-        """Returns the whole of a tensor that towers hold as slices or parts, at home, or as a tower combines it for itself."""
-        home = self._homes.of_whole(output) if tower is None else self._devices[tower]
-        whole, nodes = self._graph.once(("whole", output, home), lambda: self._met(output, home))
+    def whole(self, operand: Operand, tower: int | None = None) -> str:
+        """Returns what an exchange gives home, or a tower that combines it for itself."""
+        home = self._homes.of_whole(operand.output) if tower is None else self._devices[tower]
+        whole, nodes = self._graph.once(("whole", operand.form, operand.output, home), lambda: self._met(operand, home))
         if tower is not None:
             self._graph.replicated = dict.fromkeys(nodes, tower) | self._graph.replicated
         return str(whole)
 
-    def _met(self, output: Output, home: str) -> tuple[str, list[str]]:
+    def _met(self, operand: Operand, home: str) -> tuple[str, list[str]]:
         """Returns the whole of a tensor on a device, and the nodes there that combine it."""
         nodes, towers = self._graph.function.node_def, self._graph.towers
         begin = len(nodes)
-        whole = self._combined(output, home)
+        whole = self._combined(operand, home)
         # All towers have met when one of them has, or home.
-        self._graph.once(("met", output), lambda: self.meetings.append(whole))
+        self._graph.once(("met", operand.form, operand.output), lambda: self.meetings.append(whole))
         combining: list[str] = []
         for node in nodes[begin:]:
             of_towers = any(source in towers or source in combining for source in map(source_of, node.input))
@@ -71,22 +72,25 @@ class Exchanges:
                 combining.append(node.name)
         return whole, combining
 
-    def _combined(self, output: Output, home: str) -> str:
-        dtype, placement = self._propagation.static(output).dtype, self._propagation.facts[output].placement
-        if isinstance(placement, Shard):
-            return self._gathered(output, placement, dtype, home)
-        if isinstance(placement, Variance):
-            return self._variance(output, placement.mean, home)
-        if isinstance(placement, Partial):
-            return self._reduced(output, placement.reduction, dtype, home)
-        if isinstance(placement, Own):
-            return self._of_first(output, dtype, home)
-        # It is the same on all towers, like the result of a loop, or counts each tower's own rows.
-        own, entries = self._instances.part(output, len(self._devices) - 1), self._propagation.facts[output].entries
-        if entries is None or not self._propagation.facts[output].counts_rows():
-            return own
-        counts = np.vectorize(lambda number: isinstance(number, Rows), otypes=[bool])(entries)
-        return self.of_all_rows(own, counts, dtype)
+    def _combined(self, operand: Operand, home: str) -> str:
+        output, form = operand.output, operand.form
+        dtype, facts = self._propagation.static(output).dtype, self._propagation.facts[output]
+        match form:
+            case Form.GATHER:
+                return self._gathered(output, dtype, home)
+            case Form.OWN_ROWS:
+                return self._concatenated(output, self._empty_slices.rows(output, 0), 0, home)
+            case Form.VARIANCE:
+                return self._variance(output, operand.parts[1], home)
+            case Form.FIRST:
+                return self._of_first(output, dtype, home)
+            case Form.LAST:
+                own, entries = self._instances.part(output, len(self._devices) - 1), facts.entries
+                if entries is None or not facts.counts_rows():
+                    return own
+                counts = np.vectorize(lambda number: isinstance(number, Rows), otypes=[bool])(entries)
+                return self.of_all_rows(own, counts, dtype)
+        return self._reduced(output, form.name.lower(), dtype, home)
 
     def of_all_rows(self, own: str, counts: np.ndarray, dtype: tf.DType) -> str:
         """Returns integers as the whole batch has them, from those of the last tower.
@@ -132,12 +136,12 @@ class Exchanges:
         given = Given(self._as(own, dtype, sent, home), tf.TensorSpec(spec.shape, sent), home)
         return self._as(self._workers.sum(given, name, output in self._early), sent, dtype, home)
 
-    def _variance(self, output: Output, mean: Output, home: str) -> str:
+    def _variance(self, output: Output, mean: Operand, home: str) -> str:
         """Returns the variance of all rows from the variances of the towers' rows around their own means: see `moments`."""
         spec, name = self._spec(output), f"variance/{output[0]}"
         count, rank = len(self._devices), len(spec.shape)
-        part_of_mean = Given(self._of_towers(mean, "sum", home), spec, home)
-        parts = [*self._empty_slices.parts(mean, "sum"), *self._empty_slices.parts(output, "sum")]
+        part_of_mean = Given(self._of_towers(mean.output, "sum", home), spec, home)
+        parts = [*self._empty_slices.parts(mean.output, "sum"), *self._empty_slices.parts(output, "sum")]
         shares = Given(self._shares(rank, spec.dtype, home), tf.TensorSpec([count, *[1] * rank], spec.dtype), HOST)
 
         def combined(*tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -150,7 +154,8 @@ class Exchanges:
         self._graph.inline(combined, [*(Given(part, spec, home) for part in parts), part_of_mean, shares], [variance])
         if self._workers is None:
             return variance
-        return self._workers.variance(part_of_mean, Given(variance, spec, home), self.whole(mean), name)
+        whole_mean = self.whole(Operand(Form.SUM, mean.output, (mean,)))
+        return self._workers.variance(part_of_mean, Given(variance, spec, home), whole_mean, name)
 
     def _shares(self, rank: int, dtype: tf.DType, home: str) -> str:
         """Returns the shares of the batch's rows that the N towers have, of shape (N, 1, ..., 1) with `rank` ones."""
@@ -231,13 +236,9 @@ class Exchanges:
         if self._workers:
             self._workers.finish()
 
-    def own_rows(self, output: Output) -> str:
-        """Returns this worker's rows, which follow each other along the first axis."""
-        own = self._concatenated(output, self._empty_slices.rows(output, 0), 0, self._homes.of_whole(output))
-        self.meetings.append(own)
-        return own
-
-    def _gathered(self, output: Output, placement: Shard, dtype: tf.DType, home: str) -> str:
+    def _gathered(self, output: Output, dtype: tf.DType, home: str) -> str:
+        placement = self._propagation.facts[output].placement
+        assert isinstance(placement, Shard)
         axis, parts = placement.axis, self._graph.once(("rows", output), lambda: self._rows(output, placement, dtype))
         if self._workers:
             # Gather segment by segment, since the rows of all workers in a segment follow each other.

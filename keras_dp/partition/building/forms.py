@@ -5,7 +5,7 @@ import tensorflow as tf
 from keras_dp.partition.building.constants import Constants, as_read
 from keras_dp.partition.building.construction import Construction
 from keras_dp.partition.building.exchanges import Exchanges
-from keras_dp.partition.building.program import EXCHANGES, PLACES, Form, Operand
+from keras_dp.partition.program.operands import EXCHANGES, PLACES, Form, Operand
 
 
 class Forms:
@@ -29,7 +29,7 @@ class Forms:
             return self._feeds.whole[output[0]]
         if operand.form is Form.KNOWN:
             return self._constants.write(output, self._feeds.batch_rows, device or self._graph.home, None)
-        return self._exchanges.whole(output) if operand.form in EXCHANGES else self._instances.at_home(output)
+        return self._exchanges.whole(operand) if operand.form in EXCHANGES else self._instances.at_home(output)
 
     def of_tower(self, operand: Operand, tower: int, device: str) -> str:
         """Returns the name of an operand of a tower.
@@ -42,7 +42,7 @@ class Forms:
         output = operand.output
         if operand.is_replicated:
             place = operand.place
-            return self._instances.part(output, tower, place) if place else self._exchanges.whole(output, tower)
+            return self._instances.part(output, tower, place) if place else self._exchanges.whole(operand, tower)
         match operand.form:
             case Form.KNOWN:
                 return self._constants.write(output, self._feeds.batch_rows, device, tower)

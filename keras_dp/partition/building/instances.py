@@ -1,23 +1,12 @@
 """Name the tensors of the traced graph in the partitioned one."""
 
 import dataclasses
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 
+from keras_dp.partition.program.places import Instance, Place
 from keras_dp.partition.tracing.names import Output, name_of, source_of
 
-
-class Place(enum.Enum):
-    """The places where a traced node is computed in the partitioned graph."""
-
-    SHAPES = "own shape"  # on each tower, for its own number of rows
-    TOWERS = "towers"
-    HOME = "home"
-    REPLICATED = "replicated"  # on each tower, for all rows, in place of home
-
-
 _OF_WHOLE_NODES = (Place.TOWERS, Place.HOME, Place.REPLICATED)
-Instance = tuple[Place, str]  # of a traced node, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +65,7 @@ class Instances:
     def is_on_towers(self, output: Output) -> bool:
         """Returns whether towers compute a tensor."""
         return (Place.TOWERS, output[0]) in self.made
+
+    def is_at_home(self, output: Output) -> bool:
+        """Returns whether home computes a tensor."""
+        return (Place.HOME, output[0]) in self.made

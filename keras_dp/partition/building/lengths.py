@@ -49,8 +49,8 @@ class Lengths:
             return self._graph.size(self._instances.part(output, tower), axis, dtype, device)
         if name in self._feeds.whole:
             whole = self._feeds.whole[name]
-        elif self._constants.is_known(output):
-            whole = self._constants.write(output, self._feeds.batch_rows, self._graph.home, None)
-        else:
+        elif self._instances.is_at_home(output):
             whole = self._instances.at_home(output)
+        else:
+            whole = self._constants.write(output, self._feeds.batch_rows, self._graph.home, None)
         return self._graph.size(whole, axis, dtype)

@@ -5,10 +5,10 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-from keras_dp.partition.building.instances import Instance, Place
 from keras_dp.partition.facts.placements import REPLICATE, Shard
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.slice_bytes import bytes_of, bytes_of_slice
+from keras_dp.partition.program.places import Instance, Place
 from keras_dp.partition.tracing.graph import takers_of
 from keras_dp.partition.tracing.names import Output
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.partition.building.late_writes import hold_back_writes
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.placements import Partial, Replicate, Shard
 from keras_dp.partition.facts.row_counts import RowCounts
@@ -116,7 +115,6 @@ class Comparison:
     ) -> tuple[Agreement, Agreement, dict[Output, Measured]]:
         """Compares results, variables, and tensors within the step."""
         built = build(self._propagation, self._arguments, self._rows, self._target, [name_of(*output) for output in wanted])
-        hold_back_writes(built)
         if with_xla:
             compile_towers(built)
         outputs = [*map(output_of, self.traced.outputs), *wanted]

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from keras_dp.partition.building.instances import Place
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.placing.slice_bytes import bytes_of_whole
+from keras_dp.partition.program.places import Place
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tracing.names import name_of
 from keras_dp.partition.tracing.user_lines import user_line

@@ -72,16 +72,18 @@ def pack_copies(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variab
 def _pack(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_devices: Mapping[str, str]) -> None:
     graph = Graph(written.function.node_def)
     nodes, order = graph.nodes, graph.order
+    # A node that a tower computes in place of home is one of the tower's.
+    towers = written.towers | written.replicated
     crossings = Crossings(written.function, variable_devices)
     conditional = conditional_nodes(graph)
     names = names_of(written.function)
     types = {name: spec for name, spec in types.items() if sent_as(spec.dtype)}
     copies = [copy for copy in crossings.copies if copy.tensor in types and copy.maker not in conditional]
-    before, latest = _steps(copies, nodes, order, written.towers)
+    before, latest = _steps(copies, nodes, order, towers)
     rounds = _rounds(copies, before, latest)
     last = _last_rounds(copies, rounds, latest, nodes, order)
     users: dict[str, list[Any]] = defaultdict(list)
-    for node in (nodes[name] for name in written.towers):
+    for node in (nodes[name] for name in towers):
         for name in data_inputs(node):
             if crossings.device(source_of(name)) == crossings.device(node.name):
                 users[name].append(node)

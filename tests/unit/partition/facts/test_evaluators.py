@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dp.partition.building.constants import are_known
 from keras_dp.partition.facts.node import Node, Static
 from keras_dp.partition.facts.placements import Facts
 from keras_dp.partition.facts.rows import ALL_ROWS, GLOBAL, Rows, Size
 from keras_dp.partition.facts.sizes import EVALUATORS, BroadcastAxes, evaluate
+from keras_dp.partition.program.known import are_known
 
 BATCH_ROWS = 6
 SIZES = {"n": 4, "m": 3, **dict.fromkeys(ALL_ROWS.factors, BATCH_ROWS)}

@@ -13,19 +13,22 @@ All towers add in the same order, with the kernels of TensorFlow, also where XLA
 the same bits. Home keeps the operations whose results it needs, such as moving averages.
 """
 
+import dataclasses
 import math
 from collections.abc import Container, Sequence
 
 import tensorflow as tf
 
-from keras_dp.partition.building.instances import Place
-from keras_dp.partition.building.program import EXCHANGES, Form, Operand, Operation, Program, with_parts
 from keras_dp.partition.facts.operations import READS
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import BINARY, UNARY
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.placing.slice_bytes import bytes_of_whole
+from keras_dp.partition.program.demand import operations_for
+from keras_dp.partition.program.operands import EXCHANGES, Form, Operand, Operation, with_parts
+from keras_dp.partition.program.places import Place
+from keras_dp.partition.program.program import Program
 from keras_dp.partition.tensorflow_internals import results_of
 from keras_dp.partition.tracing.names import Output
 
@@ -52,24 +55,25 @@ _REPLICABLE = frozenset(
 _NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 
 
-def replicate_small_sums(program: Program, propagation: Propagation, devices: Sequence[str], home: str) -> None:
+def with_replicated_sums(program: Program, propagation: Propagation, devices: Sequence[str], home: str) -> Program:
     """Lets each tower compute for itself all that it takes from home, if few operations compute it from few bytes of parts.
 
     Args:
-        program: the program, which is changed.
+        program: the program.
         propagation: the plan of each node.
         devices: the devices of the N towers.
         home: the device of the operations that are computed once.
     """
     if {*devices} == {home}:
-        return
+        return program
     found = _Replication(program, propagation, len(devices))
     # In the order of the program, each result is computed from the ones before, which towers have already.
     for operation in program.operations.values():
         if operation.place is not Place.HOME:
             for operand in with_parts(operation.operands):
                 found.judge(operand)
-    program.replicate(found.operations, found.exchanges)
+    operations = operations_for(propagation.nodes, program.results, program.effects, found.replicated)
+    return dataclasses.replace(program, operations=operations)
 
 
 class _Replication:
@@ -86,7 +90,7 @@ class _Replication:
     """
 
     def __init__(self, program: Program, propagation: Propagation, count: int):
-        self._propagation, self._count = propagation, count
+        self._propagation, self._count, self._before = propagation, count, program.operations
         self._at_home = {name: operation for (place, name), operation in program.operations.items() if place is Place.HOME}
         # The nodes at home that wait for towers, and those that compute from constants alone.
         self._waiting: set[str] = set()
@@ -128,6 +132,20 @@ class _Replication:
             self.operations |= operations
             self.exchanges |= exchanges
             self._sent |= sent
+
+    def replicated(self, place: Place, name: str) -> Operation:
+        """Returns the operation of an instance where towers compute what was found for themselves."""
+        if place is Place.HOME:
+            return self._before[place, name]
+        operation = self._before[Place.HOME if place is Place.REPLICATED else place, name]
+        awaited = () if place is Place.REPLICATED else operation.awaited
+        return Operation(place, operation.definition, tuple(map(self._replicated, operation.operands)), awaited)
+
+    def _replicated(self, operand: Operand) -> Operand:
+        if operand.form in EXCHANGES or operand.form is Form.HOME:
+            is_found = operand.output in self.exchanges if operand.form in EXCHANGES else operand.output[0] in self.operations
+            return dataclasses.replace(operand, is_replicated=is_found)
+        return dataclasses.replace(operand, parts=tuple(map(self._replicated, operand.parts)))
 
     def _waits(self, operand: Operand) -> bool:
         """Returns whether an operand is made at home from tensors of towers."""

@@ -10,8 +10,8 @@ from checked_program import check
 from partitioned_steps import partitioned_step
 
 import keras_dp
-from keras_dp.partition.building.instances import Place
-from keras_dp.partition.building.program import Form, Operand
+from keras_dp.partition.program.operands import Form, Operand
+from keras_dp.partition.program.places import Place
 
 PAGE = Path(keras_dp.__file__).parents[1] / "docs/architecture.md"
 UPDATE, LOSS = (Place.HOME, "AssignSubVariableOp"), (Place.TOWERS, "Square")
@@ -53,6 +53,7 @@ FAULTS = {
         {(Place.TOWERS, UPDATE[1]): dataclasses.replace(program.operations[UPDATE], place=Place.TOWERS)}
     ),
     "an effect is missing": lambda program: program.operations.pop(UPDATE),
+    "would wait for itself": lambda program: object.__setattr__(program, "late", frozenset([LOSS])),
 }
 
 

@@ -11,7 +11,7 @@ from partitioned_steps import DEVICES, HOME, agree, partitioned_step
 
 import keras_dp
 from keras_dp.partition import step as steps
-from keras_dp.partition.building import builder, replication
+from keras_dp.partition.program import replication
 from keras_dp.partition.tracing.names import source_of
 
 ROWS = np.random.default_rng(4).normal(size=(7, 3))
@@ -80,7 +80,7 @@ def combined(step, monkeypatch, size=3, home=HOME):
     with monkeypatch.context() as patched:
         patched.setattr(steps, "pack_copies", lambda written, *_: found.append(written))
         result = run()
-        patched.setattr(builder, "replicate_small_sums", lambda *_: None)
+        patched.setattr(steps, "with_replicated_sums", lambda program, *_: program)
         run()
     after, before = (longest_chain(written.function) for written in found)
     return result, found[0], before, after
@@ -109,7 +109,7 @@ def test_each_tower_combines_small_parts_by_itself(step, home, monkeypatch):
     np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-12)
     assert before - after == (6 if step is of_a_chain else 1)
     combining = [node.name for node in written.function.node_def if node.op in ("Sum", "AddN", "Max", "Min")]
-    assert {written.towers.get(name) for name in combining} == {0, 1, 2}
+    assert {(written.towers | written.replicated).get(name) for name in combining} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

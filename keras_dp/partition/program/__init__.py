@@ -1,0 +1,1 @@
+"""Decide what home and each tower compute, what they exchange, and what waits for what."""
