@@ -321,10 +321,10 @@ class Builder:
         return self._exchanges.own_mean(part, tower, dtype)
 
     def _awaited(self, name: str) -> list[str]:
-        """Returns the control inputs that replace those of a traced node."""
-        places = (Place.TOWERS, Place.SHAPES)
-        operations = (self._program.operations.get((place, name)) for place in places)
-        return self._controls(next(operation.awaited for operation in operations if operation))
+        """Returns the control inputs that replace those of a node on towers."""
+        operations = self._program.operations
+        operation = operations.get((Place.TOWERS, name)) or operations[Place.SHAPES, name]
+        return self._controls(operation.awaited)
 
     def _controls(self, instances: Iterable[Instance]) -> list[str]:
         """Returns control inputs for some instances."""

@@ -151,7 +151,8 @@ class Exchanges:
             return [variance_of_parts(parts[:count], parts[count:], mean, shares)]
 
         variance = self._graph.unique(name)
-        self._graph.inline(combined, [*(Given(part, spec, home) for part in parts), part_of_mean, shares], [variance])
+        given = [*(Given(part, spec, home) for part in parts), part_of_mean, shares]
+        self._graph.inline(combined, given, [variance], known_as="variance of parts")
         if self._workers is None:
             return variance
         whole_mean = self.whole(Operand(Form.SUM, mean.output, (mean,)))

@@ -6,6 +6,7 @@ The nodes are the body of a function, which TensorFlow receives as a whole. A gr
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -285,7 +286,9 @@ class GraphWriter:
         if self._rounds:
             self._rounds.setdefault(name, max(map(self.rounds, inputs), default=0))
 
-    def inline(self, function: Callable[..., Any], given: Sequence[Given], results: Sequence[str]) -> None:
+    def inline(
+        self, function: Callable[..., Any], given: Sequence[Given], results: Sequence[str], known_as: str | None = None
+    ) -> None:
         """Writes the operations of a function.
 
         Args:
@@ -293,23 +296,20 @@ class GraphWriter:
                 such as branches.
             given: the function's arguments.
             results: the names of the function's results, as `reserve` or `unique` returned them.
+            known_as: a name of the function, which is then traced once for arguments of the same types and devices.
         """
-        with tf.Graph().as_default() as graph, tf.device(given[0].device):
-            own = []
-            for tensor in given:
-                with tf.device(tensor.device):
-                    own.append(tf.compat.v1.placeholder(tensor.spec.dtype, tensor.spec.shape))
-            ends = [tf.identity(result) for result in function(*own)]
-        names = {placeholder.op.name: tensor.name for placeholder, tensor in zip(own, given, strict=True)}
-        reserved = {end.op.name: result for end, result in zip(ends, results, strict=True)}
-        for definition in graph.as_graph_def().node:
-            if definition.name not in names:
-                sources = [name.partition(":") for name in data_inputs(definition)]
-                inputs = [names[name] + colon + port for name, colon, port in sources]
-                controls = [f"^{source_of(names[name])}" for name in control_inputs(definition)]
-                name = reserved.get(definition.name) or self.unique(f"{results[0]}/{definition.name}")
-                self._results[name] = results_of(self._write(definition, name, definition.device, inputs, controls))
-                names[definition.name] = name
+        traced = partial(_traced, function, given)
+        types = tuple((tensor.spec, tensor.device) for tensor in given)
+        nodes, arguments, ends = self.once(("traced", known_as, types), traced) if known_as else traced()
+        names = {argument: tensor.name for argument, tensor in zip(arguments, given, strict=True)}
+        reserved = dict(zip(ends, results, strict=True))
+        for definition in nodes:
+            sources = [name.partition(":") for name in data_inputs(definition)]
+            inputs = [names[name] + colon + port for name, colon, port in sources]
+            controls = [f"^{source_of(names[name])}" for name in control_inputs(definition)]
+            name = reserved.get(definition.name) or self.unique(f"{results[0]}/{definition.name}")
+            self._results[name] = results_of(self._write(definition, name, definition.device, inputs, controls))
+            names[definition.name] = name
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
         """Calls `make` the first time that `what` is asked for, and returns that result every time."""
@@ -322,6 +322,18 @@ class GraphWriter:
         count = self._names.get(name, 0)
         self._names[name] = count + 1
         return name if count == 0 else self.unique(f"{name}_{count}")
+
+
+def _traced(function: Callable[..., Any], given: Sequence[Given]) -> tuple[list[Any], list[str], list[str]]:
+    """Returns the nodes of a function, and the names of its arguments and of its results among them."""
+    with tf.Graph().as_default() as graph, tf.device(given[0].device):
+        arguments = []
+        for tensor in given:
+            with tf.device(tensor.device):
+                arguments.append(tf.compat.v1.placeholder(tensor.spec.dtype, tensor.spec.shape))
+        ends = [tf.identity(result).op.name for result in function(*arguments)]
+    names = [argument.op.name for argument in arguments]
+    return [node for node in graph.as_graph_def().node if node.name not in names], names, ends
 
 
 @functools.cache

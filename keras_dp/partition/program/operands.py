@@ -38,6 +38,8 @@ class Form(enum.Enum):
     PART = "a part of {}"  # of a sum that is whole, one tower takes all, the others take zeros
     READ = "{} read as its rows"  # a shape in which some integers are read as the tower's number of rows
 
+    __hash__ = object.__hash__  # as that of `Place`
+
 
 REDUCTIONS = frozenset([Form.SUM, Form.MAX, Form.MIN, Form.PROD, Form.ALL, Form.ANY])
 EXCHANGES = REDUCTIONS | {Form.VARIANCE, Form.GATHER, Form.OWN_ROWS, Form.FIRST, Form.LAST}

@@ -11,5 +11,8 @@ class Place(enum.Enum):
     HOME = "home"
     REPLICATED = "replicated"  # on each tower, for all rows, in place of home
 
+    # As members are singletons. Enum computes the hash of the name each time, in Python.
+    __hash__ = object.__hash__
+
 
 Instance = tuple[Place, str]  # of a traced node, by name
