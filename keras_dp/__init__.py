@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from keras_dp.timer_slack import shorten_timer_slack
 from keras_dp.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ __all__ = [
     "schedules",
     "use_logical_cpus",
 ]
+
+
+# Models are often made, and with them TensorFlow's threads, before the first public name is used.
+shorten_timer_slack()
 
 
 def __getattr__(name: str) -> Any:
