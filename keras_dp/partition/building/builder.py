@@ -31,7 +31,7 @@ from keras_dp.partition.tracing.names import source_of
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """Describes a partitioned graph.
+    """Describes a partitioned graph, which can be called once: its function gets a signature then.
 
     Attributes:
         target: the devices.
@@ -179,7 +179,10 @@ class Builder:
         return made
 
     def _copied_home(self, definition: Any, device: str, inputs: Sequence[str], controls: Sequence[str] = ()) -> str:
-        """Copies a node of home to a device, once for home and for the tower there if both have the same inputs."""
+        """Copies a node of home to a device, once for home and for the tower there if both have the same inputs.
+
+        Home comes first (see `Place`), so that the node waits for what home waits for.
+        """
         name = definition.name
         # AddN begins with any addend whose memory it can reuse at that moment, so that towers would round otherwise.
         is_reordered = definition.op == "AddN" and len(inputs) > 2 and (Place.REPLICATED, name) in self._program.operations

@@ -32,7 +32,7 @@ class EmptySlices:
 
         def neutral(dead: str, tower: int) -> str:
             if reduction == "sum" and shape is not None and all(isinstance(size, int) for size in shape):
-                what = ("nothing", dtype, *shape, tower, self._graph.rounds(dead))
+                what = ("nothing", dtype, *shape, tower, self._graph.depth(dead))
                 return str(self._graph.once(what, lambda: self._zeros(shape, tower, dtype)))
             if reduction == "prod":
                 # TensorFlow's graph optimizer takes OnesLike of unsigned integers for zeros.

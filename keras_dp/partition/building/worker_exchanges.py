@@ -50,13 +50,13 @@ class WorkerExchanges:
         return total
 
     def _ready_with(self, own: Given) -> dict[str, Given]:
-        """Returns the sums that share a message with a tensor: the latest ones, if they follow as many rounds; else none.
+        """Returns the sums that share a message with a tensor: the latest ones, if they have its depth; else none.
 
         None of these sums depends on another one.
         """
-        rounds = self._graph.rounds(own.name)
-        if not self._together or self._together[-1][0] != rounds:
-            self._together.append((rounds, {}))
+        depth = self._graph.depth(own.name)
+        if not self._together or self._together[-1][0] != depth:
+            self._together.append((depth, {}))
         return self._together[-1][1]
 
     def reduced(self, own: Given, reduction: str, name: str) -> str:
@@ -101,9 +101,9 @@ class WorkerExchanges:
             self._chain()
 
     def _chain(self) -> None:
-        """Lets each exchange wait for the one before it, by the number of rounds that it follows and then as they are written.
+        """Lets each exchange wait for the one before it, by its depth and then as they are written.
 
-        An exchange depends on exchanges of earlier rounds alone, so that none waits for itself. Rounds are those of the traced
+        An exchange depends on exchanges of less depth alone, so that none waits for itself. Depths are those of the traced
         step, so that all workers have the same order.
         """
         in_order = [node for _, nodes in sorted(self._collectives, key=itemgetter(0)) for node in nodes]
@@ -147,7 +147,7 @@ class WorkerExchanges:
         begin = len(nodes)
         self._graph.inline(exchange, given, results)
         collectives = [node for node in nodes[begin:] if node.op.startswith("Collective")]
-        self._collectives.append((max(map(self._graph.rounds, results)), collectives))
+        self._collectives.append((max(map(self._graph.depth, results)), collectives))
         self.made += results
 
 

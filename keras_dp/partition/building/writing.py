@@ -75,7 +75,7 @@ class GraphWriter:
         self._names: dict[str, int] = {}
         self._results: dict[str, list[tuple[str, tf.DType]]] = {}
         self._results_of_copied: dict[str, list[tuple[str, tf.DType]]] = {}
-        self._rounds: dict[str, int] = {}
+        self._depths: dict[str, int] = {}
         self._inside: dict[str, tuple[str, tf.DType | None]] = {}
         self._constants: dict[str, tuple[np.ndarray, tf.DType, str]] = {}
 
@@ -108,7 +108,7 @@ class GraphWriter:
                 node.attr[attribute].tensor.CopyFrom(value)
         made = str(node.name)
         self._results[made] = results_of(node)
-        self._count_rounds(made, inputs)
+        self._count_depth(made, inputs)
         return made
 
     def copy(
@@ -154,7 +154,7 @@ class GraphWriter:
         if operation:
             node.op = operation
         set_inputs(node, [*map(self._input, inputs), *sorted(set(controls))])
-        self._count_rounds(name, [*inputs, *controls])
+        self._count_depth(name, [*inputs, *controls])
         return node
 
     def inside(self, name: str) -> tuple[str, tf.DType | None]:
@@ -270,21 +270,21 @@ class GraphWriter:
         """Reserves a name for a tensor that is computed from `sources` and written later. Nodes may take it before."""
         made = self.unique(name)
         self._results[made] = [("output:0", dtype)]
-        self._rounds[made] = 1 + max(map(self.rounds, sources))
+        self._depths[made] = 1 + max(map(self.depth, sources))
         return made
 
-    def rounds(self, name: str) -> int:
+    def depth(self, name: str) -> int:
         """Returns the length of the longest chain of reserved tensors that a tensor depends on."""
-        return self._rounds.get(output_of(name.removeprefix("^"))[0], 0)
+        return self._depths.get(output_of(name.removeprefix("^"))[0], 0)
 
     def count_after(self, name: str, source: str) -> None:
-        """Counts the rounds of a tensor as if it depended on another one."""
-        if self._rounds:
-            self._rounds[output_of(name)[0]] = max(self.rounds(name), self.rounds(source))
+        """Counts the depth of a tensor as if it depended on another one."""
+        if self._depths:
+            self._depths[output_of(name)[0]] = max(self.depth(name), self.depth(source))
 
-    def _count_rounds(self, name: str, inputs: Iterable[str]) -> None:
-        if self._rounds:
-            self._rounds.setdefault(name, max(map(self.rounds, inputs), default=0))
+    def _count_depth(self, name: str, inputs: Iterable[str]) -> None:
+        if self._depths:
+            self._depths.setdefault(name, max(map(self.depth, inputs), default=0))
 
     def inline(
         self, function: Callable[..., Any], given: Sequence[Given], results: Sequence[str], known_as: str | None = None

@@ -12,7 +12,10 @@ from keras_dp.partition.facts.rows import GLOBAL, Number, Rows
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """The placement of a tensor that is the same for the whole batch, and exists once, at home."""
+    """The placement of a tensor that is the same for the whole batch.
+
+    It exists once, at home, unless each tower makes the same, as the result of a loop.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
