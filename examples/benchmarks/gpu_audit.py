@@ -196,7 +196,7 @@ def all_mirrored(names, towers, directory, runs_missing):
 def audit_table(plans):
     """The audit, in Markdown."""
     headings = ["model", "GPUs", "variables", "copies of one GPU", "other copies", "control edges", "GPU to host, host to GPU"]
-    headings += ["on the host", "no GPU kernel", "wrong device", "virtual cluster"]
+    headings += ["on the host", "no GPU kernel", "wrong device"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for (name, count, home, packs), by_machine in plans.items():
         plan = next(iter(by_machine.values()))
@@ -213,8 +213,6 @@ def audit_table(plans):
             plan.host_copies,
             kernels,
             plan.misplaced or "none",
-            # Spaces where a narrow page breaks no line.
-            f"{plan.virtual_milliseconds:.2f}&nbsp;ms, {plan.virtual_megabytes:.0f}&nbsp;MB",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

@@ -83,13 +83,10 @@ class VirtualCluster:
     def __init__(self, graph: graph_pb2.GraphDef, wanted: list[str], devices: Mapping[str, Mapping[str, Any]]):
         meta_graph = meta_graph_pb2.MetaGraphDef(graph_def=graph)
         meta_graph.collection_def["train_op"].node_list.value.extend(wanted)
-        described = []
-        for name, properties in devices.items():
-            fields = {key: value for key, value in properties.items() if key != "environment"}
-            described.append(
-                device_properties_pb2.NamedDevice(name=name, properties=device_properties_pb2.DeviceProperties(**fields))
-            )
-            described[-1].properties.environment.update(properties.get("environment", {}))
+        described = [
+            device_properties_pb2.NamedDevice(name=name, properties=device_properties_pb2.DeviceProperties(**fields))
+            for name, fields in devices.items()
+        ]
         self._item = item.Item(meta_graph)
         self._cluster = cluster.Cluster(devices=described, disable_detailed_stats=False)
 
@@ -97,7 +94,3 @@ class VirtualCluster:
         """Returns an OpPerformance for each operation, with times in nanoseconds, and the time of the graph in seconds."""
         costs, seconds, _ = self._cluster.MeasureCosts(self._item)
         return list(costs), seconds
-
-    def peak_bytes(self) -> dict[str, int]:
-        """Returns the most bytes of tensors that are on each device at one time, by the device's name."""
-        return {name: peak for name, (peak, _) in self._cluster.DeterminePeakMemoryUsage(self._item).items()}

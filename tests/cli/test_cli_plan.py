@@ -80,7 +80,7 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
 
 
 NONE = dict.fromkeys(("most_sent", "most_received", "host_copies", "controls", "misplaced"), 0)
-FOUND = {"to_host": 1, "from_host": 2, "virtual_milliseconds": 1.0, "virtual_megabytes": 10.0, "audit": "nothing to say"}
+FOUND = {"to_host": 1, "from_host": 2, "audit": "nothing to say"}
 FIRST = TowersPlan(64, 8.0, (1.0, 1.0), peak_megabytes=1_000.0, copies={"weights": 0}, without_kernel={}, **NONE, **FOUND)
 
 

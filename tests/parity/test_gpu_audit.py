@@ -13,9 +13,7 @@ from keras import layers
 
 import keras_dp
 from keras_dp.gpu_model.audit import audit, audit_step
-from keras_dp.gpu_model.hardware import GPUS
 from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
-from keras_dp.gpu_model.virtual_gpus import on_virtual_gpus
 from keras_dp.reports import step_graph
 from keras_dp.reports.step_graph import graph_of_step
 
@@ -170,16 +168,9 @@ def test_a_tensor_that_goes_to_the_host_is_found():
     assert numbers[1] == 0
 
 
-def test_more_rows_take_more_time_and_memory_and_a_wrong_device_is_found():
+def test_a_wrong_device_is_found():
     parallel, batch = wrapped(convolutions)
     step = graph_of_step(parallel, batch)
-    few, many = (on_virtual_gpus(place_step(step, rows, parallel.devices), GPUS["A100"]) for rows in (3_000, 30_000))
-    assert many.seconds > 5 * few.seconds > 0
-    assert set(few.peak_bytes) == {"GPU:0", "GPU:1", "GPU:2"}
-    # A tower's images, of 4 bytes a number.
-    assert many.peak_bytes["GPU:1"] > 5 * few.peak_bytes["GPU:1"] > 1_000 * 8 * 8 * 3 * 4
-
-    # An operation of a tower on a wrong device is found.
     (planted, *_) = [node for node in step.nodes.node if node.op == "Conv2D" and node.name.startswith("partitioned/tower_2/")]
     planted.device = parallel.devices[0]
     assert audit(parallel, step, place_step(step, 9, parallel.devices)).misplaced == (planted.name,)

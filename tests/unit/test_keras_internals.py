@@ -326,7 +326,6 @@ def test_virtual_clusters_count_arithmetic_and_bytes():
     assert (product.compute_time, product.memory_time) == (1000 * 2 * 8**3, 1000 * 3 * 4 * 8**2)
     assert list(product.op_memory.output_memory) == [4 * 8**2]
     assert seconds >= 1e-6 * 2 * 8**3
-    assert cluster.peak_bytes()[name] >= 4 * 8**2
 
 
 def test_a_dataset_before_its_prefetch():

@@ -16,7 +16,6 @@ from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
 from keras_dp.gpu_model.simulation import simulate
 from keras_dp.gpu_model.timeline import timeline
-from keras_dp.gpu_model.virtual_gpus import on_virtual_gpus
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.kinds_of_copies import KINDS
 from keras_dp.reports.step_graph import StepGraph, graph_of_step
@@ -91,7 +90,6 @@ def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: Gp
         audited: the audit of the step.
     """
     simulation = simulate(placed, machine)
-    virtual = on_virtual_gpus(placed, machine.processor)
     return TowersPlan(
         batch_size=batch_size,
         milliseconds=1e3 * simulation.seconds,
@@ -106,8 +104,6 @@ def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: Gp
         from_host=audited.from_host.total(),
         without_kernel=dict(audited.without_kernel),
         misplaced=len(audited.misplaced),
-        virtual_milliseconds=1e3 * virtual.seconds,
-        virtual_megabytes=max(virtual.peak_bytes.values()) / 1e6,
         audit=str(audited),
     )
 

@@ -83,8 +83,6 @@ class TowersPlan:
         from_host: the same, the other way.
         without_kernel: the number of operations without a GPU kernel, by type.
         misplaced: the number of operations of towers on a wrong device.
-        virtual_milliseconds: the time of the step on TensorFlow's virtual cluster, without latency and launches.
-        virtual_megabytes: the peak memory of its fullest GPU, without variables.
         audit: the audit in words.
         largest_batch: about how many rows of a global batch fit in the GPUs' memory; None if any number does.
     """
@@ -102,8 +100,6 @@ class TowersPlan:
     from_host: int
     without_kernel: dict[str, int]
     misplaced: int
-    virtual_milliseconds: float
-    virtual_megabytes: float
     audit: str
     largest_batch: int | None = None
 
