@@ -1,11 +1,12 @@
-"""Check the programs of home and of the towers that tests make."""
+"""Check the programs of home and of the towers that tests make, and their graphs."""
 
+from keras_dp.partition.building.builder import Builder
 from keras_dp.partition.facts.operations import LOOPS, READS, SHAPES
 from keras_dp.partition.program.operands import EXCHANGES, Form, instances_in, with_parts
 from keras_dp.partition.program.places import Place
 from keras_dp.partition.program.program import Program
 from keras_dp.partition.tensorflow_internals import is_stateful
-from keras_dp.partition.tracing.graph import reached
+from keras_dp.partition.tracing.graph import Graph, reached
 
 AT_HOME = EXCHANGES | {Form.GIVEN, Form.KNOWN, Form.HOME}
 ON_TOWERS = {Form.GIVEN_ROWS, Form.TOWERS}
@@ -48,7 +49,7 @@ def sources_of(program, left_out=()):
 
 
 def check_all_programs():
-    """Lets each program be checked that is made from now on."""
+    """Lets each program be checked that is made from now on, and the graph that is built from it."""
     made = Program.__init__
 
     def checked(self, *arguments, **named):
@@ -56,3 +57,11 @@ def check_all_programs():
         check(self)
 
     Program.__init__ = checked
+    build = Builder.build
+
+    def built(self):
+        made = build(self)
+        assert not Graph(made.graph.function.node_def).cycle, "nodes wait for each other"
+        return made
+
+    Builder.build = built

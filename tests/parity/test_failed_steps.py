@@ -84,11 +84,18 @@ def looked_up(x):
     return tf.gather(tf.ones([1], x.dtype), tf.cast(x > 100.0, tf.int32))
 
 
+def looked_up_in_a_branch(x):
+    """TensorFlow lets a node that waits for the branch wait for the operations in it that have effects alone."""
+    largest = tf.reduce_max(x)
+    return tf.cond(largest > 100.0, lambda: tf.gather(tf.ones([1], x.dtype), tf.cast(largest, tf.int32)), lambda: largest)
+
+
 CHECKS = {
     "assertion": (asserted, 1000.0, "broken"),
     "numbers": (checked, np.nan, "broken"),
     "assertion in a loop": (asserted_in_a_loop, 1000.0, "broken"),
     "lookup": (looked_up, 1000.0, r"not in \[0, 1\)"),
+    "lookup in a branch": (looked_up_in_a_branch, 1000.0, r"not in \[0, 1\)"),
 }
 
 

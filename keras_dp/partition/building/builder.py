@@ -1,6 +1,7 @@
 """Build the partitioned graph, with each node at home or on towers."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -18,15 +19,15 @@ from keras_dp.partition.building.instances import Feeds, Instances
 from keras_dp.partition.building.lookups import Lookups
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.building.writing import GraphWriter
-from keras_dp.partition.facts.operations import LOOPS
+from keras_dp.partition.facts.operations import BRANCHES, LOOPS
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.program.operands import Form, Operand, Operation
 from keras_dp.partition.program.places import Instance, Place
 from keras_dp.partition.program.program import Program
-from keras_dp.partition.tensorflow_internals import HOST
-from keras_dp.partition.tracing.names import source_of
+from keras_dp.partition.tensorflow_internals import HOST, results_of
+from keras_dp.partition.tracing.names import name_of, source_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +133,26 @@ class Builder:
         """Makes the late operations wait for all exchanges, and for all that can fail."""
         nodes = {node.name: node for node in self.graph.function.node_def}
         met = [f"^{name}" for name in map(source_of, self._exchanges.meetings) if name in nodes]
-        awaited = {*met, *self._controls(self._program.failing)}
+        failing = [source_of(name) for instance in self._program.failing for name in self._instances.made[instance]]
+        results = [self._results_of_branches(nodes[name]) for name in sorted(failing) if nodes[name].op in BRANCHES]
+        awaited = {*met, *(f"^{name}" for name in itertools.chain(failing, *results))}
         late = [source_of(name) for instance in self._program.late for name in self._instances.made[instance]]
         if late and awaited:
             barrier = self.graph.add("NoOp", sorted(awaited), self.graph.home, "all_have_met")
             for name in dict.fromkeys(late):
                 nodes[name].input.append(f"^{barrier}")
+
+    def _results_of_branches(self, node: Any) -> list[str]:
+        """Returns nodes that take the results of a condition.
+
+        A node that waits for a condition waits for the operations of its branches that have effects, not for all that can fail:
+        lower_if_op.cc, CondBuilder::AddOutputs.
+        """
+        made = []
+        for port, (_, dtype) in enumerate(results_of(node)):
+            result = name_of(node.name, port)
+            made.append(self.graph.add("Identity", [result], node.device, f"{node.name}/result", T=dtype))
+        return made
 
     @property
     def begins(self) -> Sequence[str]:
@@ -179,9 +194,9 @@ class Builder:
         return made
 
     def _copied_home(self, definition: Any, device: str, inputs: Sequence[str], controls: Sequence[str] = ()) -> str:
-        """Copies a node of home to a device, once for home and for the tower there if both have the same inputs.
+        """Copies a node of home to a device, once for home and for the tower there if both take and await the same.
 
-        Home comes first (see `Place`), so that the node waits for what home waits for.
+        What home awaits may be a write, which itself awaits what the tower computes.
         """
         name = definition.name
         # AddN begins with any addend whose memory it can reuse at that moment, so that towers would round otherwise.
@@ -195,7 +210,7 @@ class Builder:
             self.graph.origins[made] = name
             return made
 
-        return str(self.graph.once(("home", name, device, *inputs), copied))
+        return str(self.graph.once(("home", name, device, *inputs, *controls), copied))
 
     def _on_towers(self, operation: Operation) -> list[str]:
         definition, plan = operation.definition, self.propagation.plans[operation.definition.name]

@@ -132,6 +132,23 @@ def test_the_limit_decides_about_large_sums(monkeypatch):
     assert after < before
 
 
+@HOMES
+def test_what_home_computes_after_a_write_is_not_what_the_tower_there_computes(home, monkeypatch):
+    """The write waited for the towers, and the tower at home for a node of home that waits for the write."""
+    moving = tf.Variable(np.zeros(3))
+
+    def step(x):
+        mean = tf.reduce_mean(x, 0)
+        moving.assign(mean / 2)
+        with tf.control_dependencies([moving.read_value()]):
+            doubled = tf.identity(mean) * 2
+        return tf.concat([x - doubled, [doubled]], 0)
+
+    result, *_ = combined(step, monkeypatch, home=home)
+    np.testing.assert_allclose(result, step(tf.constant(ROWS)).numpy(), rtol=1e-12)
+    np.testing.assert_allclose(moving.numpy(), ROWS.mean(0) / 2, rtol=1e-12)
+
+
 def test_home_keeps_only_what_it_needs(monkeypatch):
     """On a device without a tower, nothing of a relay is left, unless the result of the step is made of it."""
 
