@@ -90,12 +90,19 @@ def looked_up_in_a_branch(x):
     return tf.cond(largest > 100.0, lambda: tf.gather(tf.ones([1], x.dtype), tf.cast(largest, tf.int32)), lambda: largest)
 
 
+def looked_up_in_a_case(x):
+    largest = tf.reduce_max(x)
+    branches = [lambda: largest, lambda: tf.gather(tf.ones([1], x.dtype), tf.cast(largest, tf.int32))]
+    return tf.switch_case(tf.cast(largest > 100.0, tf.int32), branches)
+
+
 CHECKS = {
     "assertion": (asserted, 1000.0, "broken"),
     "numbers": (checked, np.nan, "broken"),
     "assertion in a loop": (asserted_in_a_loop, 1000.0, "broken"),
     "lookup": (looked_up, 1000.0, r"not in \[0, 1\)"),
     "lookup in a branch": (looked_up_in_a_branch, 1000.0, r"not in \[0, 1\)"),
+    "lookup in a case": (looked_up_in_a_case, 1000.0, r"not in \[0, 1\)"),
 }
 
 

@@ -19,7 +19,7 @@ from keras_dp.partition.building.instances import Feeds, Instances
 from keras_dp.partition.building.lookups import Lookups
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.building.writing import GraphWriter
-from keras_dp.partition.facts.operations import BRANCHES, LOOPS
+from keras_dp.partition.facts.operations import BRANCHES, CASES, LOOPS
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.propagation import Propagation
@@ -134,7 +134,7 @@ class Builder:
         nodes = {node.name: node for node in self.graph.function.node_def}
         met = [f"^{name}" for name in map(source_of, self._exchanges.meetings) if name in nodes]
         failing = [source_of(name) for instance in self._program.failing for name in self._instances.made[instance]]
-        results = [self._results_of_branches(nodes[name]) for name in sorted(failing) if nodes[name].op in BRANCHES]
+        results = [self._results_of_branches(nodes[name]) for name in sorted(failing) if nodes[name].op in (*BRANCHES, *CASES)]
         awaited = {*met, *(f"^{name}" for name in itertools.chain(failing, *results))}
         late = [source_of(name) for instance in self._program.late for name in self._instances.made[instance]]
         if late and awaited:
