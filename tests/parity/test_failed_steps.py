@@ -96,12 +96,25 @@ def looked_up_in_a_case(x):
     return tf.switch_case(tf.cast(largest > 100.0, tf.int32), branches)
 
 
+def one_result_is_looked_up(x):
+    """The other result of the branch is sent to the towers before the lookup fails."""
+    largest = tf.reduce_max(x)
+
+    def fails():
+        late = tf.cast(largest + tf.reduce_sum(slow(tf.fill([7, 3], largest))), tf.int32)
+        return largest, tf.gather(tf.ones([1], x.dtype), late)
+
+    sent, looked_up = tf.cond(largest > 100.0, fails, lambda: (largest, largest))
+    return tf.stop_gradient(looked_up + 0 * tf.reduce_sum(x * sent))
+
+
 CHECKS = {
     "assertion": (asserted, 1000.0, "broken"),
     "numbers": (checked, np.nan, "broken"),
     "assertion in a loop": (asserted_in_a_loop, 1000.0, "broken"),
     "lookup": (looked_up, 1000.0, r"not in \[0, 1\)"),
     "lookup in a branch": (looked_up_in_a_branch, 1000.0, r"not in \[0, 1\)"),
+    "one of two results": (one_result_is_looked_up, 1000.0, r"not in \[0, 1\)"),
     "lookup in a case": (looked_up_in_a_case, 1000.0, r"not in \[0, 1\)"),
 }
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 import tensorflow as tf
 
@@ -10,11 +10,13 @@ from keras_dp.partition.facts.operations import READS
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import CHECKS
 from keras_dp.partition.placing.rules.registry import types
-from keras_dp.partition.program.operands import EXCHANGES, Form, Operation, instances_in, with_parts
+from keras_dp.partition.program.operands import EXCHANGES, Form, Operand, Operation, instances_in, with_parts
 from keras_dp.partition.program.places import Instance, Place
 from keras_dp.partition.program.program import Program
 from keras_dp.partition.tensorflow_internals import is_stateful
+from keras_dp.partition.tracing.contents import functions_of
 from keras_dp.partition.tracing.graph import reached
+from keras_dp.partition.tracing.names import Output
 from keras_dp.partition.tracing.traced import nodes_with
 
 # Operations that are there to fail, or run code of the user.
@@ -50,18 +52,23 @@ def with_late_writes(program: Program, propagation: Propagation) -> Program:
     writes = {instance for instance, operation in program.operations.items() if _writes(operation, handles)}
     written = _after(writes, program)
     # An exchange that takes the last tower's tensor waits for that tower alone: the instances of others may fail later.
-    of_last = set(_exchanged(program, {Form.LAST}))
-    leading, leading_to_last = set(_exchanged(program, EXCHANGES)) - of_last, set(of_last)
+    of_last = set(instances_in(_parts(program, {Form.LAST})))
+    leading, leading_to_last = set(instances_in(_parts(program, EXCHANGES))) - of_last, set(of_last)
+    taken, awaited = _results_of_each(program.operands), set(_results(_parts(program, EXCHANGES)))
     late, failing = set[Instance](), set[Instance]()
     for instance in reversed([*program.operations]):
         place, name = instance
+        operation = program.operations[instance]
+        # The results of a loop or branch come each by itself.
+        is_awaited = taken[instance] <= awaited if functions_of(operation.definition) else instance in leading
         # A write that an operation depends on cannot wait for it. Only checks are worth an early write.
-        fails = name in can_fail and instance in of_batch and instance not in written and instance not in leading
+        fails = name in can_fail and instance in of_batch and instance not in written and not is_awaited
         if place is not Place.SHAPES and (name in checking or fails):
             failing.add(instance)
-        sources = program.operations[instance].sources
+        sources = operation.sources
         if instance in leading or instance in failing:
             leading.update(set(sources) - of_last)
+            awaited.update(_results(operation.operands))
         elif instance in leading_to_last:
             leading_to_last.update(sources)
         elif instance in of_batch and instance in writes:
@@ -69,9 +76,22 @@ def with_late_writes(program: Program, propagation: Propagation) -> Program:
     return dataclasses.replace(program, late=frozenset(late), failing=frozenset(failing))
 
 
-def _exchanged(program: Program, forms: Set[Form]) -> list[Instance]:
-    """Returns the instances of which some exchanges take tensors."""
-    return instances_in(part for operand in program.operands if operand.form in forms for part in operand.parts)
+def _parts(program: Program, forms: Set[Form]) -> list[Operand]:
+    """Returns the operands of which some exchanges are made."""
+    return [part for operand in program.operands if operand.form in forms for part in operand.parts]
+
+
+def _results(operands: Iterable[Operand]) -> list[tuple[Place, Output]]:
+    """Returns the results of instances from which some operands are made."""
+    return [(operand.place, operand.output) for operand in with_parts(operands) if operand.place]
+
+
+def _results_of_each(operands: Iterable[Operand]) -> Mapping[Instance, set[tuple[Place, Output]]]:
+    """Returns the results that some operands take of each instance."""
+    found = defaultdict(set)
+    for place, output in _results(operands):
+        found[place, output[0]].add((place, output))
+    return found
 
 
 def _of_batch(program: Program, names: Set[str]) -> set[Instance]:
