@@ -16,8 +16,8 @@ class Meeting:
     """A tensor that towers exchange.
 
     Attributes:
-        kind: "sum" or another reduction of parts, "gather" of rows, "cut" of a whole tensor into slices, or "first" for the
-            first tower's own value.
+        kind: "sum" or another reduction of parts, "variance", "gather" of rows, "cut" of a whole tensor into slices, or
+            "first" for the first tower's own value.
         name: the name of the tensor.
         bytes: the bytes of the whole tensor; None if its size is not known before the step runs.
         line: the user's line that made the tensor, if known.

@@ -60,7 +60,7 @@ def with_late_writes(program: Program, propagation: Propagation) -> Program:
         place, name = instance
         operation = program.operations[instance]
         # The results of a loop or branch come each by itself.
-        is_awaited = taken[instance] <= awaited if functions_of(operation.definition) else instance in leading
+        is_awaited = instance in leading and (taken[instance] <= awaited or not functions_of(operation.definition))
         # A write that an operation depends on cannot wait for it. Only checks are worth an early write.
         fails = name in can_fail and instance in of_batch and instance not in written and not is_awaited
         if place is not Place.SHAPES and (name in checking or fails):
