@@ -63,3 +63,21 @@ def test_a_program_that_cannot_run_is_found(message, regression):
     FAULTS[message](regression)
     with pytest.raises(AssertionError, match=message):
         check(regression)
+
+
+def test_writes_wait_for_a_loop_on_all_towers_though_home_takes_the_last_ones_result():
+    total = tf.Variable(np.zeros(3))
+
+    def step(x):
+        def body(i, rows):
+            return i + 1, rows + tf.gather(tf.ones([1], x.dtype), tf.cast(rows[:, :1] > 100.0, tf.int32))
+
+        rounds, _ = tf.while_loop(lambda i, _: i < 2, body, [0, x])
+        total.assign_sub(tf.reduce_mean(x, 0))
+        return rounds
+
+    specs = [tf.TensorSpec([None, 3], tf.float64)]
+    program = partitioned_step(step, specs, [True], devices=["CPU:0", "CPU:1"])[1].program
+    assert Form.LAST in {operand.form for operand in program.operands}
+    assert program.late == {(Place.HOME, "AssignSubVariableOp")}
+    assert program.failing == {(Place.TOWERS, "while")}
