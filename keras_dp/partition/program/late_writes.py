@@ -10,7 +10,7 @@ from keras_dp.partition.facts.operations import READS
 from keras_dp.partition.placing.propagation import Propagation
 from keras_dp.partition.placing.rules.elementwise import CHECKS
 from keras_dp.partition.placing.rules.registry import types
-from keras_dp.partition.program.operands import EXCHANGES, Form, Operand, Operation, instances_in, with_parts
+from keras_dp.partition.program.operands import EXCHANGES, Form, Operand, Operation, with_parts
 from keras_dp.partition.program.places import Instance, Place
 from keras_dp.partition.program.program import Program
 from keras_dp.partition.tensorflow_internals import is_stateful
@@ -51,26 +51,26 @@ def with_late_writes(program: Program, propagation: Propagation) -> Program:
     of_batch = _of_batch(program, _nodes_of_batch(propagation) | checking)
     writes = {instance for instance, operation in program.operations.items() if _writes(operation, handles)}
     written = _after(writes, program)
+    taken = _results_of_each(program.operands)
     # An exchange that takes the last tower's tensor waits for that tower alone: the instances of others may fail later.
-    of_last = set(instances_in(_parts(program, {Form.LAST})))
-    leading, leading_to_last = set(instances_in(_parts(program, EXCHANGES))) - of_last, set(of_last)
-    taken, awaited = _results_of_each(program.operands), set(_results(_parts(program, EXCHANGES)))
+    of_last = set(_results(_parts(program, {Form.LAST})))
+    awaited = set(_results(_parts(program, EXCHANGES))) - of_last
+    leading, leading_to_last = set[Instance](), {(place, name) for place, (name, _) in of_last}
     late, failing = set[Instance](), set[Instance]()
     for instance in reversed([*program.operations]):
-        place, name = instance
-        operation = program.operations[instance]
+        operation, (place, name) = program.operations[instance], instance
+        leads = instance in leading or not taken[instance].isdisjoint(awaited)
         # The results of a loop or branch come each by itself.
-        is_awaited = instance in leading and (taken[instance] <= awaited or not functions_of(operation.definition))
+        is_awaited = taken[instance] <= awaited if functions_of(operation.definition) else leads
         # A write that an operation depends on cannot wait for it. Only checks are worth an early write.
         fails = name in can_fail and instance in of_batch and instance not in written and not is_awaited
         if place is not Place.SHAPES and (name in checking or fails):
             failing.add(instance)
-        sources = operation.sources
-        if instance in leading or instance in failing:
-            leading.update(set(sources) - of_last)
-            awaited.update(_results(operation.operands))
+        if leads or instance in failing:
+            awaited.update(set(_results(operation.operands)) - of_last)
+            leading.update(operation.awaited)
         elif instance in leading_to_last:
-            leading_to_last.update(sources)
+            leading_to_last.update(operation.sources)
         elif instance in of_batch and instance in writes:
             late.add(instance)
     return dataclasses.replace(program, late=frozenset(late), failing=frozenset(failing))
