@@ -7,9 +7,9 @@ The passes, and the data between them:
     demanded         -> `Program`: what home and each tower compute, and the exchanges between them
     with_...         -> `Program`: small sums on each tower; writes after all that can fail
     Builder          -> `Built`: the nodes of all towers and of home, with their devices
-    compile_towers   marks nodes for XLA
     function_of      -> `Function`: the nodes with a signature
     pack_copies      packs the tensors that devices send each other into messages
+    compile_programs outlines nodes as functions that XLA compiles
     call             calls the function in the step's graph
 """
 
@@ -35,7 +35,7 @@ from keras_dp.partition.program.late_writes import with_late_writes
 from keras_dp.partition.program.program import Program
 from keras_dp.partition.program.replication import with_replicated_sums
 from keras_dp.partition.running.calling import call, function_of
-from keras_dp.partition.running.compilation import compile_towers
+from keras_dp.partition.running.compilation import compile_programs
 from keras_dp.partition.running.functions import types_of
 from keras_dp.partition.running.packing import pack_copies
 from keras_dp.partition.tensorflow_internals import graphs_around
@@ -119,8 +119,6 @@ def run_partitioned(trace: Trace, arguments: Sequence[Argument], rows: RowCounts
     traced = traced_step(trace.concrete)
     propagation = propagate(traced, arguments, rows)
     built = build(propagation, arguments, rows, target)
-    if target.jit_compile:
-        compile_towers(built)
 
     def on_towers() -> list[Tensor]:
         return run(built, given(trace.concrete, traced, arguments, rows))
@@ -193,6 +191,8 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tenso
     function = function_of(built.graph, tensors, built.outputs, built.effects)
     if built.target.pack_copies:
         pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices)
+    if built.target.jit_compile:
+        function = dataclasses.replace(function, programs=compile_programs(built))
     return call(function)
 
 

@@ -1,6 +1,7 @@
 """Touch the private names of TensorFlow that the partition needs, each guarded by a test."""
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import config, func_graph, function_def_to_graph, op_def_registry, ops, random_seed
+from tensorflow.python.framework import config, func_graph, function_def_to_graph, kernels, op_def_registry, ops, random_seed
 from tensorflow.python.ops import handle_data_util, op_selector
 
 Tensor = Any
@@ -55,6 +56,49 @@ def results_of(node: Any) -> list[tuple[str, tf.DType]]:
             dtypes = [dtype] * (node.attr[result.number_attr].i if result.number_attr else 1)
         results += [(f"{result.name}:{i}", tf.as_dtype(dtype)) for i, dtype in enumerate(dtypes)]
     return results
+
+
+@functools.cache
+def xla_kernels(operation_type: str, device_type: str) -> Sequence[Any]:
+    """Returns the KernelDefs with which XLA compiles an operation for a type of devices, such as "GPU"."""
+    _register_xla_kernels()
+    return [kernel for kernel in _kernels(operation_type) if kernel.device_type == f"XLA_{device_type}_JIT"]
+
+
+def on_host(node: Any) -> list[str]:
+    """Returns the tensors that a node takes in the host's memory if it runs on a GPU, such as shapes and axes."""
+    named = _arguments_on_host(node.op)
+    found, begin = [], 0
+    for argument in op_def_registry.get(node.op).input_arg if named else ():
+        count = node.attr[argument.number_attr].i if argument.number_attr else 1
+        count = len(node.attr[argument.type_list_attr].list.type) if argument.type_list_attr else count
+        found += list(node.input[begin : begin + count]) if argument.name in named else []
+        begin += count
+    return found
+
+
+@functools.cache
+def _arguments_on_host(operation_type: str) -> frozenset[str]:
+    """Names the arguments and results that all kernels of GPUs keep in the host's memory, whatever their dtype."""
+    arguments = [set(kernel.host_memory_arg) for kernel in _kernels(operation_type) if kernel.device_type in ("GPU", "DEFAULT")]
+    return frozenset(set.intersection(*arguments) if arguments else ())
+
+
+@functools.cache
+def _kernels(operation_type: str) -> Sequence[Any]:
+    return list(kernels.get_registered_kernels_for_op(operation_type).kernel)
+
+
+@functools.cache
+def _register_xla_kernels() -> None:
+    """Makes TensorFlow register XLA's kernels, as it does when XLA first compiles a function."""
+    with tf.init_scope(), tf.device(HOST):
+        tf.function(lambda: tf.constant(0), jit_compile=True, autograph=False)()
+
+
+def function_definition(name: str) -> Any:
+    """Returns the FunctionDef of a function that TensorFlow knows."""
+    return context.context().get_function_def(name)
 
 
 def add_function(function: Any, graph: tf.Graph) -> None:

@@ -17,7 +17,6 @@ from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.inspecting.step_check import Agreement, Difference, StepCheck
 from keras_dp.partition.inspecting.tolerance import Compared, Measured, Tolerance
 from keras_dp.partition.placing.propagation import Propagation
-from keras_dp.partition.running.compilation import compile_towers
 from keras_dp.partition.step import Argument, build, given, propagate, run
 from keras_dp.partition.tracing.graph import reached
 from keras_dp.partition.tracing.names import Output, name_of, output_of, source_of
@@ -114,9 +113,8 @@ class Comparison:
         self, wanted: Sequence[Output], with_xla: bool = False
     ) -> tuple[Agreement, Agreement, dict[Output, Measured]]:
         """Compares results, variables, and tensors within the step."""
-        built = build(self._propagation, self._arguments, self._rows, self._target, [name_of(*output) for output in wanted])
-        if with_xla:
-            compile_towers(built)
+        target = dataclasses.replace(self._target, jit_compile=with_xla)
+        built = build(self._propagation, self._arguments, self._rows, target, [name_of(*output) for output in wanted])
         outputs = [*map(output_of, self.traced.outputs), *wanted]
         addends = {name: self._tolerance.addends[name] for name, _ in outputs if name in self._tolerance.addends}
 

@@ -30,11 +30,13 @@ class Function:
         definition: its FunctionDef.
         given: the tensors of its arguments.
         dtypes: the dtypes of its results.
+        programs: the FunctionDefs of the functions that it calls, unless they are known already.
     """
 
     definition: Any
     given: list[Tensor]
     dtypes: list[tf.DType]
+    programs: Sequence[Any] = ()
 
 
 def function_of(
@@ -70,7 +72,8 @@ def call(function: Function) -> list[Tensor]:
     if _NODE_BY_NODE.get():
         return _imported(function.definition, function.given)
     for around in graphs_around(tf.compat.v1.get_default_graph()):
-        add_function(function.definition, around)
+        for definition in (*function.programs, function.definition):
+            add_function(definition, around)
     name = function.definition.signature.name
     called = tf.raw_ops.StatefulPartitionedCall(args=function.given, Tout=function.dtypes, f=name)
     # Without results, the call is an operation.

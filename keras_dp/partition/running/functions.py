@@ -27,6 +27,14 @@ def names_of(function: Any) -> dict[str, str]:
     return names
 
 
+def dtypes_of(function: Any) -> dict[str, tf.DType]:
+    """Returns the dtypes of all tensors of a function, by their names inside it."""
+    dtypes = {argument.name: tf.as_dtype(argument.type) for argument in function.signature.input_arg}
+    for node in function.node_def:
+        dtypes |= {f"{node.name}:{result}": dtype for result, dtype in results_of(node)}
+    return dtypes
+
+
 def types_of(function: Any, given: Sequence[Any]) -> dict[str, tf.TensorSpec]:
     """Returns the types of the tensors that nodes of a function take, as far as TensorFlow infers their sizes.
 
@@ -49,7 +57,7 @@ def types_of(function: Any, given: Sequence[Any]) -> dict[str, tf.TensorSpec]:
             for argument, tensor in zip(function.signature.input_arg, given, strict=True)
         }
         for name, node in calls.items():
-            results = zip(results_of(node), _stated_shapes(node), strict=True)
+            results = zip(results_of(node), stated_shapes(node), strict=True)
             feeds |= {f"{name}:{port}": placeholder(dtype, shape) for port, ((_, dtype), shape) in enumerate(results)}
         tf.graph_util.import_graph_def(body, {name: feeds[name] for name in used & feeds.keys()}, name="")
     found = {name: feeds[names[name]] if names[name] in feeds else graph.get_tensor_by_name(names[name]) for name in tensors}
@@ -58,8 +66,8 @@ def types_of(function: Any, given: Sequence[Any]) -> dict[str, tf.TensorSpec]:
     }
 
 
-def _stated_shapes(node: Any) -> list[tf.TensorShape]:
-    """Returns the shapes of a call's results, as far as the node states them."""
+def stated_shapes(node: Any) -> list[tf.TensorShape]:
+    """Returns the shapes of the results of a call, loop or branch, as far as the node states them."""
     stated = node.attr["output_shapes"].list.shape if "output_shapes" in node.attr else ()
     return list(map(tf.TensorShape, stated)) or [tf.TensorShape(None) for _ in results_of(node)]
 
@@ -74,7 +82,7 @@ def replace_tensors(function: Any, replaced: Mapping[str, str]) -> None:
     for node in function.node_def:
         if not replaced.keys().isdisjoint(node.input):
             set_inputs(node, [replaced.get(tensor, tensor) for tensor in node.input])
-    for result, tensor in function.ret.items():
+    for result, tensor in list(function.ret.items()):
         function.ret[result] = replaced.get(tensor, tensor)
 
 

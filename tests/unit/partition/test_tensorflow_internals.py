@@ -163,3 +163,32 @@ def test_op_determinism():
         assert tensorflow_internals.op_determinism_is_on()
     finally:
         config.disable_op_determinism()
+
+
+def test_kernels_tell_what_xla_compiles():
+    for device in ("CPU", "GPU"):
+        assert tensorflow_internals.xla_kernels("Conv2D", device)
+        assert tensorflow_internals.xla_kernels("AssignSubVariableOp", device)
+        assert not tensorflow_internals.xla_kernels("StringJoin", device)
+    (constraint,) = (one for one in tensorflow_internals.xla_kernels("AddV2", "CPU")[0].constraint if one.name == "T")
+    assert tf.float64.as_datatype_enum in constraint.allowed_values.list.type
+    assert tf.string.as_datatype_enum not in constraint.allowed_values.list.type
+
+
+def test_kernels_tell_which_tensors_gpus_take_on_the_host():
+    """Shapes and axes are on the host, whose values XLA has to know. Integers of which one kernel is on the host are not."""
+
+    def on_host(function, *specs):
+        nodes = tf.function(function).get_concrete_function(*specs).graph.as_graph_def().node
+        return {node.op: [name.partition(":")[0] for name in tensorflow_internals.on_host(node)] for node in nodes}
+
+    matrix, shape = tf.TensorSpec([2, 3], name="matrix"), tf.TensorSpec([2], tf.int32, name="shape")
+    assert on_host(tf.reshape, matrix, shape)["Reshape"] == ["shape"]
+    assert on_host(lambda x, y: x * y, shape, shape)["Mul"] == []
+    assert on_host(lambda x, y: tf.concat([x, x], y[0]), matrix, shape)["ConcatV2"] == ["strided_slice"]
+
+
+def test_functions_are_found_by_name():
+    concrete = tf.function(lambda x: x + 1.0).get_concrete_function(tf.TensorSpec([]))
+    name = concrete.function_def.signature.name
+    assert tensorflow_internals.function_definition(name).signature.name == name
