@@ -155,8 +155,8 @@ class DataParallelModel(Behind, keras.Model):
             weighted_metrics: metrics with sample weights.
             run_eagerly: whether to run on one device, line by line.
             steps_per_execution: the number of batches that a call takes.
-            jit_compile: True makes XLA compile each tower's operations between two exchanges, for its own device. The default,
-                "auto", is Keras's: on GPUs, True if all layers support XLA.
+            jit_compile: True makes XLA compile each tower's operations between two exchanges, for its own device, and each
+                update. The default, "auto", is Keras's: on GPUs, True if all layers support XLA.
             auto_scale_loss: whether to wrap the optimizer in a `LossScaleOptimizer` if the model computes in mixed_float16.
 
         Raises:

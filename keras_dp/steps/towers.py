@@ -21,7 +21,7 @@ from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.operations import CALLS
 from keras_dp.partition.inspecting.comparison import Comparison
-from keras_dp.partition.inspecting.failures import failed_operation
+from keras_dp.partition.inspecting.failures import failed_in_xla, failed_operation
 from keras_dp.partition.inspecting.tolerance import usual_tolerance
 from keras_dp.partition.step import Partition
 from keras_dp.partition.tensorflow_internals import HOST
@@ -189,6 +189,10 @@ class TowerSteps:
             if failed is not None:
                 debug = "To run the step line by line on one device, compile with run_eagerly=True."
                 add_note(error, f"keras_dp: {failed} {debug}")
+            elif failed_in_xla(error):
+                add_note(
+                    error, "keras_dp: XLA failed in a program of this step. compile(..., jit_compile=False) trains without it."
+                )
             raise
 
     def comparison(self, name: choices.Step, slices: Sequence[Slice], tolerance: float | None = None) -> Comparison:

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from keras_dp import choices
 from keras_dp.batches.slicing import is_cut
-from keras_dp.keras_internals.graph_optimizer import graph_optimizer
 from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification
@@ -36,10 +35,6 @@ def _call(steps: TowerSteps, executions: int, name: choices.Step | None = None) 
         stack.enter_context(steps.naming_failures())
         stack.callback(_running.reset, _running.set((steps, name)))
         stack.enter_context(steps.inputs.waiting.in_call(executions))
-        if steps.jit_compile:
-            # On GPUs, it adds transposes around convolutions, which cut the piece that XLA compiles: 115 pieces in a step of
-            # ResNet-20 on an H100. XLA chooses layouts itself.
-            stack.enter_context(graph_optimizer(layout_optimizer=False))
         yield
 
 

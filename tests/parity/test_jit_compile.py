@@ -8,11 +8,10 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_script, largest_change
 from keras import layers
-from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
-from tensorflow.python.eager import context
 
 import keras_dp
 from keras_dp.batches.slicing import cut
+from keras_dp.partition.running import compilation
 from keras_dp.reports.communication import _run_and_collect
 
 rng = np.random.default_rng(0)
@@ -33,32 +32,6 @@ def trained(devices=2, optimizer="sgd", jit_compile=True, **arguments):
 
 def graphs_of(parallel, devices):
     return _run_and_collect(parallel.tower_steps, "train", cut((X, Y), devices))[1]
-
-
-@pytest.mark.parametrize(("jit_compile", "was_set"), [(True, None), (True, False), (False, True)])
-def test_no_transposes_come_between_what_xla_compiles(jit_compile, was_set):
-    """On GPUs, TensorFlow's layout optimizer cut a tower's step of ResNet-20 into 115 pieces."""
-    seen = []
-
-    class Model(keras.Sequential):
-        def train_step(self, data):
-            seen.append(layout_is_optimized())
-            return super().train_step(data)
-
-    def layout_is_optimized():
-        config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
-        return config.graph_options.rewrite_options.layout_optimizer != RewriterConfig.OFF
-
-    parallel = keras_dp.DataParallelModel(Model(build().layers), devices=2)
-    parallel.compile("sgd", "mse", jit_compile=jit_compile)
-    if was_set is not None:
-        tf.config.optimizer.set_experimental_options({"layout_optimizer": was_set})
-    try:
-        parallel.fit(X, Y, batch_size=11, verbose=0)
-        assert set(seen) == {was_set is not False and not jit_compile}
-        assert layout_is_optimized() == (was_set is not False)
-    finally:
-        tf.config.optimizer.set_experimental_options({"layout_optimizer": True})
 
 
 def programs(parallel, devices):
@@ -158,6 +131,19 @@ def test_operations_that_xla_cannot_compile_run_beside_programs(function):
         return keras.Sequential([keras.Input((3,)), layers.Dense(3, "tanh"), layers.Lambda(function), layers.Dense(1)])
 
     assert_same_script(stack, script, 3)
+
+
+def test_an_error_of_xla_says_how_to_train_without_it(monkeypatch):
+    """Resizing is not compiled, since XLA refuses its gradient in float64."""
+    monkeypatch.setattr(compilation, "_NOT_COMPILED", frozenset())
+    stack = [layers.Dense(3, "tanh"), layers.Lambda(resized), layers.Dense(1)]
+    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((3,)), *stack]), devices=2)
+    parallel.compile("adam", "mse", jit_compile=True)
+    before = parallel.get_weights()
+    with pytest.raises(tf.errors.OpError) as failure:
+        parallel.train_on_batch(X[:, 0, 0, :1] * [1.0, 2.0, 3.0], Y[:, :1])
+    assert "keras_dp: XLA failed in a program of this step. compile(..., jit_compile=False)" in "".join(failure.value.__notes__)
+    assert largest_change(before, parallel.get_weights()) == 0
 
 
 class Checked(keras.Sequential):

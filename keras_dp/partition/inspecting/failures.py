@@ -10,6 +10,7 @@ from keras_dp.partition.tracing.user_lines import user_line
 
 # TensorFlow's message names nodes in double braces.
 _NODE = re.compile(r"\{\{node (?P<name>[^}]+)\}\}")
+_PROGRAM = re.compile(r"\{\{node (?:\S+/)?(?:tower_\d+|update)/program(?:_\d+)?\}\}")
 
 
 def failed_operation(error: tf.errors.OpError, partitions: Iterable[Partition]) -> str | None:
@@ -28,6 +29,11 @@ def failed_operation(error: tf.errors.OpError, partitions: Iterable[Partition]) 
                 shown = name if place else failed["name"]
                 return f"{shown} failed{place}{f', at {line}' if line else ''}."
     return None
+
+
+def failed_in_xla(error: tf.errors.OpError) -> bool:
+    """Returns whether a program that XLA compiles has failed; see `programs`."""
+    return _PROGRAM.search(error.message) is not None
 
 
 def _traced(name: str, partition: Partition) -> tuple[str | None, str]:

@@ -78,10 +78,12 @@ def bytes_of(spec: tf.TensorSpec) -> int:
 
 
 def replace_tensors(function: Any, replaced: Mapping[str, str]) -> None:
-    """Replaces tensors wherever they are taken, by their names inside a function."""
+    """Replaces tensors wherever they are taken, and nodes wherever they are awaited, by their names inside a function."""
     for node in function.node_def:
         if not replaced.keys().isdisjoint(node.input):
-            set_inputs(node, [replaced.get(tensor, tensor) for tensor in node.input])
+            inputs = [replaced.get(tensor, tensor) for tensor in node.input]
+            controls = dict.fromkeys(name for name in inputs if name.startswith("^"))
+            set_inputs(node, [*(name for name in inputs if not name.startswith("^")), *controls])
     for result, tensor in list(function.ret.items()):
         function.ret[result] = replaced.get(tensor, tensor)
 

@@ -1,0 +1,56 @@
+"""Programs never wait for each other in a cycle, whatever the graph, and compute what their nodes did."""
+
+import random
+
+import numpy as np
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_dp.partition.building.writing import GraphWriter
+from keras_dp.partition.running.calling import call, function_of
+from keras_dp.partition.running.programs import Owner, write_programs
+from keras_dp.partition.tracing.graph import Graph
+
+OWNERS = [None, Owner("/device:CPU:0", 0), Owner("/device:CPU:1", 1), Owner("/device:CPU:0"), Owner("/device:CPU:1")]
+
+
+def drawn(seed):
+    """Returns a graph of sums and counts, the owners of its nodes, and its last tensors; updates are taken by updates alone."""
+    draw = random.Random(seed)
+    written, owners = GraphWriter("CPU:0"), {}
+    tensors = [("given", None)]
+    for _ in range(draw.randint(2, 40)):
+        owner = draw.choice(OWNERS)
+        takes = [name for name, made_by in tensors if made_by is None or not made_by.is_update or (owner and owner.is_update)]
+        waits = [f"^{name}" for name in draw.sample(takes[1:], min(len(takes) - 1, draw.choice([0, 0, 1, 2])))]
+        device = owner.device if owner else draw.choice(["/device:CPU:0", "/device:CPU:1"])
+        made = written.add("AddV2", [draw.choice(takes[-6:]), draw.choice(takes), *waits], device, "sum", T=tf.float64)
+        tensors.append((made, owner))
+        if owner is not None:
+            owners[made] = owner
+    return written, owners, [name for name, _ in tensors[-3:] if name != "given"]
+
+
+def computed(seed, are_compiled):
+    written, owners, outputs = drawn(seed)
+    nodes = {node.name for node in written.function.node_def}
+
+    @tf.function(autograph=False)
+    def run(x):
+        function = function_of(written, {"given": lambda: x}, outputs, [])
+        programs = write_programs(written, owners) if are_compiled else []
+        moved = [node.name for program in programs for node in program.node_def]
+        kept = {node.name for node in written.function.node_def} & nodes
+        assert Graph(written.function.node_def).cycle == []
+        assert sorted([*moved, *kept]) == sorted(nodes), "each node is in one program, or outside"
+        return call(type(function)(function.definition, function.given, function.dtypes, programs))
+
+    return run(tf.constant(1.0, tf.float64))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_programs_compute_what_their_nodes_did(seed):
+    expected, found = (computed(seed, are_compiled) for are_compiled in (False, True))
+    np.testing.assert_array_equal(found, expected)
