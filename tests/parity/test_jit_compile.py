@@ -116,8 +116,29 @@ def whole_rows(x):
     return x * tf.cast(tf.fill([rows, 1], rows), x.dtype)
 
 
-@pytest.mark.parametrize("function", [growing, kept, decomposed, as_strings, resized, whole_rows])
-def test_operations_that_xla_cannot_compile_run_beside_programs(function):
+def norm_of_zeros(x):
+    """Has a gradient of 0 in TensorFlow, and none in XLA."""
+    rows = tf.cast(tf.range(tf.shape(x)[0]) % 2, x.dtype)[:, None]
+    return x + tf.norm(x * rows, axis=1, keepdims=True) ** 2
+
+
+def in_order(x):
+    """Sorts zeros of both signs."""
+    return x * tf.cast(tf.argsort(tf.round(x), axis=1, stable=True), x.dtype)
+
+
+def as_long_as_a_number(x):
+    """Counts up to a number that is known when the branch runs."""
+    largest = tf.reduce_max(tf.abs(x))
+    return x * tf.cond(largest > 0, lambda: tf.reduce_sum(tf.range(largest * 3)) / 10, lambda: largest)
+
+
+OUTSIDE = [growing, kept, decomposed, as_strings, resized, whole_rows, norm_of_zeros, in_order, as_long_as_a_number]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("function", OUTSIDE)
+def test_operations_that_xla_cannot_compile_run_beside_programs(function, devices):
     """Each is between two layers, so that each has a gradient to pass on."""
 
     def script(model):
@@ -130,7 +151,39 @@ def test_operations_that_xla_cannot_compile_run_beside_programs(function):
     def stack():
         return keras.Sequential([keras.Input((3,)), layers.Dense(3, "tanh"), layers.Lambda(function), layers.Dense(1)])
 
-    assert_same_script(stack, script, 3)
+    assert_same_script(stack, script, devices)
+
+
+class Lengthening(layers.Layer):
+    """Keeps the mean of each batch that it has seen."""
+
+    def build(self, input_shape):
+        self.means = tf.Variable(tf.zeros([1], self.compute_dtype), shape=[None], trainable=False)
+
+    def call(self, x):
+        self.means.assign(tf.concat([self.means.read_value(), [tf.reduce_mean(x)]], 0))
+        return x + tf.reduce_sum(self.means.read_value() ** 2)
+
+
+class MeanUpTo(keras.metrics.MeanAbsoluteError):
+    """Reads how far it counts from its own variable, in a branch of the update at home."""
+
+    def result(self):
+        mean = super().result()
+        return tf.cond(mean > -1.0, lambda: tf.reduce_sum(tf.range(tf.abs(mean) * 9 + 3)), lambda: mean)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_variables_that_change_their_shape_and_results_that_depend_on_values(devices):
+    def stack():
+        return keras.Sequential([keras.Input((3,)), Lengthening(), layers.Dense(1)])
+
+    def script(model):
+        model.compile("sgd", "mse", metrics=[MeanUpTo()], jit_compile=isinstance(model, keras_dp.DataParallelModel))
+        return model.fit(x, x[:, 0], batch_size=5, shuffle=False, verbose=0).history
+
+    x = rng.normal(size=(20, 3))
+    assert_same_script(stack, script, devices)
 
 
 def test_an_error_of_xla_says_how_to_train_without_it(monkeypatch):

@@ -6,23 +6,30 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.partition.building.builder import Built
-from keras_dp.partition.facts.operations import BRANCHES, CASES, LOOPS
+from keras_dp.partition.facts.operations import BRANCHES, CASES, LOOPS, SHAPES_AND_RANK
 from keras_dp.partition.placing.rules.drawing import DRAWS
 from keras_dp.partition.placing.rules.registry import types
 from keras_dp.partition.running.functions import conditional_nodes, dtypes_of, stated_shapes
 from keras_dp.partition.running.programs import Owner, write_programs
-from keras_dp.partition.tensorflow_internals import function_definition, is_stateful, results_of, xla_kernels
+from keras_dp.partition.tensorflow_internals import (
+    function_definition,
+    is_stateful,
+    on_host,
+    results_of,
+    xla_kernels,
+)
 from keras_dp.partition.tracing.contents import functions_of
-from keras_dp.partition.tracing.graph import Graph
-from keras_dp.partition.tracing.names import data_inputs
+from keras_dp.partition.tracing.graph import Graph, reached
+from keras_dp.partition.tracing.names import data_inputs, source_of
 
-# XLA draws other random numbers than TensorFlow's kernels, and leaves checks out.
+# XLA draws other random numbers than TensorFlow's kernels, leaves checks out, sorts -0.0 before 0.0, and has gradients that are
+# not numbers where the ones before them are 0.
 _OTHERWISE_IN_XLA = [
     *DRAWS,
     *types(
         """
-        Assert CheckNumerics CheckNumericsV2 Multinomial RandomShuffle StatelessMultinomial StatelessRandomGetAlg
-        StatelessRandomGetKeyCounter StatelessRandomGetKeyCounterAlg StatelessShuffle
+        Assert CheckNumerics CheckNumericsV2 InvGrad Multinomial RandomShuffle ReciprocalGrad SqrtGrad StatelessMultinomial
+        StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomGetKeyCounterAlg StatelessShuffle TopK TopKV2
         """
     ),
 ]
@@ -59,10 +66,16 @@ def compile_programs(built: Built) -> list[Any]:
     compiled = Compiled()
     dtypes, conditional = dtypes_of(built.graph.function), conditional_nodes(graph)
 
+    # XLA compiles for the shapes of variables. Some variables change theirs.
+    keep_shapes = {
+        argument.name
+        for argument in built.graph.function.signature.input_arg
+        if all(tf.TensorShape(part.shape).is_fully_defined() for part in argument.handle_data)
+    }
     places = {
         argument: _own_name(built.variable_devices[name])
         for name, argument in built.graph.given.items()
-        if name in built.variable_devices
+        if name in built.variable_devices and argument in keep_shapes
     }
 
     def may_take(tensor: str, owner: Owner) -> bool:
@@ -128,8 +141,20 @@ class Compiled:
         key = name, device
         if key not in self._functions:
             self._functions[key] = True  # A function that calls itself adds nothing.
-            self._functions[key] = all(self.is_compiled(node, device) for node in function_definition(name).node_def)
+            nodes = function_definition(name).node_def
+            self._functions[key] = all(self.is_compiled(node, device) for node in nodes) and _knows_constants(Graph(nodes))
         return self._functions[key]
+
+
+def _knows_constants(graph: Graph) -> bool:
+    """Returns whether a function makes all values by itself that XLA needs while it compiles the function."""
+
+    def behind(name: str) -> list[str]:
+        node = graph.nodes.get(name)
+        return [] if node is None or node.op in SHAPES_AND_RANK else list(map(source_of, data_inputs(node)))
+
+    needed = [source_of(tensor) for node in graph.nodes.values() if not _is_of_variables(node.op) for tensor in on_host(node)]
+    return reached(needed, behind) <= graph.nodes.keys()
 
 
 def _is_of_variables(operation: str) -> bool:

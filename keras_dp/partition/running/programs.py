@@ -26,7 +26,6 @@ from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.running.functions import dtypes_of, replace_tensors
 from keras_dp.partition.tensorflow_internals import is_stateful, on_host, unused_function_name
-from keras_dp.partition.tracing.contents import functions_of
 from keras_dp.partition.tracing.graph import Graph, reached, set_inputs
 from keras_dp.partition.tracing.names import control_inputs, data_inputs, source_of
 
@@ -137,16 +136,10 @@ def _with_constants_outside(
         return place.get(name) != key and (name not in graph.nodes or graph.nodes[name].op != "Const")
 
     for name, key in place.items():
-        found = reached(map(source_of, _constant(graph.nodes[name], dtypes)), partial(behind, key=key))
+        needed = [source_of(tensor) for tensor in on_host(graph.nodes[name]) if dtypes[tensor] != tf.resource]
+        found = reached(needed, partial(behind, key=key))
         if any(is_outside(source, key) for source in found):
             yield name
-
-
-def _constant(node: Any, dtypes: Mapping[str, tf.DType]) -> list[str]:
-    """Returns the tensors whose values XLA may need while it compiles a node. A function may need any integer."""
-    if functions_of(node):
-        return [tensor for tensor in data_inputs(node) if dtypes[tensor].is_integer]
-    return [tensor for tensor in on_host(node) if dtypes[tensor] != tf.resource]
 
 
 def _joining_programs(graph: Graph, owners: Mapping[str, Owner]) -> Iterable[str]:
