@@ -164,6 +164,9 @@ def _is_of_variables(operation: str) -> bool:
 def _takes(kernel: Any, attributes: Mapping[str, Any]) -> bool:
     """Returns whether a kernel takes a node with some attributes."""
     for constraint in kernel.constraint:
+        # To read a missing attribute would write it.
+        if constraint.name not in attributes:
+            return False
         attribute = attributes[constraint.name]
         dtypes = attribute.list.type if attribute.HasField("list") else [attribute.type]
         if not set(dtypes) <= set(constraint.allowed_values.list.type):

@@ -6,9 +6,11 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorflow.core.framework import node_def_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running.calling import call, function_of
+from keras_dp.partition.running.compilation import Compiled
 from keras_dp.partition.running.programs import Owner, write_programs
 from keras_dp.partition.tracing.graph import Graph
 
@@ -54,3 +56,12 @@ def computed(seed, are_compiled):
 def test_programs_compute_what_their_nodes_did(seed):
     expected, found = (computed(seed, are_compiled) for are_compiled in (False, True))
     np.testing.assert_array_equal(found, expected)
+
+
+def test_a_node_without_an_attribute_stays_outside_as_it_is():
+    node = node_def_pb2.NodeDef(op="Sum", name="sum")
+    node.attr["T"].type = tf.float64.as_datatype_enum
+    assert not Compiled().is_compiled(node, "/device:CPU:0")
+    assert "Tidx" not in node.attr
+    node.attr["Tidx"].type = tf.int32.as_datatype_enum
+    assert Compiled().is_compiled(node, "/device:CPU:0")
