@@ -42,7 +42,6 @@ class Built:
         effects: the names of further nodes that must run.
         propagation: the plan of each traced node.
         program: the operations that the graph has.
-        instances: the nodes that compute each traced node.
         variable_devices: the devices of variables by name, as far as they are known.
     """
 
@@ -53,7 +52,6 @@ class Built:
     effects: list[str]
     propagation: Propagation
     program: Program
-    instances: Instances
     variable_devices: dict[str, str]
 
 
@@ -125,7 +123,6 @@ class Builder:
             [*(name[1:] for name in self._controls(self._program.effects)), *self._exchanges.with_workers],
             self.propagation,
             self._program,
-            self._instances,
             {self.feeds.whole[name]: place for name, place in self.propagation.traced.places.items()},
         )
 

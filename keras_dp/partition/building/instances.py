@@ -1,12 +1,10 @@
 """Name the tensors of the traced graph in the partitioned one."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from keras_dp.partition.program.places import Instance, Place
-from keras_dp.partition.tracing.names import Output, name_of, source_of
-
-_OF_WHOLE_NODES = (Place.TOWERS, Place.HOME, Place.REPLICATED)
+from keras_dp.partition.tracing.names import Output, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +45,6 @@ class Instances:
 
     slices: Mapping[str, Sequence[str]]
     made: dict[Instance, list[str]] = dataclasses.field(default_factory=dict)
-
-    def of(self, traced: Iterable[str]) -> set[str]:
-        """Returns the names of all instances of some traced nodes, at home and on towers."""
-        names = [name for node in traced for place in _OF_WHOLE_NODES for name in self.made.get((place, node), ())]
-        return {source_of(name) for name in names}
 
     def at_home(self, output: Output) -> str:
         """Returns the name of a tensor's instance at home."""
