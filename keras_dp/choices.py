@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 BatchNorm: TypeAlias = Literal["sync", "local", "first"]
 GradientType: TypeAlias = Literal["bfloat16", "float16", None]
-PackCopies: TypeAlias = Literal[True, False, None]
+TowerCommunication: TypeAlias = Literal["copies", "nccl", None]
 Step: TypeAlias = Literal["train", "test", "predict"]
 Rows: TypeAlias = Literal["all", "shard"]
 Reduction: TypeAlias = Literal["sum", "mean"]
@@ -28,13 +28,13 @@ class Options:
     batch_norm: BatchNorm = "sync"
     gradient_dtype: GradientType = None
     whole: Sequence[str] = ()
-    pack_copies: PackCopies = None
+    communication: TowerCommunication = None
     verify: bool | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown("batch_norm", self.batch_norm, BatchNorm)
         refuse_unknown("gradient_dtype", self.gradient_dtype, GradientType)
-        refuse_unknown("pack_copies", self.pack_copies, PackCopies)
+        refuse_unknown("communication", self.communication, TowerCommunication)
 
 
 def values_of(choice: Any) -> list[Any]:

@@ -73,9 +73,9 @@ class DataParallelModel(Behind, keras.Model):
             refuses names that no tensor has had so far. If all tensors of a batch stay whole, its step runs once, on one
             device. Tensors also stay whole, with a warning, if the types of a dataset say that every batch has other numbers of
             rows of them than of most tensors.
-        pack_copies: whether the tensors that devices send each other travel in few large messages, and small sums in one hop:
-            each tower adds the parts of all towers by itself. GPUs need microseconds for each message, whatever its size. None
-            does so between GPUs only: logical CPUs share their memory.
+        communication: "copies" sends tensors between the devices of this process by TensorFlow's own copies. "nccl" lets NCCL
+            move them, with the same results, where each tower sends all others something. Where it cannot, a warning says why,
+            and copies are sent. None sends copies.
         verify: whether the first step of each trace is compared with the same step on one device. A difference is an error that
             names the operation, and leaves the weights as before. None asks the environment variable KERAS_DP_VERIFY.
 
@@ -116,11 +116,11 @@ class DataParallelModel(Behind, keras.Model):
         batch_norm: choices.BatchNorm = "sync",
         gradient_dtype: choices.GradientType = None,
         whole: Sequence[str] = (),
-        pack_copies: choices.PackCopies = None,
+        communication: choices.TowerCommunication = None,
         verify: bool | None = None,
     ):
         refuse_model_of_its_own(self, inner_model)
-        options = choices.Options(devices, parameter_device, batch_norm, gradient_dtype, whole, pack_copies, verify)
+        options = choices.Options(devices, parameter_device, batch_norm, gradient_dtype, whole, communication, verify)
         object.__setattr__(self, "_keras_dp", TowerTrainer(self, inner_model, options))
 
     @classmethod

@@ -18,6 +18,7 @@ from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_array, is_cut, own_ro
 from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.devices import variable_homes
 from keras_dp.devices.available import are_gpus, available_devices, parameter_device_name, tower_devices
+from keras_dp.devices.communication import has_collectives
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.optimizer import DataParallelOptimizer
@@ -101,9 +102,9 @@ class TowerTrainer:
             chosen_whole(options.whole),
         )
         self.feed.feeds_trainer = False
-        packs = are_gpus(self.devices) if options.pack_copies is None else options.pack_copies
-        of_steps = dataclasses.replace(options, pack_copies=packs)
-        self.steps = TowerSteps(inside, self.feed, of_steps, lambda: getattr(self, "optimizer", None), self._variables_made)
+        self.steps = TowerSteps(inside, self.feed, options, lambda: getattr(self, "optimizer", None), self._variables_made)
+        self.steps.has_collectives = has_collectives(options.communication, self.devices, self.workers.count)
+        self.steps.pack_copies = are_gpus(self.devices) or self.steps.has_collectives
         self._verification = Verification(options.verify, self.steps)
         self._place_variables()
         self.follow()

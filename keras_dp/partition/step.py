@@ -8,7 +8,7 @@ The passes, and the data between them:
     with_...         -> `Program`: small sums on each tower; writes after all that can fail
     Builder          -> `Built`: the nodes of all towers and of home, with their devices
     function_of      -> `Function`: the nodes with a signature
-    pack_copies      packs the tensors that devices send each other into messages
+    pack_copies      packs the tensors that devices send each other into messages, and exchanges these by collectives
     compile_programs outlines nodes as functions that XLA compiles
     call             calls the function in the step's graph
 """
@@ -190,7 +190,8 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tenso
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
     if built.target.pack_copies:
-        pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices)
+        together = built.target.devices if built.target.has_collectives else ()
+        pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices, together)
     if built.target.jit_compile:
         function = dataclasses.replace(function, programs=compile_programs(built))
     return call(function)

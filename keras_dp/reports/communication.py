@@ -165,8 +165,13 @@ def communication(steps: TowerSteps, batch: Any, step: choices.Step) -> Communic
     with tf.device(HOST):
         slices = steps.inputs.cut(batch)
     make_variables(steps, step, slices)
-    with untouched(steps), replaced(steps, "jit_compile", False), node_by_node():
-        # XLA compiles within devices, and would rename tensors.
+    with (
+        untouched(steps),
+        replaced(steps, "jit_compile", False),
+        replaced(steps, "has_collectives", False),
+        node_by_node(),
+    ):
+        # XLA compiles within devices, and would rename tensors. A collective counts as the copies that it replaces.
         concrete, graphs = _run_and_collect(steps, step, slices)
     weights = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in steps.model.trainable_weights]
     copies, unsized = _copies(steps.model, concrete, graphs)

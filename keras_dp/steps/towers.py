@@ -49,12 +49,15 @@ class TowerSteps:
     Args:
         model: the inner model.
         inputs: the strategy that cuts its batches. It holds the devices, the collectives, and the tensors that are not cut.
-        options: the arguments of the `DataParallelModel`. None for `pack_copies` counts as False.
+        options: the arguments of the `DataParallelModel`.
         optimizer: returns the optimizer that applies the gradients in "train"; None if there is none.
         variables_made: is called when a first trace has made variables, before a second one.
 
     Attributes:
         jit_compile: whether XLA compiles the towers' operations between exchanges.
+        pack_copies: whether tensors travel in few large messages, and small sums in one hop: as each message takes a GPU
+            microseconds, whatever its size.
+        has_collectives: whether towers exchange messages by collectives, in place of copies.
         calls: how often the steps of training and evaluation were called, and found a batch.
         slow_steps: tells if training could be faster.
         batch_types: the types of the last batches that each step was traced for.
@@ -73,7 +76,7 @@ class TowerSteps:
         self.options = options
         self._optimizer = optimizer
         self.variables_made = variables_made
-        self.jit_compile = False
+        self.jit_compile = self.pack_copies = self.has_collectives = False
         self.calls = 0
         self.slow_steps = SlowSteps(inputs.waiting.seconds)
         self.batch_types: dict[str, BatchTypes] = {}
@@ -140,8 +143,13 @@ class TowerSteps:
         return on_slices(plain, slices, self._target, collectives, self.variables_made, usual, result_rows)
 
     def _target(self) -> Target:
-        packs = bool(self.options.pack_copies)
-        return Target(self.inputs.devices, self.home, jit_compile=self.jit_compile, pack_copies=packs)
+        return Target(
+            self.inputs.devices,
+            self.home,
+            jit_compile=self.jit_compile,
+            pack_copies=self.pack_copies,
+            has_collectives=self.has_collectives,
+        )
 
     def make_layers(self, name: choices.Step, slices: Sequence[Slice]) -> None:
         """Traces a step if layers have no variables yet. Random numbers that their seeds take stay drawn, as in training."""

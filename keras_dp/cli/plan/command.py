@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE",
         help='GPU where the variables live, such as GPU:0, or "sharded" over the GPUs',
     )
-    parser.add_argument("--unpacked", action="store_true", help="send each tensor by itself, as with pack_copies=False")
     parser.add_argument(
         "--gpu",
         type=argument(_gpu),
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", type=argument(_memory), metavar="24GB", help="memory of a GPU (default: the GPU's own)")
     parser.add_argument(
-        "--alternatives", action="store_true", help="compare placements and packings for the most towers, and name the fastest"
+        "--alternatives", action="store_true", help="compare placements for the most towers, and name the fastest"
     )
     parser.add_argument("--mirrored", action="store_true", help="predict the steps under MirroredStrategy, too")
     parser.add_argument(
@@ -160,14 +159,9 @@ def _table(
 
 
 def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
-    """Returns the same step with all other placements of variables and packings."""
-    placements = [(device, packs) for device in (None, "sharded") for packs in (True, False)]
-    own = planned.parameter_device, planned.pack_copies
-    return [
-        dataclasses.replace(planned, parameter_device=device, pack_copies=packs)
-        for device, packs in placements
-        if (device, packs) != own
-    ]
+    """Returns the same step with all other placements of variables."""
+    placements = [device for device in (None, "sharded") if device != planned.parameter_device]
+    return [dataclasses.replace(planned, parameter_device=device) for device in placements]
 
 
 # Keras and TensorFlow trace and optimize some layers otherwise where there is a GPU. oneDNN puts operations of its own in the
@@ -209,7 +203,6 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
         batch_size=options.batch,
         batch_is_per_tower=options.scaling == "weak",
         parameter_device=options.parameter_device,
-        pack_copies=not options.unpacked,
         gpu=options.gpu,
         link=options.link,
         launch_microseconds=options.launch_microseconds,

@@ -15,7 +15,7 @@ class PlannedRun:
         batch_size: the number of rows in a global batch; None for the model's own.
         batch_is_per_tower: whether each tower gets that many rows.
         parameter_device: None, "sharded", or a GPU such as "GPU:1".
-        pack_copies: as in `keras_dp.DataParallelModel`.
+        pack_copies: whether the GPUs send each other few large messages, as they do; False is for comparisons.
         gpu: a key of `keras_dp.gpu_model.hardware.GPUS`, or a file for `keras_dp.gpu_model.own_gpus.read`.
         link: "nvlink" or "pcie"; None for the fastest that the GPU has.
         launch_microseconds: in place of the GPU's own, if it is not None.

@@ -93,4 +93,4 @@ def _call(planned: PlannedRun) -> str:
 
 
 def _arguments(planned: PlannedRun) -> str:
-    return f"parameter_device={planned.parameter_device!r}, pack_copies={planned.pack_copies}"
+    return f"parameter_device={planned.parameter_device!r}"

@@ -17,6 +17,7 @@ class Target:
         jit_compile: whether XLA compiles the operations of towers between exchanges.
         pack_copies: whether the tensors that devices send each other share messages, and each tower combines small parts of
             sums by itself; see `packing` and `replication`.
+        has_collectives: whether towers exchange messages by collectives, in place of copies; see `collectives`.
     """
 
     devices: Sequence[str]
@@ -24,3 +25,4 @@ class Target:
     across: Across | None = None
     jit_compile: bool = False
     pack_copies: bool = False
+    has_collectives: bool = False

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.tensorflow_internals import results_of
-from keras_dp.partition.tracing.graph import set_inputs
+from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.names import control_inputs, data_inputs, output_of, source_of
 
 
@@ -61,6 +61,7 @@ class GraphWriter:
         towers: by node, the number of its tower; nodes of no tower are left out.
         replicated: by node that computes for a tower what home would compute for all, the number of the tower.
         origins: by node of a tower and by copy, the traced node that it stands for, or a name below that of a traced node.
+        met: by collective, the nodes of other devices that it waits for, although it takes nothing of them.
     """
 
     def __init__(self, home: str, prefix: str = "home/"):
@@ -71,6 +72,7 @@ class GraphWriter:
         self.towers: dict[str, int] = {}
         self.replicated: dict[str, int] = {}
         self.origins: dict[str, str] = {}
+        self.met: dict[str, list[str]] = {}
         self._made: dict[Any, Any] = {}
         self._names: dict[str, int] = {}
         self._results: dict[str, list[tuple[str, tf.DType]]] = {}
@@ -78,6 +80,11 @@ class GraphWriter:
         self._depths: dict[str, int] = {}
         self._inside: dict[str, tuple[str, tf.DType | None]] = {}
         self._constants: dict[str, tuple[np.ndarray, tf.DType, str]] = {}
+
+    @property
+    def graph(self) -> Graph:
+        """The nodes so far, with all that they wait for."""
+        return Graph(self.function.node_def, self.met)
 
     def add(
         self, operation: str, inputs: Sequence[str], device: str, name: str, tower: int | None = None, **attributes: Any
@@ -102,6 +109,8 @@ class GraphWriter:
                 node.attr[attribute].b = value
             elif isinstance(value, int):
                 node.attr[attribute].i = value
+            elif isinstance(value, str):
+                node.attr[attribute].s = value.encode()
             elif isinstance(value, list):
                 node.attr[attribute].list.type.extend(dtype.as_datatype_enum for dtype in value)
             else:

@@ -62,7 +62,7 @@ def compile_programs(built: Built) -> list[Any]:
     Returns:
         The FunctionDefs of the programs.
     """
-    graph = Graph(built.graph.function.node_def)
+    graph = built.graph.graph
     compiled = Compiled()
     dtypes, conditional = dtypes_of(built.graph.function), conditional_nodes(graph)
 

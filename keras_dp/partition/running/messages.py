@@ -33,7 +33,8 @@ class Layout:
     specs: tuple[tf.TensorSpec, ...]
 
     @property
-    def _dtype(self) -> tf.DType:
+    def dtype(self) -> tf.DType:
+        """The dtype of the message."""
         return sent_as(self.specs[0].dtype)
 
     @property
@@ -43,15 +44,27 @@ class Layout:
         alike = len(ranks) == 1 and all(math.prod(spec.shape[:-1]) == 1 for spec in self.specs)
         return max(1, *ranks) if alike else 1
 
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the message."""
+        return [*[1] * (self._rank - 1), self.size]
+
+    @property
+    def size(self) -> int:
+        """The number of entries of the message."""
+        return sum(math.prod(spec.shape) for spec in self.specs)
+
     def join(self, written: GraphWriter, tensors: Sequence[str], device: str) -> str:
         """Writes the message on a device, and returns its node."""
         rank = self._rank
         parts = []
         for tensor, spec in zip(tensors, self.specs, strict=True):
-            part = _cast(written, tensor, spec.dtype, self._dtype, device)
+            part = as_dtype(written, tensor, spec.dtype, self.dtype, device)
             parts.append(self._reshaped(written, part, spec.shape.rank, [-1], rank, device))
+        if len(parts) == 1:
+            return written.add("Identity", parts, device, f"{PREFIX}message", T=self.dtype)
         inputs = [*parts, written.constant(rank - 1, device=device)]
-        return written.add("ConcatV2", inputs, device, f"{PREFIX}message", N=len(parts), T=self._dtype, Tidx=tf.int32)
+        return written.add("ConcatV2", inputs, device, f"{PREFIX}message", N=len(parts), T=self.dtype, Tidx=tf.int32)
 
     def split(self, written: GraphWriter, message: str, device: str) -> list[str]:
         """Writes the tensors of a message on a device, and returns their names."""
@@ -60,19 +73,23 @@ class Layout:
     def split_stack(self, written: GraphWriter, messages: Sequence[str], device: str) -> list[str]:
         """Stacks messages on a device, and returns the names of the stacks of their tensors, along a first axis."""
         count = len(messages)
-        stack = written.add("Pack", messages, device, f"{PREFIX}stack", N=count, T=self._dtype, axis=0)
+        stack = written.add("Pack", messages, device, f"{PREFIX}stack", N=count, T=self.dtype, axis=0)
         return self._split(written, stack, [count], device)
 
     def _split(self, written: GraphWriter, message: str, leading: list[int], device: str) -> list[str]:
         rank = self._rank
         sizes = [math.prod(spec.shape) for spec in self.specs]
+        if len(sizes) == 1:
+            (spec,) = self.specs
+            restored = self._reshaped(written, message, spec.shape.rank, [*leading, *spec.shape], rank, device)
+            return [as_dtype(written, restored, self.dtype, spec.dtype, device)]
         inputs = [message, written.constant(sizes, device=device), written.constant(len(leading) + rank - 1, device=device)]
-        split = written.add("SplitV", inputs, device, f"{PREFIX}received", num_split=len(sizes), T=self._dtype, Tlen=tf.int32)
+        split = written.add("SplitV", inputs, device, f"{PREFIX}received", num_split=len(sizes), T=self.dtype, Tlen=tf.int32)
         made = []
         for i, spec in enumerate(self.specs):
             shape = [*leading, *spec.shape.as_list()]
             restored = self._reshaped(written, f"{split}:{i}", spec.shape.rank, shape, rank, device)
-            made.append(_cast(written, restored, self._dtype, spec.dtype, device))
+            made.append(as_dtype(written, restored, self.dtype, spec.dtype, device))
         return made
 
     def _reshaped(self, written: GraphWriter, tensor: str, own_rank: int, shape: Sequence[int], rank: int, device: str) -> str:
@@ -80,7 +97,7 @@ class Layout:
         if own_rank == rank:
             return tensor
         inputs = [tensor, written.constant(shape, device=device)]
-        return written.add("Reshape", inputs, device, f"{PREFIX}reshape", T=self._dtype, Tshape=tf.int32)
+        return written.add("Reshape", inputs, device, f"{PREFIX}reshape", T=self.dtype, Tshape=tf.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Message:
     received: Sequence[str]
 
 
-def _cast(written: GraphWriter, tensor: str, before: tf.DType, after: tf.DType, device: str) -> str:
+def as_dtype(written: GraphWriter, tensor: str, before: tf.DType, after: tf.DType, device: str) -> str:
     """Takes the bits of a tensor, or its truth values, as numbers of another dtype, if the dtypes differ."""
     if before == after:
         return tensor

@@ -18,7 +18,7 @@ message meets messages of later rounds alone, and never returns. The packed func
 """
 
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
-from keras_dp.partition.running.crossings import Copy, Crossings
+from keras_dp.partition.running.collectives import exchange_together
+from keras_dp.partition.running.crossings import Copy, Crossings, local_name
 from keras_dp.partition.running.functions import bytes_of, conditional_nodes, names_of
 from keras_dp.partition.running.messages import Layout, Message, sent_as
 from keras_dp.partition.running.stacking import stack_messages
@@ -43,7 +44,12 @@ _LEAST_BYTES = 4 << 20
 _FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
 
 
-def pack_copies(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_devices: Mapping[str, str]) -> None:
+def pack_copies(
+    written: GraphWriter,
+    types: Mapping[str, tf.TensorSpec],
+    variable_devices: Mapping[str, str],
+    together: Sequence[str] = (),
+) -> None:
     """Packs the tensors that devices send each other, and joins control dependencies between devices.
 
     A message holds tensors one after the other. Tensors of unknown size are sent by themselves. The packed function is checked:
@@ -53,23 +59,30 @@ def pack_copies(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variab
         written: the graph, with the signature of its function.
         types: the types of its tensors, as `types_of` returns them.
         variable_devices: the devices of variables, by the names that nodes use, as far as they are known.
+        together: the devices that exchange messages by collectives, where each of them sends all others one.
     """
     apart = function_pb2.FunctionDef()
     apart.CopyFrom(written.function)
     devices = {argument: variable_devices[name] for name, argument in written.given.items() if name in variable_devices}
-    _pack(written, types, devices)
-    cycle = Graph(written.function.node_def).cycle
+    _pack(written, types, devices, list(map(local_name, together)))
+    cycle = written.graph.cycle
     if cycle:
         written.function.CopyFrom(apart)
+        written.met.clear()
         warnings.warn(
-            "The tensors that devices send each other in this step travel one by one, as with pack_copies=False: in messages, "
-            "they would wait for each other. The results are the same. Please report this as an error of keras_dp. "
+            "The tensors that devices send each other in this step travel one by one: in messages, they would wait for each "
+            "other. The results are the same. Please report this as an error of keras_dp. "
             f"Received: a cycle of the nodes {', '.join(cycle)}",
             stacklevel=2,
         )
 
 
-def _pack(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_devices: Mapping[str, str]) -> None:
+def _pack(
+    written: GraphWriter,
+    types: Mapping[str, tf.TensorSpec],
+    variable_devices: Mapping[str, str],
+    together: Sequence[str],
+) -> None:
     graph = Graph(written.function.node_def)
     nodes, order = graph.nodes, graph.order
     # A node that a tower computes in place of home is one of the tower's.
@@ -88,7 +101,7 @@ def _pack(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_dev
             if crossings.device(source_of(name)) == crossings.device(node.name):
                 users[name].append(node)
     messages = []
-    for number, sent in _messages(copies, rounds, last, types):
+    for number, sent in _messages(copies, rounds, last, types, together):
         message = _send(written, number, sent, names, types)
         _begin_after(message.node, (user for copy in sent for user in users[copy.tensor] if number <= last[user.name]))
         for copy, tensor in zip(sent, message.received, strict=True):
@@ -96,6 +109,8 @@ def _pack(written: GraphWriter, types: Mapping[str, tf.TensorSpec], variable_dev
                 set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])
         messages.append(message)
     stack_messages(written, messages, last)
+    if together:
+        exchange_together(written, messages, together)
     _join_controls(written, crossings)
 
 
@@ -161,13 +176,27 @@ def _last_rounds(
 
 
 def _messages(
-    copies: Sequence[Copy], rounds: Sequence[int], last: Mapping[str, int], types: Mapping[str, tf.TensorSpec]
+    copies: Sequence[Copy],
+    rounds: Sequence[int],
+    last: Mapping[str, int],
+    types: Mapping[str, tf.TensorSpec],
+    together: Sequence[str],
 ) -> Iterator[tuple[int, list[Copy]]]:
-    """Yields the copies that share a message, two or more at a time, with their round."""
+    """Yields the copies that share a message, with their round: two or more at a time, or one for a collective.
+
+    Where each device of a collective has tensors for all others, these have messages of their own.
+    """
     groups: dict[Any, list[Copy]] = defaultdict(list)
     loads: dict[Any, int] = defaultdict(int)
+    receivers = Counter((number, copy.tensor) for copy, number in zip(copies, rounds, strict=True))
+    senders: dict[Any, set[str]] = defaultdict(set)
     for copy, number in zip(copies, rounds, strict=True):
-        groups[number, copy.source, copy.destination, sent_as(types[copy.tensor].dtype)].append(copy)
+        if receivers[number, copy.tensor] == len(together) - 1:
+            senders[number, sent_as(types[copy.tensor].dtype)].add(copy.source)
+    for copy, number in zip(copies, rounds, strict=True):
+        dtype = sent_as(types[copy.tensor].dtype)
+        is_for_all = senders[number, dtype] == {*together} and receivers[number, copy.tensor] == len(together) - 1
+        groups[number, copy.source, copy.destination, dtype, is_for_all].append(copy)
         for end in (("from", copy.source), ("to", copy.destination)):
             loads[number, end] += bytes_of(types[copy.tensor])
     full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
@@ -175,15 +204,19 @@ def _messages(
         message: list[Copy] = []
         size = 0
         for copy in group:
-            if bytes_of(types[copy.tensor]) >= full or any(number > last[taker] for taker in copy.takers):
-                # It leaves by itself: packing would only copy it once more, or make its takers wait for what they lead to.
+            # These leave by themselves: packing would make takers wait for what they lead to, or copy large tensors once more.
+            if any(number > last[taker] for taker in copy.takers):
+                continue
+            if bytes_of(types[copy.tensor]) >= full:
+                if together:
+                    yield number, [copy]
                 continue
             message.append(copy)
             size += bytes_of(types[copy.tensor])
             if size >= full:
                 yield number, message
                 message, size = [], 0
-        if len(message) > 1:
+        if len(message) > 1 or (message and together):
             yield number, message
 
 

@@ -67,7 +67,7 @@ def write_programs(written: GraphWriter, owners: Mapping[str, Owner]) -> list[An
     Returns:
         The FunctionDefs.
     """
-    graph = Graph(written.function.node_def)
+    graph = written.graph
     dtypes = dtypes_of(written.function)
     constants = {name for name, node in graph.nodes.items() if node.op == "Const" and not node.input}
     groups = _groups(graph, {name: owner for name, owner in owners.items() if name not in constants}, dtypes)

@@ -3,7 +3,8 @@
 import collections
 import functools
 import graphlib
-from collections.abc import Callable, Hashable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Hashable, Iterable, KeysView, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from keras_dp.partition.tracing.names import source_of
@@ -16,13 +17,15 @@ class Graph:
 
     Args:
         nodes: NodeDefs. Of what they take and wait for, only nodes among them count.
+        met: by node, the names of others that it waits for although no edge says so, as a collective does.
 
     Attributes:
         nodes: the NodeDefs by name.
     """
 
-    def __init__(self, nodes: Iterable[Any]):
+    def __init__(self, nodes: Iterable[Any], met: Mapping[str, Sequence[str]] = MappingProxyType({})):
         self.nodes = {node.name: node for node in nodes}
+        self._met = met
 
     @functools.cached_property
     def sources(self) -> dict[str, list[str]]:
@@ -30,7 +33,7 @@ class Graph:
         # Names may differ between workers if one has made layers that others have not: positions do not.
         places = {name: i for i, name in enumerate(self.nodes)}
         return {
-            name: sorted({source for source in map(source_of, node.input) if source in places}, key=places.__getitem__)
+            name: sorted({*map(source_of, node.input), *self._met.get(name, ())} & places.keys(), key=places.__getitem__)
             for name, node in self.nodes.items()
         }
 
