@@ -12,6 +12,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from ways_of_wrapping import wrapped
 
 import keras_dp
 from keras_dp.batches.input_strategy import InputStrategy
@@ -66,7 +67,7 @@ def assert_same_run(build, script, towers=3, expected=None, **wrapper_arguments)
         script: a function that compiles and trains a model, and returns nested numbers.
         towers: the number of towers.
         expected: what `plain_run` returned for this program, if it ran before.
-        **wrapper_arguments: further arguments of the wrapper.
+        **wrapper_arguments: further arguments of `wrapped`.
 
     Returns:
         What the program gives in plain Keras.
@@ -83,7 +84,7 @@ def assert_same_script(build, script, num_towers, wrapper_arguments=None):
         build: a function that builds the model.
         script: a function that compiles and trains a model, and returns nested numbers.
         num_towers: the number of towers; a tuple for one wrapper after the other.
-        wrapper_arguments: further arguments of the wrapper.
+        wrapper_arguments: further arguments of `wrapped`.
 
     Returns:
         The plain model and the last wrapper.
@@ -115,7 +116,7 @@ def _assert_same_on_towers(build, script, towers, expected, wrapper_arguments):
     wrappers = []
 
     def wrap(model):
-        wrappers.append(keras_dp.DataParallelModel(model, devices=towers, **wrapper_arguments))
+        wrappers.append(wrapped(model, devices=towers, **wrapper_arguments))
         return wrappers[0]
 
     received = run(build, script, wrap)

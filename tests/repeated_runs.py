@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from forked_processes import output_of
 from keras import layers
+from ways_of_wrapping import wrapped
 
 import keras_dp
 
@@ -92,8 +93,8 @@ PROGRAMS = {
 }
 
 
-def wrapped(model, towers, **options):
-    return keras_dp.DataParallelModel(model, devices=towers, **options) if towers else model
+def on(towers, model, **options):
+    return wrapped(model, devices=towers, **options) if towers else model
 
 
 def built(program, towers, seed=3, jit_compile=False, policy=None, **options):
@@ -104,7 +105,7 @@ def built(program, towers, seed=3, jit_compile=False, policy=None, **options):
     keras.utils.set_random_seed(seed)
     model = PROGRAMS[program][0]()
     model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", jit_compile=jit_compile)
-    return model, wrapped(model, towers, **options)
+    return model, on(towers, model, **options)
 
 
 def trained(program, towers, shuffled_by="fit", **options):

@@ -5,6 +5,7 @@ from keras_dp import trainer
 from keras_dp.batches import input_strategy
 from keras_dp.devices import variable_homes
 from keras_dp.steps import slow_steps
+from keras_dp.wrapping.one_state import own_of
 
 # Packed copies, variables on several devices, towers that XLA compiles, and all defaults of GPUs at once. test_ways.py trains
 # each kind of program in each of these. KERAS_DP_TEST_WAY=gpus and the like choose one for all tests of what is computed.
@@ -15,6 +16,11 @@ WAYS = {
     "packed-sharded": {"pack_copies": True, "parameter_device": "sharded"},
     "xla": {},
     "gpus": {},
+}
+# These are for KERAS_DP_TEST_WAY alone: collectives between logical CPUs take longer than copies.
+WHERE_ASKED_FOR = {
+    "nccl": {"communication": "nccl"},
+    "nccl-sharded": {"communication": "nccl", "parameter_device": "sharded"},
 }
 DEFAULTS_OF_GPUS = [trainer, input_strategy, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
 # Each test of what is computed runs in one of these, which its name chooses. Programs that XLA has compiled stay in memory for
@@ -40,13 +46,24 @@ OF_RESULTS = {
 }
 
 
+def wrapped(model, *arguments, pack_copies=None, **named):
+    """Wraps a model, and packs the copies between its towers or not. By default, they are packed between GPUs."""
+    parallel = keras_dp.DataParallelModel(model, *arguments, **named)
+    if pack_copies is not None:
+        parallel.tower_steps.pack_copies = pack_copies
+    return parallel
+
+
 def wrap_in_the_way(name, monkeypatch):
     """Gives all wrapped models the defaults of a way, where a test does not say otherwise."""
     wrap, compile_towers = keras_dp.DataParallelModel.__init__, trainer.TowerTrainer.compiled
+    defaults = dict((WAYS | WHERE_ASKED_FOR)[name])
+    packs = defaults.pop("pack_copies", False)
 
     def with_defaults(self, *arguments, **named):
         # The third argument is the device of the variables.
-        wrap(self, *arguments, **(WAYS[name] | named if len(arguments) < 3 else named))
+        wrap(self, *arguments, **(defaults | named if len(arguments) < 3 else named))
+        own_of(self).steps.pack_copies |= packs
 
     def with_xla(self, *arguments, **named):
         compile_towers(self, *arguments, **named)

@@ -34,8 +34,8 @@ def test_constants_of_the_machine_can_be_set():
 
 
 def test_arguments_describe_the_run():
-    planned = planned_of("--towers 4 --batch 32 --scaling weak --parameter-device GPU:1 --unpacked")
-    assert planned == PlannedRun("mlp", 4, 32, True, "GPU:1", False)
+    planned = planned_of("--towers 4 --batch 32 --scaling weak --parameter-device GPU:1")
+    assert planned == PlannedRun("mlp", 4, 32, True, "GPU:1")
 
 
 NUMBERS = {"name": "My GPU", "memory_gigabytes": 48, "memory_gigabytes_per_second": 864, "teraflops": 38.7}
@@ -202,20 +202,20 @@ def test_the_largest_batch(peak, first, expected):
 
 
 def test_alternatives_and_json(monkeypatch, capsys):
-    times = {(None, True): 8.0, (None, False): 7.0, ("sharded", True): 6.0, ("sharded", False): 9.0}
+    times = {None: 8.0, "sharded": 6.0}
 
     def predicted(planned):
-        return dataclasses.replace(FIRST, milliseconds=times[planned.parameter_device, planned.pack_copies])
+        return dataclasses.replace(FIRST, milliseconds=times[planned.parameter_device])
 
     monkeypatch.setattr(plan, "plan_in_new_process", predicted)
     assert main(["plan", "--towers", "2", "--alternatives", "--json"]) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("parameter_device=") == 5  # four alternatives, and the best of them
-    best = "Predicted to be the fastest: DataParallelModel(model, parameter_device='sharded', pack_copies=True)"
+    assert captured.err.count("parameter_device=") == 3  # two placements, and the better of them
+    best = "Predicted to be the fastest: DataParallelModel(model, parameter_device='sharded')"
     assert best in captured.err
     answers = json.loads(captured.out)
-    assert [answer["plan"]["milliseconds"] for answer in answers] == [8.0, 7.0, 6.0, 9.0]
-    assert answers[2]["run"]["parameter_device"] == "sharded"
+    assert [answer["plan"]["milliseconds"] for answer in answers] == [8.0, 6.0]
+    assert answers[1]["run"]["parameter_device"] == "sharded"
 
 
 def test_what_does_not_fit_is_not_the_best():

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from ways_of_wrapping import wrapped
 
-import keras_dp
 from keras_dp.cli.models import PositionEmbedding
 
 Data = tuple[np.ndarray, np.ndarray]
@@ -143,7 +143,7 @@ def fresh(floatx="float64", policy=None):
 
 def on(devices, model, **arguments):
     """Returns the model on towers; the model itself, if there are no devices."""
-    return model if devices is None else keras_dp.DataParallelModel(model, devices=devices, **arguments)
+    return model if devices is None else wrapped(model, devices=devices, **arguments)
 
 
 def compiled(model, optimizer, jit_compile=False):

@@ -10,6 +10,7 @@ import itertools
 
 import keras
 import numpy as np
+from ways_of_wrapping import wrapped
 
 import keras_dp
 from gpu import comparing, models
@@ -23,9 +24,10 @@ LOWER = "Lower precision: errors of one device, and the difference of towers fro
 TIMES = 4.0
 LEAST_ERROR = float(np.finfo("float32").eps)
 OTHER_OPTIONS = [
-    {"parameter_device": device, "pack_copies": packs}
-    for device, packs in itertools.product((None, "sharded", "CPU:0"), (None, True, False))
-    if device or packs is not None
+    {"parameter_device": device, "pack_copies": packs, "communication": communication}
+    for device in (None, "sharded", "CPU:0")
+    for packs, communication in ((None, None), (False, None), (None, "nccl"))
+    if device or packs is not None or communication
 ]
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -61,10 +63,10 @@ def _in_float64(record, devices):
         compare_float64(record, name, plain[name], devices, **arguments)
 
 
-def compare_float64(record, name, plain, devices, parameter_device=None, pack_copies=None, **others):
+def compare_float64(record, name, plain, devices, parameter_device=None, pack_copies=None, communication=None, **others):
     """Compares a model on towers with the results in plain Keras, and returns the wrapper."""
-    options = {"parameter_device": parameter_device, "pack_copies": pack_copies}
-    parallel = compiled(keras_dp.DataParallelModel(built(name, "float64"), devices=devices, **options, **others))
+    options = {"parameter_device": parameter_device, "pack_copies": pack_copies, "communication": communication}
+    parallel = compiled(wrapped(built(name, "float64"), devices=devices, **options, **others))
     words = {option: "default" if value is None else str(value) for option, value in options.items()}
     difference = comparing.difference(plain, train(parallel, name))
     _compare(record, "float64", difference, model=name, towers=parallel.num_towers, **words)

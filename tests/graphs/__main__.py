@@ -24,6 +24,7 @@ from fuzz.running import draw_setting, prepared
 from fuzz.workers import InMemory, Meeting
 from programs import adversarial, contrastive, distillation, generative, sequences, traps, vision  # noqa: F401
 from programs.catalogue import PROGRAMS
+from ways_of_wrapping import wrapped
 
 import keras_dp
 from graphs.signatures import recorded
@@ -85,7 +86,7 @@ def programs(options):
 def trained(of_program, towers, options):
     """Trains a program on towers."""
     build, script = of_program()
-    script(keras_dp.DataParallelModel(build(), devices=towers, **options))
+    script(wrapped(build(), devices=towers, **options))
 
 
 def partitioned(seed):

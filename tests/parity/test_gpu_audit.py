@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same
 from keras import layers
+from ways_of_wrapping import wrapped
 
-import keras_dp
 from keras_dp.gpu_model.audit import audit, audit_step
 from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
 from keras_dp.reports import step_graph
@@ -80,12 +80,12 @@ def scaling():
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
 
 
-def wrapped(build, optimizer="adam", towers=TOWERS, **arguments):
+def on_gpus(build, optimizer="adam", towers=TOWERS, **arguments):
     """Builds, wraps and compiles a model on logical CPUs that stand for GPUs. Returns it and a batch."""
     # Some operations have GPU kernels for float32 alone.
     keras.config.set_floatx("float32")
     with logical_cpus_for_gpus(towers) as devices:
-        parallel = keras_dp.DataParallelModel(build(), devices=devices, **{"pack_copies": True} | arguments)
+        parallel = wrapped(build(), devices=devices, **{"pack_copies": True} | arguments)
         parallel.compile(optimizer, "sparse_categorical_crossentropy")
     return parallel, (IMAGES if parallel.input_shape[1:] == (8, 8, 3) else TOKENS, CLASSES)
 
@@ -96,7 +96,7 @@ def wrapped(build, optimizer="adam", towers=TOWERS, **arguments):
 def test_copies_are_those_that_tensorflow_sends_and_stay_within_limits(build, normalizations, parameter_device, monkeypatch):
     kept, collect = [], step_graph.partition_graphs
     monkeypatch.setattr(step_graph, "partition_graphs", lambda *given: kept.extend(collect(*given)) or kept)
-    parallel, batch = wrapped(build, parameter_device=parameter_device)
+    parallel, batch = on_gpus(build, parameter_device=parameter_device)
     before = [variable.numpy() for variable in parallel.variables]
     step = graph_of_step(parallel, batch)
 
@@ -128,7 +128,7 @@ def test_copies_of_loss_scaling_do_not_grow_with_the_layers():
     # Keras updates in a branch then, where it reads the learning rate and the loss scale once for each variable.
     numbers = {}
     for packs, depth in itertools.product((True, False), (2, 4)):
-        parallel, batch = wrapped(partial(dense_layers, depth), scaling(), pack_copies=packs, parameter_device="sharded")
+        parallel, batch = on_gpus(partial(dense_layers, depth), scaling(), pack_copies=packs, parameter_device="sharded")
         placed = place_step(graph_of_step(parallel, batch), 9, parallel.devices, on_gpus=False)
         numbers[packs, depth] = sum(copy.source != copy.destination for copy in placed.copies)
     assert numbers[True, 4] == numbers[True, 2]
@@ -144,12 +144,12 @@ def test_towers_compute_at_the_same_time(towers, parameter_device):
     """
     depth = 4
     build = partial(convolutions, depth)
-    audited = audit_step(*wrapped(build, scaling(), towers=towers, parameter_device=parameter_device))
+    audited = audit_step(*on_gpus(build, scaling(), towers=towers, parameter_device=parameter_device))
     assert audited.most_sent("moments") >= 2 * depth * (towers - 1)
 
 
 def test_an_operation_without_a_gpu_kernel_is_found_and_moved_to_the_host():
-    parallel, batch = wrapped(spelling)
+    parallel, batch = on_gpus(spelling)
     step = graph_of_step(parallel, batch)
     placed = place_step(step, 9, parallel.devices)
     audited = audit(parallel, step, placed)
@@ -162,14 +162,14 @@ def test_an_operation_without_a_gpu_kernel_is_found_and_moved_to_the_host():
 
 
 def test_a_tensor_that_goes_to_the_host_is_found():
-    planted, other = (audit_step(*wrapped(build)) for build in (reshaping, spelling))
+    planted, other = (audit_step(*on_gpus(build)) for build in (reshaping, spelling))
     numbers = [sum(number for (_, taker), number in each.to_host.items() if taker == "Pack") for each in (planted, other)]
     assert numbers[0] >= TOWERS
     assert numbers[1] == 0
 
 
 def test_a_wrong_device_is_found():
-    parallel, batch = wrapped(convolutions)
+    parallel, batch = on_gpus(convolutions)
     step = graph_of_step(parallel, batch)
     (planted, *_) = [node for node in step.nodes.node if node.op == "Conv2D" and node.name.startswith("partitioned/tower_2/")]
     planted.device = parallel.devices[0]

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_script, largest_change
 from keras import layers
+from ways_of_wrapping import wrapped
 
 import keras_dp
 from keras_dp.batches.slicing import cut
@@ -62,7 +63,7 @@ def with_dropout():
 )
 def test_a_tower_has_a_program_more_than_it_meets_others(build, options, towers, updates):
     """Auto-clustering cut a tower of an MLP into six programs, and each of them is launched by itself."""
-    parallel = keras_dp.DataParallelModel(build(), **options)
+    parallel = wrapped(build(), **options)
     parallel.compile(keras.optimizers.Adam(), "mse", jit_compile=True)
     parallel.train_on_batch(X, Y)
     assert programs(parallel, options["devices"]) == (towers, updates)

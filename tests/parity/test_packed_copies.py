@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same, assert_same_script, assert_same_training, twins, values
 from keras import layers
+from ways_of_wrapping import wrapped
 
 import keras_dp
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
@@ -68,7 +69,7 @@ def test_packed_copies_give_the_same_result_bit_for_bit(case):
     build, x, optimizer, parameter_device = CASES[case]
     results = []
     for model, packs in zip(twins(build), (False, True), strict=True):
-        parallel = keras_dp.DataParallelModel(model, 3, parameter_device, pack_copies=packs)
+        parallel = wrapped(model, 3, parameter_device, pack_copies=packs)
         # TensorFlow's graph optimizer adds in another order where it knows more shapes, which rounds otherwise.
         with graph_optimizer(arithmetic_optimization=False):
             results.append([trained(parallel, x, optimizer), parallel.get_weights(), values(parallel.optimizer)])
@@ -139,7 +140,7 @@ def test_a_step_may_return_sums_of_which_one_needs_the_other(of_rows):
 
 
 def report(**arguments):
-    parallel = keras_dp.DataParallelModel(convolutions(), devices=4, **arguments)
+    parallel = wrapped(convolutions(), devices=4, **arguments)
     parallel.compile("adam", "sparse_categorical_crossentropy")
     return keras_dp.communication_report(parallel, (IMAGES[:8], CLASSES[:8]))
 
@@ -225,17 +226,10 @@ def test_the_tower_at_home_begins_after_messages_are_sent(monkeypatch):
     assert waiting == ["tower_0"] * BLOCKS
 
 
-def test_copies_are_packed_between_gpus_alone_unless_it_is_asked_for(monkeypatch):
-    def packs(**arguments):
-        return keras_dp.DataParallelModel(convolutions(), devices=2, **arguments).tower_steps.options.pack_copies
+def test_copies_are_packed_between_gpus_alone(monkeypatch):
+    def packs():
+        return keras_dp.DataParallelModel(convolutions(), devices=2).tower_steps.pack_copies
 
     assert not packs()
-    assert packs(pack_copies=True)
     monkeypatch.setattr(keras_dp.trainer, "tower_devices", lambda devices: ["GPU:0", "GPU:1"])
     assert packs()
-    assert not packs(pack_copies=False)
-
-
-def test_an_unknown_choice_is_refused():
-    with pytest.raises(ValueError, match="`pack_copies` must be one of True, False, None"):
-        keras_dp.DataParallelModel(convolutions(), devices=2, pack_copies="all")

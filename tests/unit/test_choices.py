@@ -35,7 +35,7 @@ def test_refuses_unknown_values(value, question):
 @pytest.mark.parametrize(
     ("function", "names"),
     [
-        (keras_dp.DataParallelModel, {"batch_norm", "gradient_dtype"}),
+        (keras_dp.DataParallelModel, {"batch_norm", "gradient_dtype", "communication"}),
         (keras_dp.DataParallelModel.predict, {"rows"}),
         (keras_dp.DataParallelOptimizer, {"accumulate"}),
         (keras_dp.DataParallelOptimizer.apply_tower_gradients, {"reduction"}),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from ways_of_wrapping import wrapped
 
-import keras_dp
 from keras_dp.arithmetic.work import work_of_operations
 from keras_dp.gpu_model.audit import kinds_of_copies
 from keras_dp.gpu_model.hardware import GPUS, Link, Machine, Processor, machine_of
@@ -101,7 +101,7 @@ def placed(build, towers, rows):
     """Returns a model on GPUs, the graph of its step, and the placed step for a number of rows."""
     keras.config.set_floatx("float32")
     with logical_cpus_for_gpus(towers) as devices:
-        parallel = keras_dp.DataParallelModel(build(), devices=devices, pack_copies=True)
+        parallel = wrapped(build(), devices=devices, pack_copies=True)
         parallel.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
         x = np.ones((6, *parallel.input_shape[1:]), parallel.inner_model.inputs[0].dtype)
         step = graph_of_step(parallel, (x, np.arange(6) % 4))

@@ -131,11 +131,11 @@ class _Collective:
             given = self._padded(self._of[device], device)
         else:
             nothing = self._filled(self._longest, device)
-            rows = [nothing if other == device else self._padded(self._meeting[device, other], device) for other in self._ranked]
+            rows = [
+                nothing if other == device else self._padded(self._meeting[device, other], device) for other in self._ranked
+            ]
             inputs = [*rows, self._written.constant(0, device=device)]
-            joined = self._written.add(
-                "ConcatV2", inputs, device, f"{PREFIX}rows", N=len(rows), T=self._dtype, Tidx=tf.int32
-            )
+            joined = self._written.add("ConcatV2", inputs, device, f"{PREFIX}rows", N=len(rows), T=self._dtype, Tidx=tf.int32)
             given = self._reshaped(joined, [len(rows), self._longest], device)
         return as_dtype(self._written, given, self._dtype, _MOVED_AS[self._dtype], device)
 

@@ -45,9 +45,7 @@ def by_rank(devices: tuple[str, ...]) -> list[str]:
             with tf.device(device):
                 keys = {"group_size": size, "group_key": group, "instance_key": own, "communication_hint": "nccl"}
                 given = tf.constant([number], tf.float32)
-                gathered.append(
-                    tf.raw_ops.CollectiveGatherV2(input=given, ordering_token=[], timeout_seconds=_SECONDS, **keys)
-                )
+                gathered.append(tf.raw_ops.CollectiveGatherV2(input=given, ordering_token=[], timeout_seconds=_SECONDS, **keys))
         return gathered
 
     # A `tf.function` would run one collective after the other, and each would wait for the others.

@@ -186,17 +186,12 @@ def _messages(
 
     Where each device of a collective has tensors for all others, these have messages of their own.
     """
+    for_all = _for_all(copies, rounds, types, together)
     groups: dict[Any, list[Copy]] = defaultdict(list)
     loads: dict[Any, int] = defaultdict(int)
-    receivers = Counter((number, copy.tensor) for copy, number in zip(copies, rounds, strict=True))
-    senders: dict[Any, set[str]] = defaultdict(set)
     for copy, number in zip(copies, rounds, strict=True):
-        if receivers[number, copy.tensor] == len(together) - 1:
-            senders[number, sent_as(types[copy.tensor].dtype)].add(copy.source)
-    for copy, number in zip(copies, rounds, strict=True):
-        dtype = sent_as(types[copy.tensor].dtype)
-        is_for_all = senders[number, dtype] == {*together} and receivers[number, copy.tensor] == len(together) - 1
-        groups[number, copy.source, copy.destination, dtype, is_for_all].append(copy)
+        is_for_all = (number, copy.tensor) in for_all
+        groups[number, copy.source, copy.destination, sent_as(types[copy.tensor].dtype), is_for_all].append(copy)
         for end in (("from", copy.source), ("to", copy.destination)):
             loads[number, end] += bytes_of(types[copy.tensor])
     full = max(_LEAST_BYTES, max(loads.values(), default=0) / _FULL_MESSAGES)
@@ -218,6 +213,20 @@ def _messages(
                 message, size = [], 0
         if len(message) > 1 or (message and together):
             yield number, message
+
+
+def _for_all(
+    copies: Sequence[Copy], rounds: Sequence[int], types: Mapping[str, tf.TensorSpec], together: Sequence[str]
+) -> set[tuple[int, str]]:
+    """Returns the tensors that all other devices of a collective get in one round, where each of these has one, by round."""
+    receivers = Counter((number, copy.tensor) for copy, number in zip(copies, rounds, strict=True))
+    found: dict[Any, dict[str, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+    for copy, number in zip(copies, rounds, strict=True):
+        if receivers[number, copy.tensor] == len(together) - 1:
+            found[number, sent_as(types[copy.tensor].dtype)][copy.source].append((number, copy.tensor))
+    return {
+        one for of_sources in found.values() if of_sources.keys() == {*together} for ones in of_sources.values() for one in ones
+    }
 
 
 def _send(

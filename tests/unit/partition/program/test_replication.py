@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from partitioned_steps import DEVICES, HOME, agree, partitioned_step
+from ways_of_wrapping import wrapped
 
-import keras_dp
 from keras_dp.partition import step as steps
 from keras_dp.partition.program import replication
 from keras_dp.partition.tracing.names import source_of
@@ -219,7 +219,7 @@ def test_an_error_in_what_towers_compute_in_place_of_home_names_no_tower():
             return {"result": tf.reduce_sum(x * tf.cast(5 // count, x.dtype))}
 
     model = Divides(inputs=(inputs := keras.Input((3,))), outputs=keras.layers.Dense(1)(inputs))
-    parallel = keras_dp.DataParallelModel(model, devices=3, pack_copies=True)
+    parallel = wrapped(model, devices=3, pack_copies=True)
     parallel.compile("sgd", "mse")
     with pytest.raises(tf.errors.InvalidArgumentError) as failed:
         parallel.train_on_batch(ROWS, ROWS)

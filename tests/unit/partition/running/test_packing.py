@@ -1,7 +1,7 @@
 """No message waits for itself, and packing changes no number: random graphs on two to four devices."""
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running import calling, functions, packing
-from keras_dp.partition.tracing.graph import Graph
 
 OPERATIONS = {"AddV2": np.add, "Sub": np.subtract, "Maximum": np.maximum}
 # Tensors of int32 are not packed.
@@ -29,6 +28,7 @@ class RandomGraph:
         self.values = {}  # of all tensors, by name, as NumPy computes them
         self._alike = defaultdict(list)
         count = self.draw.randint(2, 4)
+        self.devices = [f"CPU:{k}" for k in range(count)]
         homes = self.draw.choice([1, count])
         places = [(f"tower_{k}", f"CPU:{k}") for k in range(count)] + [("home", f"CPU:{k}") for k in range(homes)]
         for place in places:
@@ -71,39 +71,46 @@ class RandomGraph:
             self._alike[f"passed_{value.dtype}_{value.ndim}:0", where].append(name)
         return name
 
-    def run(self):
-        """Returns all values, as the packed graph computes them, and the numbers of messages and of stacks of them."""
+    def run(self, has_collectives):
+        """Returns all values, as the packed graph computes them, and counts messages, stacks of them and collectives."""
         passed = {name: lambda value=value: tf.constant(value) for name, value in PASSED.items()}
 
         @tf.function(autograph=False)
         def function():
             made = calling.function_of(self.written, passed, list(self.values), [])
-            packing.pack_copies(self.written, functions.types_of(made.definition, made.given), {})
+            types = functions.types_of(made.definition, made.given)
+            packing.pack_copies(self.written, types, {}, self.devices if has_collectives else ())
             return calling.call(made)
 
         values = [value.numpy() for value in function.get_concrete_function()()]
         names = [node.name for node in self.written.function.node_def]
-        return values, *(sum(name.startswith(f"packed/{kind}") for name in names) for kind in ("message", "stack"))
+        return values, Counter(name.partition("_")[0] for name in names if name.startswith(("packed/", "together/Collective")))
 
 
-def messages_of(count):
-    """Runs random graphs, compares all of their values, and returns how many messages they send, and stack."""
-    messages = stacks = 0
+def exchanged_by(count, has_collectives=False):
+    """Runs random graphs, compares all of their values, and counts what they exchange."""
+    exchanged = Counter()
     for seed in range(count):
         graph = RandomGraph(seed)
-        values, joined, stacked = graph.run()
+        values, counts = graph.run(has_collectives)
         for (name, expected), value in zip(graph.values.items(), values, strict=True):
             np.testing.assert_array_equal(value, expected, err_msg=f"{name}, seed {seed}")
-        assert not Graph(graph.written.function.node_def).cycle
-        messages += joined
-        stacks += stacked
-    return messages, stacks
+        assert not graph.written.graph.cycle
+        exchanged += counts
+    return exchanged
 
 
 def test_packed_graphs_have_no_cycle_and_compute_the_same():
-    messages, stacks = messages_of(60)
-    assert messages > 80
-    assert stacks > 10
+    exchanged = exchanged_by(60)
+    assert exchanged["packed/message"] > 80
+    assert exchanged["packed/stack"] > 10
+
+
+def test_graphs_with_collectives_have_no_cycle_and_compute_the_same():
+    """A collective waits for all its members, which no edge of the graph says."""
+    exchanged = exchanged_by(60, has_collectives=True)
+    assert exchanged["together/CollectiveGatherV2"] > 50
+    assert exchanged["together/CollectiveAllToAllV2"] > 5
 
 
 @pytest.fixture
@@ -115,13 +122,12 @@ def drawn_rounds(monkeypatch):
 @pytest.mark.usefixtures("drawn_rounds")
 def test_no_rounds_make_a_cycle():
     """The rounds say which copies share messages. They do not have to be right for the result to be right."""
-    messages, _ = messages_of(30)
-    assert messages > 20
+    assert exchanged_by(30)["packed/message"] > 20
 
 
 @pytest.mark.usefixtures("drawn_rounds")
 def test_a_function_that_would_wait_for_itself_is_not_packed(monkeypatch):
     """A negative control: nodes wait for messages that they lead to, which the check finds."""
     monkeypatch.setattr(packing, "_last_rounds", lambda copies, rounds, latest, nodes, order: dict.fromkeys(nodes, 4))
-    with pytest.warns(UserWarning, match="travel one by one, as with pack_copies=False.*a cycle of the nodes .*packed/message"):
-        messages_of(20)
+    with pytest.warns(UserWarning, match="travel one by one: in messages.*a cycle of the nodes .*packed/message"):
+        exchanged_by(20)
