@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from keras_dp.steps.verification import Verification
 _EARLY_CALLS = 4
 _KEPT_TRACES = 16  # of a step that a program calls by itself
 
+# If two threads run a step with collectives at once, TensorFlow takes the parts of one run for those of the other, and refuses
+# all later collectives.
+_one_at_a_time = threading.RLock()
 
 _running: contextvars.ContextVar[tuple[Any, Any]] = contextvars.ContextVar("_running", default=(None, None))
 
@@ -32,6 +36,8 @@ def running_step(steps: TowerSteps) -> choices.Step | None:
 def _call(steps: TowerSteps, executions: int, name: choices.Step | None = None) -> Iterator[None]:
     """Surrounds a call of a function that runs a number of steps; of the name of a step, or of one that has its own name."""
     with contextlib.ExitStack() as stack:
+        if steps.has_collectives:
+            stack.enter_context(_one_at_a_time)
         stack.enter_context(steps.naming_failures())
         stack.callback(_running.reset, _running.set((steps, name)))
         stack.enter_context(steps.inputs.waiting.in_call(executions))

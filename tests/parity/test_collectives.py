@@ -43,11 +43,11 @@ class Counting(keras.Model):
     """Returns sums of integers, truth values and 16-bit numbers, of which each tower has a part."""
 
     def train_step(self, data):
-        x, y = data
+        x, y = data[:2]
         positive = tf.reduce_sum(tf.cast(x > 0, tf.int64), 0)
         halves = tf.cast(tf.reduce_sum(tf.cast(tf.round(x), tf.bfloat16), 0), x.dtype)
-        largest = tf.reduce_max(tf.cast(x * 9, tf.uint32), 0)
-        scale = tf.reduce_mean(x / (1.0 + tf.cast(positive, x.dtype) + halves), 0)
+        largest = tf.reduce_max(tf.cast(tf.abs(x), tf.uint32), 0)
+        scale = 0.1 / (1.0 + tf.cast(positive, x.dtype) + tf.abs(halves))
         return {
             **super().train_step((x * scale, y)),
             "positive": tf.reduce_sum(positive),
@@ -70,7 +70,7 @@ def fitted(model, x, optimizer, **arguments):
         model.fit(x[:8], CLASSES[:8], batch_size=4, shuffle=False, verbose=0).history,
     ]
     few = model.train_on_batch(x[:2], CLASSES[:2], return_dict=True)
-    return [histories, few, model.evaluate(x, CLASSES, batch_size=7, verbose=0), model.predict(x, batch_size=4, verbose=0)]
+    return [histories, few, model.evaluate(x, CLASSES, batch_size=7, verbose=0)]
 
 
 PROGRAMS = {
@@ -81,10 +81,8 @@ PROGRAMS = {
 CASES = [
     ("batch normalization", 2, None),
     ("batch normalization", 3, "sharded"),
-    ("batch normalization", ["CPU:3", "CPU:1", "CPU:2"], "CPU:1"),
-    ("attention", 2, "sharded"),
     ("attention", 4, "sharded"),
-    ("integers", 3, None),
+    ("integers", ["CPU:3", "CPU:1", "CPU:2"], "CPU:1"),
 ]
 
 
@@ -99,7 +97,6 @@ def test_the_bits_are_those_of_copies_and_the_result_is_one_devices(program, cou
     def script(model):
         return fitted(model, x, optimizer, **arguments)
 
-    assert_same_results(plain_run(build, script), run(build, script, towers(count, communication="nccl")))
     # TensorFlow's graph optimizer adds in another order where it knows more shapes, which rounds otherwise.
     with graph_optimizer(arithmetic_optimization=False):
         copies, collectives = (
@@ -107,6 +104,7 @@ def test_the_bits_are_those_of_copies_and_the_result_is_one_devices(program, cou
             for choice in ("copies", "nccl")
         )
     np.testing.assert_equal(collectives, copies)
+    assert_same_results(plain_run(build, script), collectives)
 
 
 @pytest.mark.parametrize("parameter_device", [None, "sharded"])
@@ -134,7 +132,8 @@ def test_bits_of_16_bit_numbers(parameter_device):
 @pytest.mark.parametrize("parameter_device", [None, "sharded"])
 def test_towers_that_xla_compiles(parameter_device):
     def script(model):
-        return fitted(model, IMAGES, keras.optimizers.Adam, jit_compile=isinstance(model, keras_dp.DataParallelModel))
+        model.compile("adam", "sparse_categorical_crossentropy", jit_compile=isinstance(model, keras_dp.DataParallelModel))
+        return model.fit(IMAGES, CLASSES, batch_size=4, epochs=2, shuffle=False, verbose=0).history
 
     assert_same_script(convolutions, script, 3, {"communication": "nccl", "parameter_device": parameter_device})
 
@@ -238,7 +237,7 @@ def test_a_step_that_fails_on_one_tower_ends_and_changes_no_weight(checked, step
 
 class Centered(keras.Sequential):
     def predict_step(self, data):
-        y = self(data)
+        y = self(data[0])
         return y - tf.reduce_mean(y, 0)
 
 
@@ -246,7 +245,7 @@ def test_threads_use_a_step_at_the_same_time():
     """Each run of a step has collectives of its own, under the same keys."""
     x = RNG.normal(size=(64, 6))
     parallel = keras_dp.DataParallelModel(Centered([keras.Input((6,)), layers.Dense(3)]), devices=3, communication="nccl")
-    expected, results = parallel.predict(x, batch_size=16, verbose=0), []
+    expected, results = parallel.predict_on_batch(x), []
 
     def predict():
         for _ in range(5):
@@ -259,5 +258,4 @@ def test_threads_use_a_step_at_the_same_time():
         thread.join()
     assert len(results) == 20
     for result in results:
-        np.testing.assert_allclose(result.sum(0), 0, atol=1e-9)
-    assert expected.shape == results[0].shape
+        np.testing.assert_array_equal(result, expected)

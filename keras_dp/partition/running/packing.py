@@ -103,7 +103,9 @@ def _pack(
     messages = []
     for number, sent in _messages(copies, rounds, last, types, together):
         message = _send(written, number, sent, names, types)
-        _begin_after(message.node, (user for copy in sent for user in users[copy.tensor] if number <= last[user.name]))
+        if len(sent) > 1:
+            # A tensor that is not joined leaves as it is made.
+            _begin_after(message.node, (user for copy in sent for user in users[copy.tensor] if number <= last[user.name]))
         for copy, tensor in zip(sent, message.received, strict=True):
             for taker in copy.takers:
                 set_inputs(nodes[taker], [tensor if name == copy.tensor else name for name in nodes[taker].input])

@@ -37,7 +37,7 @@ class RandomGraph:
         meeting = self.draw.choice([0.0, 0.2, 0.9])
         for _ in range(self.draw.randint(10, 50)):
             if self.draw.random() < meeting:
-                self._meet(places[:count])
+                self.draw.choice([self._meet, self._meet, self._exchange])(places[:count])
             else:
                 self._combine(*self.draw.choice(places))
 
@@ -60,12 +60,20 @@ class RandomGraph:
                 inputs = {"N": len(alike), "T": tf.as_dtype(value.dtype), "axis": 0}
                 self.values[self.written.add("Pack", alike, device, f"{prefix}/stack", **inputs)] = value
 
+    def _exchange(self, towers):
+        """Adds tensors of all towers on each of them, as homes add gradients of variables that are spread."""
+        kind = self.draw.choice(list(PASSED))
+        parts = [[self._negated(kind, *tower) for tower in towers] for _ in towers]
+        for (prefix, device), alike in zip(towers, parts, strict=True):
+            self._write("AddN", alike, sum(self.values[part] for part in alike), prefix, device)
+
     def _negated(self, kind, prefix, device):
         latest = self._alike[kind, prefix][-1]
         return self._write("Neg", [latest], -self.values[latest], prefix, device)
 
     def _write(self, operation, inputs, value, prefix, device):
-        name = self.written.add(operation, inputs, device, f"{prefix}/{operation}", T=tf.as_dtype(value.dtype))
+        attributes = {"N": len(inputs)} if operation == "AddN" else {}
+        name = self.written.add(operation, inputs, device, f"{prefix}/{operation}", T=tf.as_dtype(value.dtype), **attributes)
         self.values[name] = value
         for where in (prefix, None):
             self._alike[f"passed_{value.dtype}_{value.ndim}:0", where].append(name)
