@@ -52,24 +52,17 @@ class Facts:
 def why_copies(facts: Facts) -> str | None:
     """Returns why towers cannot exchange tensors by collectives, in a sentence; None if nothing is known against it."""
     kinds = {device.partition(":")[0] for device in facts.devices}
-    if facts.workers > 1:
-        return f"{facts.workers} workers train together, and collectives are for the towers of a single one."
-    if len(kinds) > 1:
-        return f"Collectives are for devices of one kind, and the towers run on {in_words(facts.devices)}."
-    if kinds != {"GPU"}:
-        return None
-    if facts.system == "Windows":
-        return "There is no NCCL for Windows."
-    if not facts.has_nccl:
-        return "This TensorFlow was built without NCCL."
-    if facts.has_pieces:
-        return "A GPU is split into several logical devices, and NCCL wants a card for each tower."
-    if facts.grows_memory:
-        return (
-            "GPUs may stop forever if their memory grows during a collective: leave out "
-            "tf.config.experimental.set_memory_growth and the environment variable TF_FORCE_GPU_ALLOW_GROWTH."
-        )
-    return None
+    on_gpus = kinds == {"GPU"}
+    reasons = {
+        f"{facts.workers} workers train together, and collectives are for the towers of a single one.": facts.workers > 1,
+        f"Collectives are for devices of one kind, and the towers run on {in_words(facts.devices)}.": len(kinds) > 1,
+        "There is no NCCL for Windows.": on_gpus and facts.system == "Windows",
+        "This TensorFlow was built without NCCL.": on_gpus and not facts.has_nccl,
+        "A GPU is split into several logical devices, and NCCL wants a card for each tower.": on_gpus and facts.has_pieces,
+        "GPUs may stop forever if their memory grows during a collective: leave out tf.config.experimental.set_memory_growth "
+        "and the environment variable TF_FORCE_GPU_ALLOW_GROWTH.": on_gpus and facts.grows_memory,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def has_collectives(communication: TowerCommunication, devices: Sequence[str], workers: int) -> bool:

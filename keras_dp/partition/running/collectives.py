@@ -111,57 +111,39 @@ class _Collective:
         self._sizes = {message.layout.size for message in meeting.values()}
         self._longest = max(self._sizes)
         self._dtype = self._of[ranked[0]].layout.dtype
-        given = {device: self._given(device) for device in ranked}
+        operation, moved = f"Collective{'Gather' if self._is_gather else 'AllToAll'}V2", _MOVED_AS[self._dtype]
+        given = {device: as_dtype(written, self._given(device), self._dtype, moved, device) for device in ranked}
         keys, function = keys_of_collective(ranked), written.function
         self._results: dict[str, str] = {}
         for device in ranked:
             inputs = [given[device], *(written.constant(key, device=device) for key in keys)]
-            operation = "CollectiveGatherV2" if self._is_gather else "CollectiveAllToAllV2"
-            moved = _MOVED_AS[self._dtype]
             node = written.add(operation, inputs, device, f"{PREFIX}{operation}", T=moved, communication_hint="nccl")
             written.met[node] = [source_of(other) for other in given.values()]
             function.control_ret[node] = node
             function.signature.control_output.append(node)
-            everything = as_dtype(written, node, moved, self._dtype, device)
-            self._results[device] = everything if self._is_gather else self._reshaped(everything, [-1], device)
+            self._results[device] = self._reshaped(as_dtype(written, node, moved, self._dtype, device), [-1], device)
 
     def _given(self, device: str) -> str:
-        """Returns what a device gives: its message, or one for each other device and nothing for itself, by their ranks."""
+        """Returns what a device gives: its message, or one for each device, by their ranks. It takes none from itself."""
         if self._is_gather:
-            given = self._padded(self._of[device], device)
-        else:
-            nothing = self._filled(self._longest, device)
-            rows = [
-                nothing if other == device else self._padded(self._meeting[device, other], device) for other in self._ranked
-            ]
-            inputs = [*rows, self._written.constant(0, device=device)]
-            joined = self._written.add("ConcatV2", inputs, device, f"{PREFIX}rows", N=len(rows), T=self._dtype, Tidx=tf.int32)
-            given = self._reshaped(joined, [len(rows), self._longest], device)
-        return as_dtype(self._written, given, self._dtype, _MOVED_AS[self._dtype], device)
+            return self._padded(self._of[device], device)
+        rows = [self._padded(self._meeting.get((device, other), self._of[device]), device) for other in self._ranked]
+        return self._written.add("Pack", rows, device, f"{PREFIX}rows", N=len(rows), T=self._dtype, axis=0)
 
     def _padded(self, message: Message, device: str) -> str:
         """Returns a message as a vector of the length of the longest one."""
-        vector = self._reshaped(message.node, [-1], device)
-        missing = self._longest - message.layout.size
-        if not missing:
-            return vector
-        inputs = [vector, self._filled(missing, device), self._written.constant(0, device=device)]
-        return self._written.add("ConcatV2", inputs, device, f"{PREFIX}padded", N=2, T=self._dtype, Tidx=tf.int32)
-
-    def _filled(self, size: int, device: str) -> str:
-        inputs = [self._written.constant([size], device=device), self._written.constant(0, self._dtype, device)]
-        return self._written.add("Fill", inputs, device, f"{PREFIX}nothing", T=self._dtype, index_type=tf.int32)
+        vector, missing = self._reshaped(message.node, [-1], device), self._longest - message.layout.size
+        inputs = [vector, self._written.constant([[0, missing]], device=device)]
+        types = {"T": self._dtype, "Tpaddings": tf.int32}
+        return self._written.add("Pad", inputs, device, f"{PREFIX}padded", **types) if missing else vector
 
     def received(self, source: str, device: str) -> str:
         """Returns the message that a device has from another one."""
-        return str(self._written.once((self._results[device], source), lambda: self._received(source, device)))
-
-    def _received(self, source: str, device: str) -> str:
         layout = self._meeting[source, device].layout
-        begin, size = self._ranked.index(source) * self._longest, layout.size
-        inputs = [self._results[device], *(self._written.constant([number], device=device) for number in (begin, size))]
-        row = self._written.add("Slice", inputs, device, f"{PREFIX}received", T=self._dtype, Index=tf.int32)
-        return self._reshaped(row, layout.shape, device)
+        begin = self._ranked.index(source) * self._longest
+        inputs = [self._results[device], *(self._written.constant([number], device=device) for number in (begin, layout.size))]
+        cut = partial(self._written.add, "Slice", inputs, device, f"{PREFIX}received", T=self._dtype, Index=tf.int32)
+        return self._reshaped(self._written.once((self._results[device], source), cut), layout.shape, device)
 
     def is_stack(self, node: Any) -> bool:
         """Returns whether a node stacks the messages of all devices as the collective does."""
@@ -170,10 +152,9 @@ class _Collective:
 
     def stack(self, device: str) -> str:
         """Returns the stack of the messages of all devices."""
-        shape = [len(self._ranked), *self._of[device].layout.shape]
-        stacked = partial(self._reshaped, self._results[device], shape, device)
-        return str(self._written.once((self._results[device], "stack"), stacked))
+        return self._reshaped(self._results[device], [len(self._ranked), *self._of[device].layout.shape], device)
 
     def _reshaped(self, tensor: str, shape: Sequence[int], device: str) -> str:
         inputs = [tensor, self._written.constant(shape, device=device)]
-        return self._written.add("Reshape", inputs, device, f"{PREFIX}reshape", T=self._dtype, Tshape=tf.int32)
+        reshape = partial(self._written.add, "Reshape", inputs, device, f"{PREFIX}reshape", T=self._dtype, Tshape=tf.int32)
+        return str(self._written.once((tensor, *shape, device), reshape))
