@@ -97,17 +97,17 @@ def run(options: argparse.Namespace) -> int:
     alternatives = _alternatives(planned[-1]) if options.alternatives else []
     planned[-1] = dataclasses.replace(planned[-1], timeline=options.timeline)
     try:
-        machine = planned[0].machine()
+        machines = planned[0].machines()
     except ValueError as error:
         raise argparse.ArgumentError(None, f"--link: {error}") from error
     file = sys.stderr if options.json else sys.stdout
     say = functools.partial(print, file=file, flush=True)
     console, width = tables.console(file), tables.terminal_width()
-    say(f"{described(machine)}\n{options.command}\n")
+    say(f"{described(*machines)}\n{options.command}\n")
     plans: list[TowersPlan] = []
     mirrored: list[MirroredPlan | None] = []
     others: list[TowersPlan] = []
-    columns = (*COLUMNS[:3], MIRRORED, *COLUMNS[3:]) if options.mirrored else COLUMNS
+    columns = (*COLUMNS[:4], MIRRORED, *COLUMNS[4:]) if options.mirrored else COLUMNS
     failure = refusal = ""
     try:
         # On a terminal, each line is there as soon as it is known.
@@ -181,7 +181,7 @@ def plan_in_new_process(planned: PlannedRun) -> TowersPlan:
     Raises:
         RunFailedError: if the process fails.
     """
-    return TowersPlan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), **_ENVIRONMENT))
+    return TowersPlan.of(runs.answer_of("plan.planning", dataclasses.asdict(planned), **_ENVIRONMENT))
 
 
 def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
@@ -190,15 +190,16 @@ def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
     Raises:
         RunFailedError: if the process fails, as it does for models that MirroredStrategy cannot train.
     """
-    return MirroredPlan(**runs.answer_of("plan.mirrored", dataclasses.asdict(planned), **_ENVIRONMENT))
+    return MirroredPlan.of(runs.answer_of("plan.mirrored", dataclasses.asdict(planned), **_ENVIRONMENT))
 
 
-def described(machine: hardware.Machine) -> str:
+def described(machine: hardware.Machine, at_worst: hardware.Machine) -> str:
     """Describes a machine in one line."""
     processor, link = machine.processor, machine.link
+    latencies = dict.fromkeys(f"{1e6 * one.link.latency_seconds:g}" for one in (machine, at_worst))
     return (
         f"A prediction, not a measurement: {processor.name}, {1e6 * processor.launch_seconds:g} µs a launch; {link.name}, "
-        f"{1e6 * link.latency_seconds:g} µs and {link.bandwidth / 1e9:g} GB/s"
+        f"{' to '.join(latencies)} µs and {link.bandwidth / 1e9:g} GB/s"
     )
 
 
