@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.live import Live
 from rich.table import Table
@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='GPU where the variables live, such as GPU:0, or "sharded" over the GPUs',
     )
     parser.add_argument("--unpacked", action="store_true", help="send each tensor by itself, as with pack_copies=False")
+    parser.add_argument(
+        "--batch-norm",
+        choices=get_args(choices.BatchNorm),
+        default="sync",
+        help="rows that batch normalization computes its moments of, as in DataParallelModel (default: %(default)s)",
+    )
     parser.add_argument(
         "--gpu",
         type=argument(_gpu),
@@ -211,6 +217,7 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
         batch_is_per_tower=options.scaling == "weak",
         parameter_device=options.parameter_device,
         pack_copies=not options.unpacked,
+        batch_norm=options.batch_norm,
         gpu=options.gpu,
         link=options.link,
         launch_microseconds=options.launch_microseconds,

@@ -148,7 +148,9 @@ def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
         place = planned.parameter_device
         if place is not None and place.startswith("GPU"):
             place = f"CPU:{int(place.removeprefix('GPU:')) + 1}"
-        parallel = keras_dp.DataParallelModel(model, devices=devices, parameter_device=place, pack_copies=planned.pack_copies)
+        parallel = keras_dp.DataParallelModel(
+            model, devices, place, batch_norm=planned.batch_norm, pack_copies=planned.pack_copies
+        )
         if not model.compiled:
             parallel.compile(models.optimizer(), **workload.objective())
     return parallel

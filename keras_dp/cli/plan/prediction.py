@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from keras_dp import choices
 from keras_dp.gpu_model import hardware, own_gpus
 
 
@@ -17,6 +18,7 @@ class PlannedRun:
         batch_is_per_tower: whether each tower gets that many rows.
         parameter_device: None, "sharded", or a GPU such as "GPU:1".
         pack_copies: as in `keras_dp.DataParallelModel`.
+        batch_norm: as in `keras_dp.DataParallelModel`.
         gpu: a key of `keras_dp.gpu_model.hardware.GPUS`, or a file for `keras_dp.gpu_model.own_gpus.read`.
         link: "nvlink" or "pcie"; None for the fastest that the GPU has.
         launch_microseconds: in place of the GPU's own, if it is not None.
@@ -32,6 +34,7 @@ class PlannedRun:
     batch_is_per_tower: bool = False
     parameter_device: str | None = None
     pack_copies: bool = True
+    batch_norm: choices.BatchNorm = "sync"
     gpu: str = "A100"
     link: str | None = None
     launch_microseconds: float | None = None
