@@ -57,7 +57,7 @@ benchmarks: $(VENV)/examples.installed  ## Measure the tables of docs/benchmarks
 	$(BIN)/python examples/benchmarks/write_tables.py $(TABLES)
 
 gpu-audit: $(VENV)/examples.installed  ## Audit and simulate steps on GPUs, without one, for the tables of docs/gpu_audit.md; goes on where it was interrupted.
-	$(BIN)/python examples/benchmarks/gpu_audit.py --check $(if $(WRITE),--write)
+	$(BIN)/python examples/benchmarks/gpu_audit.py --weak --check $(if $(WRITE),--write)
 
 # The libraries of CUDA are large: only machines with a driver for GPUs need them.
 CUDA := $(if $(wildcard /proc/driver/nvidia/gpus /usr/lib/wsl/lib/libcuda.so.1),$(VENV)/cuda.installed)

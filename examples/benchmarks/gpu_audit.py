@@ -22,9 +22,9 @@ from write_tables import write_table
 import keras_dp
 from keras_dp.cli import models, runs, synthetic
 from keras_dp.cli.plan import mirrored, planning
-from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, Range, TowersPlan
 from keras_dp.gpu_model.audit import audit
-from keras_dp.gpu_model.hardware import Link, Machine, Processor, machine_of
+from keras_dp.gpu_model.hardware import Link, Machine, Processor, machine_of, with_long_waits
 from keras_dp.gpu_model.placement import place_step
 from keras_dp.gpu_model.simulation import simulate
 from keras_dp.reports.step_graph import graph_of_step
@@ -46,7 +46,10 @@ BATCH_SIZES = {
     "gpu_audit:gan": 1_024,
 }
 TOWERS = (2, 4, 8)
-VARIANTS = ((None, True), (None, False), ("sharded", True))
+HOMES = (None, "sharded")
+# ResNet-50 with as many rows on each GPU, as it is published most often.
+WEAK, WEAK_ROWS = "gpu_audit:half_precision_resnet50", 128
+TIMES = {"": lambda plan: plan.milliseconds, "yes": lambda plan: plan.compiled_milliseconds}
 MACHINES = {
     "A100, NVLink 3": ("A100", "nvlink"),
     "H100, NVLink 4": ("H100", "nvlink"),
@@ -69,6 +72,14 @@ def mixed_precision():
     """ResNet-20 that computes in float16, with loss scaling."""
     keras.mixed_precision.set_global_policy("mixed_float16")
     model = models.resnet20()
+    model.compile(keras.optimizers.LossScaleOptimizer(models.optimizer()), **models.classification())
+    return model
+
+
+def half_precision_resnet50():
+    """ResNet-50 that computes in float16, with loss scaling."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    model = models.resnet50()
     model.compile(keras.optimizers.LossScaleOptimizer(models.optimizer()), **models.classification())
     return model
 
@@ -132,14 +143,21 @@ def gan():
     return model
 
 
+def machines_of(gpu, link):
+    """The machine at its best and at its worst."""
+    machine = machine_of(gpu, link)
+    return machine, with_long_waits(machine)
+
+
 def answer_one(question):
     """Plans one step for each machine; in a process of its own."""
     planned = PlannedRun(**question)
     parallel, step = planning.collect(planned)
-    placed = place_step(step, planned.batch_size, parallel.devices)
+    rows = planning.batch_rows(planned)
+    placed = place_step(step, rows, parallel.devices)
     audited = audit(parallel, step, placed)
     plans = {
-        name: dataclasses.asdict(planning.predicted(machine_of(*hardware), planned.batch_size, placed, audited))
+        name: dataclasses.asdict(planning.predicted(machines_of(*hardware), rows, placed, audited))
         for name, hardware in MACHINES.items()
     }
     print(json.dumps(plans))
@@ -148,7 +166,9 @@ def answer_one(question):
 def answer_mirrored(question):
     """Plans one step under MirroredStrategy for each machine; in a process of its own."""
     placed = mirrored.collect(PlannedRun(**question))
-    plans = {name: dataclasses.asdict(mirrored.predicted(machine_of(*hardware), placed)) for name, hardware in MACHINES.items()}
+    plans = {
+        name: dataclasses.asdict(mirrored.predicted(machines_of(*hardware), placed)) for name, hardware in MACHINES.items()
+    }
     print(json.dumps(plans))
 
 
@@ -168,16 +188,16 @@ def answers_of(option, planned, path, runs_missing):
 
 
 def all_plans(names, towers, directory, runs_missing):
-    """Plans the steps of all models: with variables on one GPU, packed and unpacked, and sharded."""
+    """Plans the steps of all models: with variables on one GPU, and sharded."""
     plans = {}
     for name in names:
         for count in (1, *towers):
-            for home, packs in VARIANTS if count > 1 else VARIANTS[:1]:
-                planned = PlannedRun(name, count, BATCH_SIZES[name], parameter_device=home, pack_copies=packs)
-                path = directory / f"{name.split(':')[-1]}_{count}_{home}_{packs}.json"
+            for home in HOMES if count > 1 else HOMES[:1]:
+                planned = PlannedRun(name, count, BATCH_SIZES[name], parameter_device=home)
+                path = directory / f"{name.split(':')[-1]}_{count}_{home}.json"
                 answers = answers_of("--one", planned, path, runs_missing)
                 if answers is not None:
-                    plans[name, count, home, packs] = {machine: TowersPlan(**plan) for machine, plan in answers.items()}
+                    plans[name, count, home] = {machine: TowersPlan.of(plan) for machine, plan in answers.items()}
     return plans
 
 
@@ -189,7 +209,20 @@ def all_mirrored(names, towers, directory, runs_missing):
             path = directory / f"{name.split(':')[-1]}_{count}_mirrored.json"
             answers = answers_of("--mirrored-one", PlannedRun(name, count, BATCH_SIZES[name]), path, runs_missing)
             if answers is not None:
-                plans[name, count] = {machine: MirroredPlan(**plan) for machine, plan in answers.items()}
+                plans[name, count] = {machine: MirroredPlan.of(plan) for machine, plan in answers.items()}
+    return plans
+
+
+def all_weak(towers, directory, runs_missing):
+    """Plans steps of ResNet-50 in half precision with as many rows on each GPU, by batch normalization and number of GPUs."""
+    plans = {}
+    for batch_norm in ("sync", "local"):
+        for count in (1, *towers):
+            planned = PlannedRun(WEAK, count, WEAK_ROWS, True, "sharded" if count > 1 else None, batch_norm=batch_norm)
+            path = directory / f"weak_{count}_{batch_norm}.json"
+            answers = answers_of("--one", planned, path, runs_missing)
+            if answers is not None:
+                plans[batch_norm, count] = {machine: TowersPlan.of(plan) for machine, plan in answers.items()}
     return plans
 
 
@@ -198,14 +231,14 @@ def audit_table(plans):
     headings = ["model", "GPUs", "variables", "copies of one GPU", "other copies", "control edges", "GPU to host, host to GPU"]
     headings += ["on the host", "no GPU kernel", "wrong device"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for (name, count, home, packs), by_machine in plans.items():
+    for (name, count, home), by_machine in plans.items():
         plan = next(iter(by_machine.values()))
         others = sum(plan.copies[kind] for kind in ("inputs", "outputs", "other"))
         kernels = ", ".join(f"{number} {kind}" for kind, number in plan.without_kernel.items()) or "none"
         cells = [
             name.split(":")[-1],
             count,
-            _variant(home, packs),
+            home or "GPU:0",
             f"{plan.most_sent} / {plan.most_received}",
             others,
             plan.controls,
@@ -219,49 +252,73 @@ def audit_table(plans):
 
 
 def scaling_table(plans, names, towers):
-    """The predicted times of one GPU and speed-ups of several, packed and unpacked, in Markdown."""
-    towers = [count for count in towers if count > 1]
-    headings = ["model, rows", "machine", "1 GPU, ms", "variables", *(f"{count} GPUs" for count in towers), "busy, %", "MB"]
+    """The predicted times of one GPU and speed-ups of several, without XLA and with it, in Markdown."""
+    headings = [
+        "model, rows",
+        "machine",
+        "XLA",
+        "1 GPU, ms",
+        "variables",
+        *(f"{count} GPUs" for count in towers),
+        "busy, %",
+        "MB",
+    ]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for name in names:
         for machine in MACHINES:
-            first = plans[name, 1, None, True][machine]
-            for home, packs in VARIANTS:
-                several = {count: plans.get((name, count, home, packs)) for count in towers}
-                most = [by_machine[machine] for by_machine in several.values() if by_machine]
-                if most:
-                    ups = [
-                        f"{first.milliseconds / found[machine].milliseconds:.2f}" if found else "-"
-                        for found in several.values()
-                    ]
-                    busy = " to ".join(f"{100 * share:.0f}" for share in most[-1].busy)
-                    memory = f"{first.peak_megabytes:,.0f}, {most[-1].peak_megabytes:,.0f}"
-                    rows = f"{name.split(':')[-1]}, {BATCH_SIZES[name]:,}"
-                    cells = [rows, machine, f"{first.milliseconds:.2f}", _variant(home, packs), *ups, busy, memory]
-                    lines.append(f"| {' | '.join(cells)} |")
+            first = plans[name, 1, None][machine]
+            for xla, times_of in TIMES.items():
+                for home in HOMES:
+                    several = [plans[name, count, home][machine] for count in towers if (name, count, home) in plans]
+                    if several:
+                        ups = [str(ratio(times_of(first), times_of(found))) for found in several]
+                        ups += ["-"] * (len(towers) - len(ups))
+                        busy = "-" if xla else " to ".join(f"{100 * share:.0f}" for share in several[-1].busy)
+                        memory = "-" if xla else f"{first.peak_megabytes:,.0f}, {several[-1].peak_megabytes:,.0f}"
+                        rows = f"{name.split(':')[-1]}, {BATCH_SIZES[name]:,}"
+                        cells = [rows, machine, xla or "no", times_of(first), home or "GPU:0", *ups, busy, memory]
+                        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
 def mirrored_table(plans, peers, names):
     """The predicted times of a step in milliseconds, beside those under MirroredStrategy, in Markdown."""
-    headings = ["model, rows", "machine", "GPUs", *(f"keras_dp, {_variant(*variant)}" for variant in VARIANTS)]
-    headings += ["MirroredStrategy", "its collectives", "keras_dp at best / MirroredStrategy"]
+    headings = ["model, rows", "machine", "GPUs", "keras_dp, GPU:0", "sharded", "with XLA: GPU:0", "sharded"]
+    headings += ["MirroredStrategy", "its collectives", "keras_dp / MirroredStrategy", "with XLA"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for (name, count), by_machine in peers.items():
         for machine, peer in by_machine.items() if name in names else ():
-            own = [plans.get((name, count, *variant)) for variant in VARIANTS]
-            times = [found[machine].milliseconds if found else None for found in own]
-            best = min((time for time in times if time), default=None)
+            own = [plans[name, count, home][machine] if (name, count, home) in plans else None for home in HOMES]
             cells = [f"{name.split(':')[-1]}, {BATCH_SIZES[name]:,}", machine, count]
-            cells += [f"{time:.2f}" if time else "-" for time in times]
-            cells += [f"{peer.milliseconds:.2f}", f"{peer.collectives}: {peer.collective_milliseconds:.2f}"]
-            cells.append(f"{best / peer.milliseconds:.2f}" if best else "-")
+            ratios = []
+            for times_of in TIMES.values():
+                times = [times_of(found) if found else "-" for found in own]
+                cells += times
+                best = min((time for time in times if time != "-"), key=sum, default=None)
+                ratios.append(ratio(best, peer.milliseconds) if best else "-")
+            cells += [peer.milliseconds, f"{peer.collectives}: {peer.collective_milliseconds:.2f}", *ratios]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-def _variant(home, packs):
-    return (home or "GPU:0") + ("" if packs else ", unpacked")
+def weak_table(plans, towers):
+    """How many times the rows in a second of one GPU with XLA several GPUs compute, with as many rows on each, in Markdown."""
+    headings = ["machine", "batch normalization", "1 GPU, ms", *(f"{count} GPUs" for count in towers)]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for machine in MACHINES:
+        for batch_norm in ("sync", "local"):
+            if (batch_norm, 1) in plans:
+                first = plans[batch_norm, 1][machine].compiled_milliseconds
+                several = [plans[batch_norm, count][machine] if (batch_norm, count) in plans else None for count in towers]
+                pairs = zip(towers, several, strict=True)
+                ups = [str(ratio(first, found.compiled_milliseconds, count)) if found else "-" for count, found in pairs]
+                lines.append(f"| {machine} | {batch_norm} | {first} | {' | '.join(ups)} |")
+    return "\n".join(lines)
+
+
+def ratio(one, other, factor=1):
+    """How many times longer one takes than the other, both at best and both at worst."""
+    return Range(*(factor * first / second for first, second in zip(one, other, strict=True)))
 
 
 def seconds_of(function, repetitions=20):
@@ -374,6 +431,7 @@ def main():
     parser.add_argument("--models", nargs="*", choices=short_names, default=short_names)
     parser.add_argument("--towers", nargs="+", type=int, default=list(TOWERS))
     parser.add_argument("--check", action="store_true", help="check the simulator on this machine, too")
+    parser.add_argument("--weak", action="store_true", help="plan ResNet-50 with as many rows on each GPU, too")
     parser.add_argument("--out", type=Path, default=Path("results/gpu_audit"), help="where results are kept")
     parser.add_argument("--kept", action="store_true", help="show what --out holds of the models, and plan nothing")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/gpu_audit.md")
@@ -394,10 +452,13 @@ def main():
         if names:
             plans = all_plans(names, arguments.towers, arguments.out, not arguments.kept)
             show("audit", audit_table(plans), arguments.write)
-            planned = [name for name in names if (name, 1, None, True) in plans]
+            planned = [name for name in names if (name, 1, None) in plans]
             peers = all_mirrored(planned, arguments.towers, arguments.out, not arguments.kept)
             show("scaling", scaling_table(plans, planned, arguments.towers), arguments.write)
             show("mirrored", mirrored_table(plans, peers, planned), arguments.write)
+        if arguments.weak:
+            weak = all_weak(arguments.towers, arguments.out, not arguments.kept)
+            show("weak", weak_table(weak, arguments.towers), arguments.write)
         if arguments.check:
             show("check", check_table(), arguments.write)
 

@@ -160,7 +160,7 @@ def in_allocator(planned):
     use_threads(planned.towers)
     parallel, step = planning.collect(planned)
     placed = place_step(step, planned.batch_size, parallel.devices)
-    simulation = simulate(placed, planned.machine())
+    simulation = simulate(placed, planned.machines()[0])
     # Logical CPUs share one memory, so that what one tower sends another takes none.
     predicted = peak_bytes(placed, simulation.spans, is_shared=True) if planned.towers > 1 else simulation.peak_bytes
     devices = {_plain(name): operation.device for name, operation in placed.operations.items()}

@@ -24,10 +24,10 @@ class Collective(NamedTuple):
     bytes: int
 
     def seconds(self, machine: Machine) -> float:
-        """Returns their time: NCCL's, and that in which TensorFlow waits for the end of each, as of a copy."""
+        """Returns their time, as NCCL takes it. TensorFlow then waits for the end of each, as of a copy."""
         link = machine.link
         time = link.nccl.all_reduce_seconds if self.type == _ALL_REDUCE else link.nccl.all_gather_seconds
-        return link.latency_seconds + time(self.bytes, len(self.members), link.bandwidth)
+        return time(self.bytes, len(self.members), link.bandwidth)
 
 
 def collectives(step: PlacedStep) -> Iterator[Collective]:

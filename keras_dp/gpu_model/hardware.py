@@ -1,8 +1,8 @@
 """Describe GPUs, links and hosts for the simulation of a step, by named constants with their sources.
 
 Rates of arithmetic and memory are those of the manufacturers' data sheets. Kernels reach a part of them, which is a constant of
-its own. Latencies and launch costs are assumptions: they depend on the driver and the machine. Change any of them with
-`dataclasses.replace`.
+its own. How long copies and programs wait depends on the driver and the machine: a machine waits as briefly as is likely, and
+`with_long_waits` tells the same machine at its worst. Change any constant with `dataclasses.replace`.
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ class Processor:
         matrix_efficiency: the part of `matrix_flops` and `half_flops` that kernels reach.
         bandwidth_efficiency: the part of `bandwidth` that kernels reach.
         launches_ahead: whether an operation is launched while the one before it runs, as on GPUs.
+        program_seconds: the time in which the host launches a program of XLA.
+        fused: the share of the bytes between the operations of a program that XLA saves, from 0 to 1.
         source: where the rates are from.
     """
 
@@ -39,6 +41,8 @@ class Processor:
     matrix_efficiency: float = 0.4
     bandwidth_efficiency: float = 0.75
     launches_ahead: bool = True
+    program_seconds: float = 10e-6
+    fused: float = 1.0
     source: str = ""
 
     def seconds(self, flops: float, moved_bytes: float, is_matrix: bool = False, is_half: bool = False) -> float:
@@ -55,21 +59,32 @@ class Link:
 
     Attributes:
         name: its name.
-        latency_seconds: the time of a copy, however small it is.
         bandwidth: bytes per second, in each direction.
-        source: where the numbers are from.
+        source: where the bandwidth is from.
         nccl: how NCCL uses it.
+        latency_seconds: the time until the end of a copy is seen, however small it is.
+        wire_seconds: the part of the latency for which a copy occupies the link, and the next one of the same device waits.
     """
 
     name: str
-    latency_seconds: float
     bandwidth: float
     source: str = ""
     nccl: Nccl = OVER_PCIE
+    latency_seconds: float = 15e-6
+    wire_seconds: float = 5e-6
 
     def seconds(self, copied_bytes: float) -> float:
         """Returns the time of a copy: latency and bytes / bandwidth (Thakur, Rabenseifner and Gropp 2005)."""
         return self.latency_seconds + copied_bytes / self.bandwidth
+
+    def seconds_on_wire(self, copied_bytes: float) -> float:
+        """Returns the time for which a copy occupies the link.
+
+        TensorFlow starts the copies of one GPU one after the other on a stream for copies, and a thread looks every 10 µs which
+        of them have ended (gpu_util.cc, DeviceToDeviceCopy; event_mgr.cc). So copies wait for each other's bytes, and only once
+        for their end to be seen.
+        """
+        return min(self.wire_seconds, self.latency_seconds) + copied_bytes / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +108,17 @@ class Machine:
     is_shared: bool = False
 
 
-# TensorFlow waits for the sender's stream and for the end of each copy: 10 to 30 µs, depending on the driver and the machine.
-_COPY_SECONDS = 15e-6
-_ASSUMED = "; the latency is an assumption"
+# A copy on one H100, in a virtual machine, waited 40 µs, and a control edge 30 µs: docs/gpu.md.
+_LONG_COPY_SECONDS, _LONG_WIRE_SECONDS = 40e-6, 10e-6
+_LONG_CONTROL_SECONDS = 30e-6
+_LONG_PROGRAM_SECONDS = 50e-6
 
-PCIE_3 = Link("PCIe 3.0 x16", _COPY_SECONDS, 12.5e9, source=f"of 16 GB/s by its standard{_ASSUMED}")
-PCIE = Link("PCIe 4.0 x16", _COPY_SECONDS, 25e9, source=f"of 32 GB/s by its standard{_ASSUMED}")
-PCIE_5 = Link("PCIe 5.0 x16", _COPY_SECONDS, 50e9, source=f"of 64 GB/s by its standard{_ASSUMED}")
-NVLINK_2 = Link("NVLink 2", _COPY_SECONDS, 125e9, source=f"of 150 GB/s, NVIDIA V100 data sheet{_ASSUMED}", nccl=OVER_NVLINK_2)
-NVLINK_3 = Link("NVLink 3", _COPY_SECONDS, 250e9, source=f"of 300 GB/s, NVIDIA A100 data sheet{_ASSUMED}", nccl=OVER_NVLINK_3)
-NVLINK_4 = Link("NVLink 4", _COPY_SECONDS, 375e9, source=f"of 450 GB/s, NVIDIA H100 data sheet{_ASSUMED}", nccl=OVER_NVLINK_4)
+PCIE_3 = Link("PCIe 3.0 x16", 12.5e9, "of 16 GB/s by its standard")
+PCIE = Link("PCIe 4.0 x16", 25e9, "of 32 GB/s by its standard")
+PCIE_5 = Link("PCIe 5.0 x16", 50e9, "of 64 GB/s by its standard")
+NVLINK_2 = Link("NVLink 2", 125e9, "of 150 GB/s, NVIDIA V100 data sheet", OVER_NVLINK_2)
+NVLINK_3 = Link("NVLink 3", 250e9, "of 300 GB/s, NVIDIA A100 data sheet", OVER_NVLINK_3)
+NVLINK_4 = Link("NVLink 4", 375e9, "of 450 GB/s, NVIDIA H100 data sheet", OVER_NVLINK_4)
 
 
 def _gpu(name: str, matrix: float, half: float, vector: float, bandwidth: float, gigabytes: float, source: str) -> Processor:
@@ -156,3 +172,14 @@ def machine_of(gpu: str, link: str | None = None) -> Machine:
     if link is not None and link not in links:
         raise ValueError(f"The links of {GPUS[gpu].name} are: {', '.join(links)}. Received: {link!r}")
     return Machine(GPUS[gpu], links[link or next(iter(links))], links["pcie"])
+
+
+def with_long_waits(machine: Machine) -> Machine:
+    """Returns a machine whose copies, control edges and programs wait as long as is likely, and whose XLA fuses nothing."""
+
+    def slow(link: Link) -> Link:
+        return dataclasses.replace(link, latency_seconds=_LONG_COPY_SECONDS, wire_seconds=_LONG_WIRE_SECONDS)
+
+    processor = dataclasses.replace(machine.processor, program_seconds=_LONG_PROGRAM_SECONDS, fused=0.0)
+    link, host_link = slow(machine.link), slow(machine.host_link)
+    return Machine(processor, link, host_link, machine.host_seconds, _LONG_CONTROL_SECONDS, machine.is_shared)

@@ -24,7 +24,7 @@ class OwnGpu:
         half_teraflops: the same in float16 or bfloat16, without sparsity; None if they are no faster than in float32.
         launch_microseconds: the time from one operation to the next, however small they are.
         link_gigabytes_per_second: the bandwidth of what connects GPUs, in each direction.
-        link_latency_microseconds: the time of a copy between GPUs, however small it is.
+        link_latency_microseconds: the time of a copy between GPUs, however small it is; None if it is not known.
         host_gigabytes_per_second: the bandwidth between a GPU and the host, in each direction; None if it is the link's.
     """
 
@@ -36,13 +36,12 @@ class OwnGpu:
     half_teraflops: float | None = None
     launch_microseconds: float = 5.0
     link_gigabytes_per_second: float = 25.0
-    link_latency_microseconds: float = 15.0
+    link_latency_microseconds: float | None = None
     host_gigabytes_per_second: float | None = None
 
     def machine(self) -> Machine:
         """Returns a machine with such GPUs."""
         matrix = self.matrix_teraflops or self.teraflops
-        latency = 1e-6 * self.link_latency_microseconds
         processor = Processor(
             self.name,
             matrix_flops=1e12 * matrix,
@@ -54,8 +53,8 @@ class OwnGpu:
             source="the user's own numbers",
         )
         host = 1e9 * (self.host_gigabytes_per_second or self.link_gigabytes_per_second)
-        link = Link("its link", latency, 1e9 * self.link_gigabytes_per_second)
-        return Machine(processor, link, Link("its link to the host", latency, host))
+        link = Link("its link", bandwidth=1e9 * self.link_gigabytes_per_second)
+        return Machine(processor, link, Link("its link to the host", bandwidth=host))
 
 
 def is_file(gpu: str) -> bool:

@@ -20,6 +20,7 @@ class Task:
             that it waits for are done. In a queue, as of a GPU, it is given as soon as those of the same queue are given, and
             starts later.
         giving_seconds: how much later the next task is given to the queue.
+        ending_seconds: how long after it has left what it occupies its end is seen, as of a copy.
     """
 
     seconds: float
@@ -28,6 +29,7 @@ class Task:
     behind: tuple[str, ...] = ()
     queue: str = ""
     giving_seconds: float = 0.0
+    ending_seconds: float = 0.0
 
 
 class Span(NamedTuple):
@@ -58,8 +60,8 @@ def schedule(tasks: Sequence[Task]) -> list[Span]:
         now, i = heapq.heappop(given)
         task = tasks[i]
         start = max([now, ready_at[i], *(free_at[resource] for resource in (*task.resources, *task.behind))])
-        spans[i] = Span(start, start + task.seconds)
-        free_at.update(dict.fromkeys(task.resources, spans[i].finish))
+        free_at.update(dict.fromkeys(task.resources, start + task.seconds))
+        spans[i] = Span(start, start + task.seconds + task.ending_seconds)
         for follower in followers[i]:
             is_queued = task.queue and tasks[follower].queue == task.queue
             known = now + task.giving_seconds if is_queued else spans[i].finish

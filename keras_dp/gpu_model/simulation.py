@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 
 from keras_dp.arithmetic.work import Work
 from keras_dp.gpu_model.collectives import collectives
-from keras_dp.gpu_model.hardware import Machine
+from keras_dp.gpu_model.hardware import Link, Machine
 from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_operations
 from keras_dp.gpu_model.memory import SAME, peak_bytes
 from keras_dp.gpu_model.placement import Operation, PlacedCopy, PlacedStep
+from keras_dp.gpu_model.programs import Program
 from keras_dp.gpu_model.schedule import Span, Task, schedule
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.tensorflow_internals import HOST
@@ -38,20 +40,21 @@ class Simulation:
     spans: dict[object, Span]
 
 
-def simulate(step: PlacedStep, machine: Machine) -> Simulation:
+def simulate(step: PlacedStep, machine: Machine, programs: Sequence[Program] = ()) -> Simulation:
     """Schedules the operations and copies of a step.
 
     Each device runs its operations one at a time, in the order in which the host gives them to it. The host gives an operation
     as soon as it has given those before it, and waits for copies to end. A copy occupies the link out of one device and the
     link into the other, and waits for the operations that both were given before it. A collective begins when each tower has
     made what it brings, and occupies all links. Operations on the host's memory take no time of a GPU. Of the branches of a
-    condition, the one that makes more bytes runs.
+    condition, the one that makes more bytes runs. The operations of a program run together.
 
     Args:
         step: the step, on GPUs, or on logical CPUs for a machine that is shared.
         machine: the machine.
+        programs: the programs of XLA; none if it compiles nothing.
     """
-    tasks, numbers = _tasks(step, machine)
+    tasks, numbers = _tasks(step, machine, programs)
     scheduled = schedule(tasks)
     spans = {what: scheduled[i] for what, i in numbers.items()}
     seconds = max(span.finish for span in scheduled)
@@ -63,20 +66,24 @@ def simulate(step: PlacedStep, machine: Machine) -> Simulation:
     return Simulation(seconds, busy, peak_bytes(step, spans, machine.is_shared), spans)
 
 
-def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object, int]]:
+def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> tuple[list[Task], dict[object, int]]:
     """Returns the tasks of a step, and their indices by operation, copy and control dependency."""
     nodes = {name: operation.node for name, operation in step.operations.items()}
     rounds = rounds_of_operations(nodes)
-    numbers: dict[object, int] = {}
-    for what in (*step.operations, *step.copies, *step.controls):
-        numbers[what] = len(numbers)
+    numbers: dict[object, int] = {name: i for i, program in enumerate(programs) for name in program.operations}
+    alone = {name: operation for name, operation in step.operations.items() if name not in numbers}
+    for i, what in enumerate((*alone, *step.copies, *step.controls)):
+        numbers[what] = len(programs) + i
     received = {(copy.tensor, copy.destination, copy.to_host): numbers[copy] for copy in step.copies}
     awaited = {(control.operation, control.destination): numbers[control] for control in step.controls}
     awaiting = {}
     for name, operation in step.operations.items():
         forward = {source_of(source) for source in forward_inputs(operation.node, nodes)}
         after = [
-            received.get((tensor, operation.device, to_host), numbers[source_of(tensor)])
+            # Within a program, nothing goes to the host and back.
+            numbers[source_of(tensor)]
+            if numbers[source_of(tensor)] == numbers[name]
+            else received.get((tensor, operation.device, to_host), numbers[source_of(tensor)])
             for tensor, to_host in zip(operation.inputs, operation.kernel.inputs, strict=True)
             if source_of(tensor) in forward
         ]
@@ -85,12 +92,17 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
     meetings = {collective.members[0]: collective for collective in collectives(step)}
     first_of = {member: first for first, collective in meetings.items() for member in collective.members}
     tasks = []
-    for name, operation in step.operations.items():
+    for i, program in enumerate(programs):
+        taken = {number for name in program.operations for number in awaiting[name] if number != i}
+        seconds, giving = _run_program(program, step, machine), machine.processor.program_seconds
+        tasks.append(Task(seconds, (program.device,), tuple(sorted(taken)), queue=program.device, giving_seconds=giving))
+    for name, operation in alone.items():
         if name in meetings:
             # All begin when the last is there.
             waits_for = tuple(dict.fromkeys(number for member in meetings[name].members for number in awaiting[member]))
             links = tuple(f"{way} {device}" for device in step.towers for way in ("out of", "into"))
-            tasks.append(Task(meetings[name].seconds(machine), links, waits_for))
+            ending = machine.link.latency_seconds
+            tasks.append(Task(meetings[name].seconds(machine), links, waits_for, ending_seconds=ending))
             continue
         if name in first_of:
             tasks.append(Task(0.0, (), (numbers[first_of[name]],)))
@@ -108,9 +120,14 @@ def _tasks(step: PlacedStep, machine: Machine) -> tuple[list[Task], dict[object,
         tasks.append(Task(seconds * rounds.get(name, 1), resources, waits_for, queue=queue, giving_seconds=giving))
     for copy in step.copies:
         maker = source_of(copy.tensor)
-        seconds, resources = _send(copy, machine, step.sizes.bytes_of(copy.tensor))
+        link, resources = _way(copy, machine)
+        copied_bytes, times = step.sizes.bytes_of(copy.tensor), rounds.get(maker, 1)
+        seconds, until_seen = machine.host_seconds, machine.host_seconds
+        if link is not None:
+            seconds, until_seen = link.seconds_on_wire(copied_bytes), link.seconds(copied_bytes)
         queue = "" if machine.is_shared or copy.from_host else copy.source
-        tasks.append(Task(seconds * rounds.get(maker, 1), resources, (numbers[maker],), _streams(copy, machine), queue))
+        ending = times * (until_seen - seconds)
+        tasks.append(Task(times * seconds, resources, (numbers[maker],), _streams(copy, machine), queue, 0.0, ending))
     tasks += [Task(machine.control_seconds, (), (numbers[control.operation],)) for control in step.controls]
     return tasks, numbers
 
@@ -134,15 +151,35 @@ def runs_on_host(operation: Operation) -> bool:
     return operation.kernel.is_on_host or operation.device == HOST or operation.type in SHAPES_AND_RANK
 
 
-def _send(copy: PlacedCopy, machine: Machine, copied_bytes: int) -> tuple[float, tuple[str, ...]]:
-    """Returns the time of a copy, and what it occupies."""
+def _run_program(program: Program, step: PlacedStep, machine: Machine) -> float:
+    """Returns the time of a program: each product of matrices is a kernel, and so is the rest, as far as XLA fuses it."""
+    processor = machine.processor
+    seconds = 0.0
+    flops = between = 0
+    of_products: set[str] = set()
+    for name in program.operations:
+        operation, work = step.operations[name], step.work.get(name, Work(0, 0, ()))
+        if name in step.not_taken or operation.type in _FREE:
+            continue
+        if operation.type in _MATRIX_PRODUCTS:
+            seconds += _run(operation, machine, work)[0]
+            of_products |= {*operation.inputs, *(f"{name}:{port}" for port in range(len(operation.kernel.outputs)))}
+        else:
+            flops, between = flops + work.flops, between + work.bytes
+    at_ends = sum(step.sizes.bytes_of(tensor) for tensor in (*program.taken, *program.made) if tensor not in of_products)
+    moved = at_ends + (1 - processor.fused) * max(between - at_ends, 0)
+    return seconds + processor.seconds(flops, moved)
+
+
+def _way(copy: PlacedCopy, machine: Machine) -> tuple[Link | None, tuple[str, ...]]:
+    """Returns the link of a copy, and what it occupies; None for a copy within the host's memory."""
     if machine.is_shared or (copy.from_host and copy.to_host):
-        return machine.host_seconds, ()
+        return None, ()
     if copy.from_host:
-        return machine.host_link.seconds(copied_bytes), (f"host to {copy.destination}",)
+        return machine.host_link, (f"host to {copy.destination}",)
     if copy.to_host:
-        return machine.host_link.seconds(copied_bytes), (f"{copy.source} to host",)
-    return machine.link.seconds(copied_bytes), (f"out of {copy.source}", f"into {copy.destination}")
+        return machine.host_link, (f"{copy.source} to host",)
+    return machine.link, (f"out of {copy.source}", f"into {copy.destination}")
 
 
 def _streams(copy: PlacedCopy, machine: Machine) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from keras_dp import tables
 from keras_dp.cli import main
 from keras_dp.cli.plan import command as plan
 from keras_dp.cli.plan import planning, table
-from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, Range, TowersPlan
 from keras_dp.cli.runs import RunFailedError
 from keras_dp.gpu_model import hardware
 
@@ -25,12 +25,19 @@ def planned_of(arguments):
 
 
 def test_constants_of_the_machine_can_be_set():
-    machine = planned_of("--gpu h100").machine()
+    machine = planned_of("--gpu h100").machines()[0]
     assert (machine.processor.name, machine.link.name, machine.processor.launch_seconds) == ("H100 SXM 80 GB", "NVLink 4", 5e-6)
     numbers = "--launch-microseconds 2.5 --latency-microseconds 20 --gigabytes-per-second 100"
-    machine = planned_of(f"--gpu H100 --link pcie {numbers}").machine()
-    constants = machine.processor.launch_seconds, machine.link.latency_seconds, machine.link.bandwidth
-    assert constants == pytest.approx((2.5e-6, 2e-5, 1e11))
+    for machine in planned_of(f"--gpu H100 --link pcie {numbers}").machines():
+        constants = machine.processor.launch_seconds, machine.link.latency_seconds, machine.link.bandwidth
+        assert constants == pytest.approx((2.5e-6, 2e-5, 1e11))
+
+
+def test_a_machine_waits_longer_at_its_worst():
+    best, worst = planned_of("--gpu h100").machines()
+    assert (best.link.latency_seconds, worst.link.latency_seconds) == (15e-6, 40e-6)
+    assert best.control_seconds < worst.control_seconds
+    assert best.link.bandwidth == worst.link.bandwidth
 
 
 def test_arguments_describe_the_run():
@@ -81,25 +88,27 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
 
 NONE = dict.fromkeys(("most_sent", "most_received", "host_copies", "controls", "misplaced"), 0)
 FOUND = {"to_host": 1, "from_host": 2, "audit": "nothing to say"}
-FIRST = TowersPlan(64, 8.0, (1.0, 1.0), peak_megabytes=1_000.0, copies={"weights": 0}, without_kernel={}, **NONE, **FOUND)
+TIMES = Range(8.0, 10.0), Range(4.0, 8.0)
+FIRST = TowersPlan(64, *TIMES, (1.0, 1.0), peak_megabytes=1_000.0, copies={"weights": 0}, without_kernel={}, **NONE, **FOUND)
 
 
 def test_table_of_speed_ups(monkeypatch, capsys):
-    second = dataclasses.replace(FIRST, milliseconds=5.0, busy=(0.9, 0.5), copies={"weights": 3, "other": 4}, controls=2)
-    plans = iter([FIRST, dataclasses.replace(second, most_sent=5, most_received=6, audit="the audit", largest_batch=4096)])
+    second = dataclasses.replace(FIRST, milliseconds=Range(5.0, 8.0), busy=(0.9, 0.5), most_sent=5, most_received=6, controls=2)
+    copies = {"weights": 3, "other": 4}
+    plans = iter([FIRST, dataclasses.replace(second, copies=copies, audit="the audit", largest_batch=4096)])
     monkeypatch.setattr(plan, "plan_in_new_process", lambda planned: next(plans))
     monkeypatch.delattr(plan, "mirrored_in_new_process")  # which nothing asks for
     assert main(["plan", "--towers", "1,2"]) == 0
     shown = capsys.readouterr().out
-    assert "A100 40 GB, 5 µs a launch; NVLink 3, 15 µs and 250 GB/s" in shown
+    assert "A100 40 GB, 5 µs a launch; NVLink 3, 15 to 40 µs and 250 GB/s" in shown
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "1 64 8.00 1.00 100 to 100 1000 any 0 0 0 0 1 + 2" in lines
-    assert "2 64 5.00 1.60 90 to 50 1000 4096 7 5 6 2 1 + 2" in lines
+    assert "1 64 8.00 to 10.00 4.00 to 8.00 1.00 100 to 100 1000 any 0 0 0 0 1 + 2" in lines
+    assert "2 64 5.00 to 8.00 4.00 to 8.00 1.60 to 1.25 90 to 50 1000 4096 7 5 6 2 1 + 2" in lines
     assert [text in shown for text in ("the audit", "nothing to say", "irrored")] == [True, False, False]
     assert max(map(len, shown.splitlines())) <= 128
 
 
-PEER = MirroredPlan(7.5, (1.0, 1.0), 900.0, collectives=1, collective_megabytes=3.0, collective_milliseconds=0.5)
+PEER = MirroredPlan(Range(7.5, 7.5), (1.0, 1.0), 900.0, collectives=1, collective_megabytes=3.0, collective_milliseconds=0.5)
 
 
 def test_steps_under_mirrored_strategy_stand_beside(monkeypatch, capsys):
@@ -113,25 +122,25 @@ def test_steps_under_mirrored_strategy_stand_beside(monkeypatch, capsys):
     assert main(["plan", "--towers", "1,2", "--mirrored", "--json"]) == 0
     captured = capsys.readouterr()
     lines = [" ".join(line.split()) for line in captured.err.splitlines()]
-    assert "1 64 8.00 7.50 1.00 100 to 100 1000 any 0 0 0 0 1 + 2" in lines
-    assert "2 64 8.00 - 1.00 100 to 100 1000 any 0 0 0 0 1 + 2" in lines
+    assert "1 64 8.00 to 10.00 4.00 to 8.00 7.50 1.00 100 to 100 1000 any 0 0 0 0" in lines
+    assert "2 64 8.00 to 10.00 4.00 to 8.00 - 1.00 100 to 100 1000 any 0 0 0 0" in lines
     assert "the step under MirroredStrategy on 2 GPUs cannot be predicted:\nclipping is not for it" in captured.err
     assert "Mirrored: the step under MirroredStrategy" in captured.err
     first, second = (answer["mirrored"] for answer in json.loads(captured.out))
-    assert first == dataclasses.asdict(PEER) | {"busy": [1.0, 1.0]}
+    assert first == dataclasses.asdict(PEER) | {"busy": [1.0, 1.0], "milliseconds": [7.5, 7.5]}
     assert second is None
 
 
 def test_constants_that_check_has_measured(write):
     write(checked({f"GPU:0 to GPU:{i}": {"microseconds": 10.0 * i, "gigabytes_per_second": 30.0 - i} for i in (1, 2, 3)}))
     for more, latency in (("", 2e-5), (" --latency-microseconds 7", 7e-6)):
-        link = planned_of(f"--constants my.json{more}").machine().link
-        assert (link.latency_seconds, link.bandwidth) == pytest.approx((latency, 27e9))
+        for machine in planned_of(f"--constants my.json{more}").machines():
+            assert (machine.link.latency_seconds, machine.link.bandwidth) == pytest.approx((latency, 27e9))
 
 
 def test_a_gpu_of_the_users_own_numbers(write):
     write(NUMBERS)
-    machine = planned_of("--gpu my.json").machine()
+    machine = planned_of("--gpu my.json").machines()[0]
     processor = machine.processor
     assert (processor.name, processor.memory_bytes, processor.bandwidth) == ("My GPU", 48e9, 864e9)
     assert processor.vector_flops == processor.matrix_flops == processor.half_flops == 38.7e12
@@ -140,7 +149,7 @@ def test_a_gpu_of_the_users_own_numbers(write):
 
     more = {"matrix_teraflops": 77, "half_teraflops": 155, "launch_microseconds": 4, "link_gigabytes_per_second": 56}
     write(NUMBERS | more | {"link_latency_microseconds": 10, "host_gigabytes_per_second": 30})
-    machine = planned_of("--gpu my.json --memory 24GB").machine()
+    machine = planned_of("--gpu my.json --memory 24GB").machines()[1]
     processor = machine.processor
     assert (processor.matrix_flops, processor.half_flops, processor.memory_bytes) == (77e12, 155e12, 24e9)
     assert (processor.launch_seconds, machine.link.latency_seconds) == pytest.approx((4e-6, 1e-5))
@@ -205,7 +214,7 @@ def test_alternatives_and_json(monkeypatch, capsys):
     times = {None: 8.0, "sharded": 6.0}
 
     def predicted(planned):
-        return dataclasses.replace(FIRST, milliseconds=times[planned.parameter_device])
+        return dataclasses.replace(FIRST, milliseconds=Range(*[times[planned.parameter_device]] * 2))
 
     monkeypatch.setattr(plan, "plan_in_new_process", predicted)
     assert main(["plan", "--towers", "2", "--alternatives", "--json"]) == 0
@@ -214,13 +223,13 @@ def test_alternatives_and_json(monkeypatch, capsys):
     best = "Predicted to be the fastest: DataParallelModel(model, parameter_device='sharded')"
     assert best in captured.err
     answers = json.loads(captured.out)
-    assert [answer["plan"]["milliseconds"] for answer in answers] == [8.0, 6.0]
+    assert [answer["plan"]["milliseconds"][0] for answer in answers] == [8.0, 6.0]
     assert answers[1]["run"]["parameter_device"] == "sharded"
 
 
 def test_what_does_not_fit_is_not_the_best():
     planned = [PlannedRun("mlp", 2, memory_bytes=1.5e9), PlannedRun("mlp", 2, parameter_device="sharded", memory_bytes=1.5e9)]
-    fast = dataclasses.replace(FIRST, milliseconds=1.0, peak_megabytes=2000.0)
+    fast = dataclasses.replace(FIRST, milliseconds=Range(1.0, 1.0), peak_megabytes=2000.0)
     *_, first, second, _, last = tables.text(table.advice(planned, [fast, FIRST])).splitlines()
     assert (first.split()[-1], second.split()[-1]) == ("yes", "no")
     assert "parameter_device='sharded'" in last
@@ -228,8 +237,8 @@ def test_what_does_not_fit_is_not_the_best():
 
 
 def test_more_rows_in_more_time_are_a_speed_up():
-    more = dataclasses.replace(FIRST, batch_size=256, milliseconds=16.0)
-    assert table.Line(PlannedRun("mlp", 4), more, FIRST).speed_up == 2
+    more = dataclasses.replace(FIRST, batch_size=256, milliseconds=Range(16.0, 10.0))
+    assert table.Line(PlannedRun("mlp", 4), more, FIRST).speed_up == (2, 4)
 
 
 def test_a_failure_is_shown(in_process, capsys):
@@ -248,7 +257,7 @@ def test_plans_a_model_of_the_user(in_process, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "operations on a wrong device        none" in captured.err
     one, two = json.loads(captured.out)
-    assert min(one["plan"]["milliseconds"], two["plan"]["milliseconds"]) > 0
+    assert min(*one["plan"]["milliseconds"], *two["plan"]["compiled_milliseconds"]) > 0
     # One GPU sends weights, gradients and moments to nobody, two GPUs to each other.
     assert one["plan"]["most_sent"] == 0 < two["plan"]["most_sent"] < 20
 
@@ -263,4 +272,4 @@ def test_operations_that_are_others_on_cpus_are_planned(in_users_directory, monk
     assert "operations without a GPU kernel     none" in captured.err
     mirrored = json.loads(captured.out)[0]["mirrored"]
     assert mirrored["collectives"] == 1
-    assert mirrored["milliseconds"] > mirrored["collective_milliseconds"] > 0
+    assert mirrored["milliseconds"][0] > mirrored["collective_milliseconds"] > 0

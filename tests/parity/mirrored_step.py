@@ -23,7 +23,7 @@ ROWS = 30_000
 MACHINE = machine_of("A100")
 FREE = Nccl((Protocol("free", 0.0, 0.0, 1.0),), ())
 # A machine on which GPUs alone take time.
-LINK = Link("instant", 0.0, 1e30, nccl=FREE)
+LINK = Link("instant", 1e30, nccl=FREE, latency_seconds=0.0)
 INSTANT = dataclasses.replace(MACHINE, link=LINK, host_link=LINK, host_seconds=0.0, control_seconds=0.0)
 
 

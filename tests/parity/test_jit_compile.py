@@ -69,6 +69,26 @@ def test_a_tower_has_a_program_more_than_it_meets_others(build, options, towers,
     assert programs(parallel, options["devices"]) == (towers, updates)
 
 
+@pytest.mark.parametrize(("devices", "towers", "updates"), [(1, [1], [0]), (2, [3, 3], [1, 0])])
+def test_a_number_of_rows_that_is_not_known_makes_no_more_programs(monkeypatch, devices, towers, updates):
+    """Operations that need shapes of so many rows once stood outside: a tower of ResNet-20 had 49 programs in place of one."""
+    parallel = keras_dp.DataParallelModel(build(), devices=devices)
+    parallel.compile(keras.optimizers.Adam(), "mse", jit_compile=True)
+    written = []
+
+    def noting(built, *arguments):
+        made = write_programs(built, *arguments)
+        written.append([node for node in built.function.node_def if "_XlaMustCompile" in node.attr])
+        return made
+
+    write_programs = compilation.write_programs
+    monkeypatch.setattr(compilation, "write_programs", noting)
+    parallel.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), shuffle=False, verbose=0)
+    kinds = Counter((node.device[-5:], node.name.startswith("update")) for node in written[-1])
+    assert [kinds[f"CPU:{tower}", False] for tower in range(devices)] == towers
+    assert [kinds[f"CPU:{tower}", True] for tower in range(devices)] == updates
+
+
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
 def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
     """XLA compiles neither the sums between towers nor the whole step, which it would put on one device."""

@@ -14,9 +14,10 @@ from ways_of_wrapping import wrapped
 
 from keras_dp.arithmetic.work import work_of_operations
 from keras_dp.gpu_model.audit import kinds_of_copies
-from keras_dp.gpu_model.hardware import GPUS, Link, Machine, Processor, machine_of
+from keras_dp.gpu_model.hardware import GPUS, Link, Machine, Processor, machine_of, with_long_waits
 from keras_dp.gpu_model.loops import rounds_of_operations
 from keras_dp.gpu_model.placement import logical_cpus_for_gpus, place_step
+from keras_dp.gpu_model.programs import programs_of
 from keras_dp.gpu_model.schedule import Span, Task, schedule
 from keras_dp.gpu_model.simulation import simulate
 from keras_dp.gpu_model.timeline import timeline
@@ -43,6 +44,13 @@ def test_copies_wait_for_what_their_devices_were_given_before():
     tasks = [Task(2.0, ("gpu",), ()), Task(3.0, ("gpu",), ()), Task(1.0, ("link",), (0,), ("gpu",)), Task(1.0, ("gpu",), (0,))]
     # The last task is ready at the same time as the copy, which does not occupy the device.
     assert schedule(tasks) == [Span(0, 2), Span(2, 5), Span(5, 6), Span(5, 6)]
+
+
+def test_the_end_of_a_copy_is_seen_after_its_link_is_free():
+    """Two copies of one GPU follow each other on the link, and what takes them begins when each end was seen."""
+    copy = Task(1.0, ("link",), (), ending_seconds=4.0)
+    tasks = [copy, copy, Task(1.0, ("gpu",), (0,)), Task(1.0, ("gpu",), (1,))]
+    assert schedule(tasks) == [Span(0, 5), Span(1, 6), Span(5, 6), Span(6, 7)]
 
 
 def test_queues_are_given_tasks_ahead():
@@ -74,7 +82,9 @@ def test_operations_take_the_longer_of_arithmetic_and_memory():
     assert processor.seconds(200.0, 300.0) == 30.0
     assert processor.seconds(1.0, 1.0) == 0.5
     assert dataclasses.replace(processor, launches_ahead=False).seconds(200.0, 0.0) == 20.5
-    assert Link("link", 2.0, 10.0).seconds(30.0) == 5.0
+    link = Link("link", 10.0, latency_seconds=2.0, wire_seconds=0.5)
+    assert (link.seconds(30.0), link.seconds_on_wire(30.0)) == (5.0, 3.5)
+    assert dataclasses.replace(link, latency_seconds=0.1).seconds_on_wire(30.0) == 3.1
 
 
 def test_machines_have_the_fastest_link_of_their_gpu_unless_it_is_named():
@@ -112,7 +122,7 @@ def mlp():
     return keras.Sequential([keras.Input((64,)), *(layers.Dense(64, "relu") for _ in range(3)), layers.Dense(4, "softmax")])
 
 
-INSTANT = Link("instant", 0.0, 1e30)
+INSTANT = Link("instant", 1e30, latency_seconds=0.0)
 SLOW = Processor("slow", 1e9, 1e9, 1e9, 1e9, 0.0, 0.0, 1.0, 1.0)
 FREE = dataclasses.replace(SLOW, vector_flops=1e30, matrix_flops=1e30, bandwidth=1e30)
 
@@ -129,7 +139,7 @@ def test_much_work_and_instant_links_scale():
 
 def test_no_work_and_slow_links_do_not_scale():
     """Weights go to the other tower, and its gradients come back: two latencies at least."""
-    machine = Machine(FREE, Link("slow", 1.0, 1e30), INSTANT)
+    machine = Machine(FREE, Link("slow", 1e30, latency_seconds=1.0), INSTANT)
     one, two = (simulate(placed(mlp, towers, 6)[2], machine) for towers in (1, 2))
     assert one.seconds < 0.1
     assert 2.0 <= two.seconds < 6.0
@@ -175,3 +185,40 @@ def test_operations_of_loops_count_for_each_round():
     # One product with the inputs, and one with the state.
     assert [rounds[name] for name in forward] == [7, 7]
     assert {rounds.get(name, 1) for name in products if "while" not in name} == {1}
+
+
+def normalized():
+    stack = [layers.BatchNormalization() for _ in range(2)]
+    return keras.Sequential([keras.Input((64,)), layers.Dense(64, "relu"), *stack, layers.Dense(4, "softmax")])
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_programs_are_those_of_a_compiled_step(towers):
+    """Each of two batch normalizations lets towers meet twice; the update is a program of its own."""
+    _, _, step = placed(normalized, towers, 600)
+    programs = programs_of(step)
+    of_devices = collections.Counter(program.device for program in programs)
+    assert of_devices == ({"GPU:0": 1} if towers == 1 else {"GPU:0": 5 + 1, "GPU:1": 5})
+    alone = set(step.operations) - {name for program in programs for name in program.operations}
+    assert not any(step.operations[name].type in ("MatMul", "Relu") for name in alone)
+
+
+def test_a_program_is_launched_once_and_reads_and_writes_its_ends():
+    _, _, step = placed(mlp, 1, 600)
+    (program,) = programs_of(step)
+    launched = Machine(dataclasses.replace(FREE, launch_seconds=1.0), INSTANT, INSTANT, 0.0, 0.0)
+    products = sum(step.operations[name].type == "MatMul" for name in program.operations)
+    assert products == 4 + 2 * 4 - 1
+    assert simulate(step, launched, [program]).seconds == pytest.approx(products + 1, abs=3)
+    moving = Machine(dataclasses.replace(FREE, bandwidth=1.0), INSTANT, INSTANT, 0.0, 0.0)
+    fused = simulate(step, moving, [program]).seconds
+    unfused = simulate(step, dataclasses.replace(moving, processor=dataclasses.replace(moving.processor, fused=0.0)), [program])
+    # Without XLA, operations that pass a tensor on without a kernel count as nothing, too.
+    assert 2 * fused < unfused.seconds <= simulate(step, moving).seconds * (1 + 1e-6)
+
+
+def test_a_machine_at_its_worst_waits_longer():
+    _, _, step = placed(mlp, 2, 600)
+    machine = machine_of("A100")
+    for programs in ((), programs_of(step)):
+        assert simulate(step, machine, programs).seconds < simulate(step, with_long_waits(machine), programs).seconds

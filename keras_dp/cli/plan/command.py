@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.live import Live
 from rich.table import Table
@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=argument(_parameter_device),
         metavar="DEVICE",
         help='GPU where the variables live, such as GPU:0, or "sharded" over the GPUs',
+    )
+    parser.add_argument(
+        "--batch-norm",
+        choices=get_args(choices.BatchNorm),
+        default="sync",
+        help="rows that batch normalization computes its moments of, as in DataParallelModel (default: %(default)s)",
     )
     parser.add_argument(
         "--gpu",
@@ -96,17 +102,17 @@ def run(options: argparse.Namespace) -> int:
     alternatives = _alternatives(planned[-1]) if options.alternatives else []
     planned[-1] = dataclasses.replace(planned[-1], timeline=options.timeline)
     try:
-        machine = planned[0].machine()
+        machines = planned[0].machines()
     except ValueError as error:
         raise argparse.ArgumentError(None, f"--link: {error}") from error
     file = sys.stderr if options.json else sys.stdout
     say = functools.partial(print, file=file, flush=True)
     console, width = tables.console(file), tables.terminal_width()
-    say(f"{described(machine)}\n{options.command}\n")
+    say(f"{described(*machines)}\n{options.command}\n")
     plans: list[TowersPlan] = []
     mirrored: list[MirroredPlan | None] = []
     others: list[TowersPlan] = []
-    columns = (*COLUMNS[:3], MIRRORED, *COLUMNS[3:]) if options.mirrored else COLUMNS
+    columns = (*COLUMNS[:4], MIRRORED, *COLUMNS[4:]) if options.mirrored else COLUMNS
     failure = refusal = ""
     try:
         # On a terminal, each line is there as soon as it is known.
@@ -175,7 +181,7 @@ def plan_in_new_process(planned: PlannedRun) -> TowersPlan:
     Raises:
         RunFailedError: if the process fails.
     """
-    return TowersPlan(**runs.answer_of("plan.planning", dataclasses.asdict(planned), **_ENVIRONMENT))
+    return TowersPlan.of(runs.answer_of("plan.planning", dataclasses.asdict(planned), **_ENVIRONMENT))
 
 
 def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
@@ -184,15 +190,16 @@ def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
     Raises:
         RunFailedError: if the process fails, as it does for models that MirroredStrategy cannot train.
     """
-    return MirroredPlan(**runs.answer_of("plan.mirrored", dataclasses.asdict(planned), **_ENVIRONMENT))
+    return MirroredPlan.of(runs.answer_of("plan.mirrored", dataclasses.asdict(planned), **_ENVIRONMENT))
 
 
-def described(machine: hardware.Machine) -> str:
+def described(machine: hardware.Machine, at_worst: hardware.Machine) -> str:
     """Describes a machine in one line."""
     processor, link = machine.processor, machine.link
+    latencies = dict.fromkeys(f"{1e6 * one.link.latency_seconds:g}" for one in (machine, at_worst))
     return (
         f"A prediction, not a measurement: {processor.name}, {1e6 * processor.launch_seconds:g} µs a launch; {link.name}, "
-        f"{1e6 * link.latency_seconds:g} µs and {link.bandwidth / 1e9:g} GB/s"
+        f"{' to '.join(latencies)} µs and {link.bandwidth / 1e9:g} GB/s"
     )
 
 
@@ -203,6 +210,7 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
         batch_size=options.batch,
         batch_is_per_tower=options.scaling == "weak",
         parameter_device=options.parameter_device,
+        batch_norm=options.batch_norm,
         gpu=options.gpu,
         link=options.link,
         launch_microseconds=options.launch_microseconds,

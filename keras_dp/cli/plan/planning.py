@@ -9,11 +9,12 @@ from pathlib import Path
 
 import keras_dp
 from keras_dp.cli import models, synthetic
-from keras_dp.cli.plan.prediction import PlannedRun, TowersPlan
+from keras_dp.cli.plan.prediction import PlannedRun, Range, TowersPlan
 from keras_dp.devices.variable_homes import home, move
 from keras_dp.gpu_model.audit import GpuAudit, audit, kinds_of_copies
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
+from keras_dp.gpu_model.programs import programs_of
 from keras_dp.gpu_model.simulation import simulate
 from keras_dp.gpu_model.timeline import timeline
 from keras_dp.partition.tensorflow_internals import HOST
@@ -38,11 +39,12 @@ def plan(planned: PlannedRun) -> TowersPlan:
     parallel, step = collect(planned)
     batch_size = batch_rows(planned)
     placed = place_step(step, batch_size, parallel.devices)
-    machine = planned.machine()
+    machines = planned.machines()
+    machine = machines[0]
     if planned.timeline is not None:
         traced = timeline(placed, simulate(placed, machine), kinds_of_copies(parallel, step, placed))
         Path(planned.timeline).write_text(json.dumps(traced))
-    made = predicted(machine, batch_size, placed, audit(parallel, step, placed))
+    made = predicted(machines, batch_size, placed, audit(parallel, step, placed))
 
     def peak_of_rows(rows_of_tower: int) -> float:
         rows = rows_of_tower * planned.towers
@@ -80,19 +82,22 @@ def most_rows(peak_of_rows: Callable[[int], float], rows: int, memory: float) ->
     return max(rows + int((memory - peak) / slope), 0)
 
 
-def predicted(machine: Machine, batch_size: int, placed: PlacedStep, audited: GpuAudit) -> TowersPlan:
+def predicted(machines: tuple[Machine, Machine], batch_size: int, placed: PlacedStep, audited: GpuAudit) -> TowersPlan:
     """Predicts a step on a machine.
 
     Args:
-        machine: the machine.
+        machines: the machine at its best and at its worst.
         batch_size: the number of rows in a global batch.
         placed: the step, for that many rows.
         audited: the audit of the step.
     """
-    simulation = simulate(placed, machine)
+    programs = programs_of(placed)
+    simulation, slow = (simulate(placed, machine) for machine in machines)
+    compiled = (simulate(placed, machine, programs).seconds for machine in machines)
     return TowersPlan(
         batch_size=batch_size,
-        milliseconds=1e3 * simulation.seconds,
+        milliseconds=Range(1e3 * simulation.seconds, 1e3 * slow.seconds),
+        compiled_milliseconds=Range(*(1e3 * seconds for seconds in compiled)),
         busy=(max(simulation.busy.values()), min(simulation.busy.values())),
         peak_megabytes=max(simulation.peak_bytes.values()) / 1e6,
         copies={kind: audited.number_of(kind) for kind in KINDS},
@@ -143,7 +148,7 @@ def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
         place = planned.parameter_device
         if place is not None and place.startswith("GPU"):
             place = f"CPU:{int(place.removeprefix('GPU:')) + 1}"
-        parallel = keras_dp.DataParallelModel(model, devices=devices, parameter_device=place)
+        parallel = keras_dp.DataParallelModel(model, devices, place, batch_norm=planned.batch_norm)
         parallel.tower_steps.pack_copies = planned.pack_copies
         if not model.compiled:
             parallel.compile(models.optimizer(), **workload.objective())

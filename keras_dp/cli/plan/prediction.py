@@ -1,7 +1,9 @@
 """Describe a step to predict, and its prediction."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
+from keras_dp import choices
 from keras_dp.gpu_model import hardware, own_gpus
 
 
@@ -16,6 +18,7 @@ class PlannedRun:
         batch_is_per_tower: whether each tower gets that many rows.
         parameter_device: None, "sharded", or a GPU such as "GPU:1".
         pack_copies: whether the GPUs send each other few large messages, as they do; False is for comparisons.
+        batch_norm: as in `keras_dp.DataParallelModel`.
         gpu: a key of `keras_dp.gpu_model.hardware.GPUS`, or a file for `keras_dp.gpu_model.own_gpus.read`.
         link: "nvlink" or "pcie"; None for the fastest that the GPU has.
         launch_microseconds: in place of the GPU's own, if it is not None.
@@ -31,6 +34,7 @@ class PlannedRun:
     batch_is_per_tower: bool = False
     parameter_device: str | None = None
     pack_copies: bool = True
+    batch_norm: choices.BatchNorm = "sync"
     gpu: str = "A100"
     link: str | None = None
     launch_microseconds: float | None = None
@@ -39,30 +43,45 @@ class PlannedRun:
     memory_bytes: float | None = None
     timeline: str | None = None
 
-    def machine(self) -> hardware.Machine:
-        """Returns the machine.
+    def machines(self) -> tuple[hardware.Machine, hardware.Machine]:
+        """Returns the machine at its best and at its worst; see `keras_dp.gpu_model.hardware`.
 
         Raises:
             ValueError: if there is no such GPU, or it has no such link.
         """
-        machine = self._machine_of_gpu()
+        latency = self.latency_microseconds
+        if not own_gpus.is_file(self.gpu):
+            best = hardware.machine_of(self.gpu, self.link)
+        elif self.link is not None:
+            raise ValueError(f"{self.gpu} tells what connects the GPUs: leave --link out. Received: {self.link!r}")
+        else:
+            own = own_gpus.read(self.gpu)
+            best, latency = own.machine(), latency or own.link_latency_microseconds
+        return self._with_own_constants(best, latency), self._with_own_constants(hardware.with_long_waits(best), latency)
+
+    def _with_own_constants(self, machine: hardware.Machine, latency_microseconds: float | None) -> hardware.Machine:
         processor, link = machine.processor, machine.link
         if self.launch_microseconds is not None:
             processor = dataclasses.replace(processor, launch_seconds=1e-6 * self.launch_microseconds)
-        if self.latency_microseconds is not None:
-            link = dataclasses.replace(link, latency_seconds=1e-6 * self.latency_microseconds)
+        if latency_microseconds is not None:
+            link = dataclasses.replace(link, latency_seconds=1e-6 * latency_microseconds)
         if self.gigabytes_per_second is not None:
             link = dataclasses.replace(link, bandwidth=1e9 * self.gigabytes_per_second)
         if self.memory_bytes is not None:
             processor = dataclasses.replace(processor, memory_bytes=self.memory_bytes)
         return dataclasses.replace(machine, processor=processor, link=link)
 
-    def _machine_of_gpu(self) -> hardware.Machine:
-        if not own_gpus.is_file(self.gpu):
-            return hardware.machine_of(self.gpu, self.link)
-        if self.link is not None:
-            raise ValueError(f"{self.gpu} tells what connects the GPUs: leave --link out. Received: {self.link!r}")
-        return own_gpus.read(self.gpu).machine()
+
+class Range(NamedTuple):
+    """Holds a number at best and at worst."""
+
+    best: float
+    worst: float
+
+    def __str__(self) -> str:
+        """Shows two decimals, "1.25 to 1.50"."""
+        shown = f"{self.best:.2f}", f"{self.worst:.2f}"
+        return " to ".join(dict.fromkeys(shown))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +90,10 @@ class TowersPlan:
 
     Attributes:
         batch_size: the number of rows in a global batch.
-        milliseconds: the predicted time of the step.
-        busy: the share of this time in which the busiest and the idlest GPU run operations.
-        peak_megabytes: the predicted memory of the fullest GPU.
+        milliseconds: the predicted time of the step without XLA, at best and at worst.
+        compiled_milliseconds: the same with XLA.
+        busy: the share of the time without XLA, at best, in which the busiest and the idlest GPU run operations.
+        peak_megabytes: the predicted memory of the fullest GPU, without XLA.
         copies: the number of copies between devices, by kind.
         most_sent: the most copies of weights, gradients and moments that one GPU sends.
         most_received: the same, received.
@@ -88,7 +108,8 @@ class TowersPlan:
     """
 
     batch_size: int
-    milliseconds: float
+    milliseconds: Range
+    compiled_milliseconds: Range
     busy: tuple[float, float]
     peak_megabytes: float
     copies: dict[str, int]
@@ -103,23 +124,34 @@ class TowersPlan:
     audit: str
     largest_batch: int | None = None
 
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "TowersPlan":
+        """Returns a prediction from its fields, as JSON holds them."""
+        ranges = {name: Range(*fields[name]) for name in ("milliseconds", "compiled_milliseconds")}
+        return cls(**fields | ranges)
+
 
 @dataclasses.dataclass(frozen=True)
 class MirroredPlan:
     """Holds the prediction of the same step under `tf.distribute.MirroredStrategy`.
 
     Attributes:
-        milliseconds: the predicted time of the step.
-        busy: the share of this time in which the busiest and the idlest GPU run operations.
+        milliseconds: the predicted time of the step, at best and at worst.
+        busy: the share of the time at best in which the busiest and the idlest GPU run operations.
         peak_megabytes: the predicted memory of the fullest GPU.
         collectives: the number of collectives: all-reduces of gradients, and gatherings of the rows of sparse ones.
         collective_megabytes: what one GPU brings to them.
-        collective_milliseconds: the time of all of them.
+        collective_milliseconds: the time of all of them, without that until their ends are seen.
     """
 
-    milliseconds: float
+    milliseconds: Range
     busy: tuple[float, float]
     peak_megabytes: float
     collectives: int
     collective_megabytes: float
     collective_milliseconds: float
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "MirroredPlan":
+        """Returns a prediction from its fields, as JSON holds them."""
+        return cls(**fields | {"milliseconds": Range(*fields["milliseconds"])})

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 
 from keras_dp import tables
-from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
+from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, Range, TowersPlan
 from keras_dp.tables import Column
 
 
@@ -19,9 +19,11 @@ class Line(NamedTuple):
     mirrored: MirroredPlan | None = None
 
     @property
-    def speed_up(self) -> float:
-        """The rows in a second, divided by those of the first line."""
-        return self.plan.batch_size / self.plan.milliseconds / (self.first.batch_size / self.first.milliseconds)
+    def speed_up(self) -> Range:
+        """The rows in a second, divided by those of the first line, both at best and both at worst."""
+        more_rows = self.plan.batch_size / self.first.batch_size
+        times = zip(self.first.milliseconds, self.plan.milliseconds, strict=True)
+        return Range(*(more_rows * first / own for first, own in times))
 
 
 def _busy(line: Line) -> str:
@@ -35,8 +37,9 @@ def _fits(line: Line) -> str:
 COLUMNS = (
     Column("", "towers", lambda line: str(line.planned.towers)),
     Column("", "batch", lambda line: str(line.plan.batch_size)),
-    Column("step", "ms", lambda line: f"{line.plan.milliseconds:.2f}"),
-    Column("speed-", "up", lambda line: f"{line.speed_up:.2f}"),
+    Column("step", "ms", lambda line: str(line.plan.milliseconds)),
+    Column("with XLA", "ms", lambda line: str(line.plan.compiled_milliseconds)),
+    Column("speed-up", "without", lambda line: str(line.speed_up)),
     Column("busy", "%", _busy, 1),
     Column("peak", "MB", lambda line: f"{line.plan.peak_megabytes:.0f}"),
     Column("fits", "rows", _fits),
@@ -48,10 +51,11 @@ COLUMNS = (
 )
 
 # Beside the other columns, with --mirrored.
-MIRRORED = Column("Mirrored", "ms", lambda line: f"{line.mirrored.milliseconds:.2f}" if line.mirrored else "-")
+MIRRORED = Column("Mirrored", "ms", lambda line: str(line.mirrored.milliseconds) if line.mirrored else "-")
 
 LEGEND = (
-    "speed-up: the rows in a second, divided by those of the first line.",
+    "step: at best, to at worst: if copies and programs wait longer, and XLA fuses nothing; docs/gpu_audit.md.",
+    "speed-up: the rows in a second without XLA, divided by those of the first line.",
     "busy: the share of the step in which the busiest and the idlest GPU run operations.",
     "peak: the memory of the fullest GPU. fits: about the largest batch for which it is enough.",
     "one GPU sends, receives: the most copies of weights, gradients and moments in a step.",
@@ -70,7 +74,8 @@ class Alternative(NamedTuple):
 
 ALTERNATIVES = (
     Column("arguments", "", lambda line: _arguments(line.planned), justify="left"),
-    Column("step", "ms", lambda line: f"{line.plan.milliseconds:.2f}"),
+    Column("step", "ms", lambda line: str(line.plan.milliseconds)),
+    Column("with XLA", "ms", lambda line: str(line.plan.compiled_milliseconds)),
     Column("peak", "MB", lambda line: f"{line.plan.peak_megabytes:,.0f}"),
     Column("fits", "", lambda line: "no" if line.exceeds else "yes"),
 )
@@ -78,11 +83,11 @@ ALTERNATIVES = (
 
 def advice(planned: Sequence[PlannedRun], plans: Sequence[TowersPlan]) -> RenderableType:
     """Lists alternatives by their times, those that fit first, and names the arguments of the first one."""
-    memory = planned[0].machine().processor.memory_bytes
+    memory = planned[0].machines()[0].processor.memory_bytes
     alternatives = [
         Alternative(one, plan, exceeds=1e6 * plan.peak_megabytes > memory) for one, plan in zip(planned, plans, strict=True)
     ]
-    alternatives.sort(key=lambda one: (one.exceeds, one.plan.milliseconds))
+    alternatives.sort(key=lambda one: (one.exceeds, sum(one.plan.milliseconds)))
     best = alternatives[0]
     verdict = "No placement fits." if best.exceeds else f"Predicted to be the fastest: {_call(best.planned)}"
     return Group(tables.table(ALTERNATIVES, alternatives), "", verdict)

@@ -73,7 +73,7 @@ class Builder:
         self._program, self.propagation, self._target = program, propagation, target
         self.devices = list(target.devices)
         self.graph = GraphWriter(target.home)
-        self.feeds = feeds if known_rows is None else self._with_constants(feeds, known_rows)
+        self.feeds = self._with_rows_of_slices(feeds) if known_rows is None else self._with_constants(feeds, known_rows)
         self._instances = Instances(feeds.slices)
         self._homes = Homes(propagation, target.home)
         construction = Construction(
@@ -100,6 +100,20 @@ class Builder:
             worker_rows="" if known.worker_rows is None else self.graph.constant(known.worker_rows, device=HOST),
             is_alive=[self.graph.constant(rows > 0, tf.bool, HOST) for rows in known.own_rows],
         )
+
+    def _with_rows_of_slices(self, feeds: Feeds) -> Feeds:
+        """Returns the names that the graph is given; for XLA, with the sizes of slices in the place of the towers' rows.
+
+        XLA knows the sizes of tensors while it compiles a program, but no numbers that the program is given.
+        """
+        dtypes = {name: self.propagation.static((name, 0)).dtype for name in feeds.slices}
+        name = next((name for name, dtype in dtypes.items() if dtype != tf.string), None)
+        if name is None or not self._target.jit_compile:
+            return feeds
+        slices = zip(feeds.slices[name], self.devices, strict=True)
+        rows = [self.graph.size(part, 0, dtypes[name], device) for part, device in slices]
+        is_alone = len(rows) == 1 and self._target.across is None
+        return dataclasses.replace(feeds, rows=rows, batch_rows=rows[0] if is_alone else feeds.batch_rows)
 
     def build(self) -> Built:
         """Writes the nodes that the outputs and effects need, and no others."""

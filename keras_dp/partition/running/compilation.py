@@ -1,6 +1,6 @@
 """Find the nodes that XLA compiles."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -86,17 +86,48 @@ def compile_programs(built: Built) -> list[Any]:
         takes = all(may_take(tensor, owner) for tensor in data_inputs(node))
         return takes and node.name not in conditional and compiled.is_compiled(node, owner.device)
 
-    owners = {name: owner for name, owner in _owners(built, graph).items() if may_move(graph.nodes[name], owner)}
-    return write_programs(built.graph, owners)
+    found = owners_of(graph, built.graph.towers, built.graph.replicated.keys(), built.target.devices)
+    owners = {name: owner for name, owner in found.items() if may_move(graph.nodes[name], owner)}
+    known = known_from_shapes(graph, lambda node: compiled.is_compiled(node, built.target.devices[0]))
+    return write_programs(built.graph, owners, known)
 
 
-def _owners(built: Built, graph: Graph) -> dict[str, Owner]:
-    """Returns the owner of each node that is computed on a device of towers, and may share a program with others."""
-    towers, devices = built.graph.towers, list(map(_own_name, built.target.devices))
+def known_from_shapes(graph: Graph, is_compiled: Callable[[Any], bool], numbers: Set[str] = frozenset()) -> Set[str]:
+    """Returns the nodes that XLA knows the values of: constants, and integers that follow from the shapes of arguments.
+
+    Args:
+        graph: the nodes.
+        is_compiled: returns whether XLA compiles a node.
+        numbers: the names of arguments that are such integers themselves.
+    """
+    known: set[str] = set()
+    for name in graph.order:
+        node = graph.nodes[name]
+        sources = {*map(source_of, node.input)}
+        if node.op in SHAPES_AND_RANK:
+            is_known = sources.isdisjoint(graph.nodes)
+        else:
+            makes_integers = all(dtype.is_integer for _, dtype in results_of(node))
+            is_known = makes_integers and len(sources) > 0 and sources <= known | numbers
+        if (is_known or (node.op == "Const" and not sources)) and is_compiled(node):
+            known.add(name)
+    return known
+
+
+def owners_of(graph: Graph, towers: Mapping[str, int], replicated: Set[str], tower_devices: Sequence[str]) -> dict[str, Owner]:
+    """Returns the owner of each node that is computed on a device of towers, and may share a program with others.
+
+    Args:
+        graph: the nodes.
+        towers: by node of a tower, the number of the tower.
+        replicated: the nodes that compute for a tower what home would compute for all.
+        tower_devices: the devices of the towers.
+    """
+    devices = list(map(_own_name, tower_devices))
     types_of_devices = set(map(_type_of, devices))
     is_alone = len(devices) == 1 and not any(node.op.startswith("Collective") for node in graph.nodes.values())
     awaited = () if is_alone else graph.before(towers)
-    here = {name: _own_name(node.device) for name, node in graph.nodes.items() if name not in built.graph.replicated}
+    here = {name: _own_name(node.device) for name, node in graph.nodes.items() if name not in replicated}
     owners = {}
     for name, device in here.items():
         tower = 0 if is_alone and device == devices[0] else towers.get(name)

@@ -15,7 +15,7 @@ other in a cycle.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -57,31 +57,42 @@ class Owner:
         return "update" if self.tower is None else f"tower_{self.tower}"
 
 
-def write_programs(written: GraphWriter, owners: Mapping[str, Owner]) -> list[Any]:
+def write_programs(written: GraphWriter, owners: Mapping[str, Owner], known: Set[str]) -> list[Any]:
     """Moves nodes into functions that XLA must compile, and calls these in their place.
 
     Args:
         written: the graph, with the signature of its function.
         owners: the owners of the nodes that may be moved.
+        known: the nodes that each function may have copies of; see `groups_of`.
 
     Returns:
         The FunctionDefs.
     """
     graph = written.graph
     dtypes = dtypes_of(written.function)
-    constants = {name for name, node in graph.nodes.items() if node.op == "Const" and not node.input}
-    groups = _groups(graph, {name: owner for name, owner in owners.items() if name not in constants}, dtypes)
-    programs = [_Program(graph, constants, dtypes, owner, names) for (owner, _), names in groups.items()]
+    groups = groups_of(graph, owners, known, dtypes)
+    programs = [_Program(graph, known, dtypes, owner, names) for (owner, _), names in groups.items()]
     _call(written, programs)
     return [program.definition for program in programs]
 
 
-def _groups(graph: Graph, owners: dict[str, Owner], dtypes: Mapping[str, tf.DType]) -> dict[tuple[Owner, int], list[str]]:
-    """Returns the nodes that share a program, by their owner and level."""
+def groups_of(
+    graph: Graph, owners: Mapping[str, Owner], known: Set[str], dtypes: Mapping[str, tf.DType]
+) -> dict[tuple[Owner, int], list[str]]:
+    """Returns the nodes that share a program, by their owner and level.
+
+    Args:
+        graph: the nodes.
+        owners: the owners of the nodes that may share a program.
+        known: the nodes that XLA knows the values of wherever it compiles them: constants, and integers that follow from the
+            shapes of the step's arguments. They belong to no program.
+        dtypes: the dtypes of the tensors that nodes take.
+    """
+    owners = {name: owner for name, owner in owners.items() if name not in known}
     while True:
         levels = _levels(graph, owners)
         place = {name: (owner, levels[name]) for name, owner in owners.items()}
-        outside = {*_with_constants_outside(graph, place, dtypes), *_joining_programs(graph, owners)}
+        outside = {*_with_constants_outside(graph, place, known, dtypes), *_joining_programs(graph, owners)}
         if not outside:
             break
         owners = {name: owner for name, owner in owners.items() if name not in outside}
@@ -120,7 +131,7 @@ def _levels(graph: Graph, owners: Mapping[str, Owner]) -> dict[str, int]:
 
 
 def _with_constants_outside(
-    graph: Graph, place: Mapping[str, tuple[Owner, int]], dtypes: Mapping[str, tf.DType]
+    graph: Graph, place: Mapping[str, tuple[Owner, int]], known: Set[str], dtypes: Mapping[str, tf.DType]
 ) -> Iterable[str]:
     """Yields the nodes that need the value of a tensor from outside of their program while XLA compiles it.
 
@@ -133,7 +144,7 @@ def _with_constants_outside(
         return list(map(source_of, data_inputs(graph.nodes[name])))
 
     def is_outside(name: str, key: tuple[Owner, int]) -> bool:
-        return place.get(name) != key and (name not in graph.nodes or graph.nodes[name].op != "Const")
+        return place.get(name) != key and name not in known
 
     for name, key in place.items():
         needed = [source_of(tensor) for tensor in on_host(graph.nodes[name]) if dtypes[tensor] != tf.resource]
@@ -156,7 +167,7 @@ class _Program:
 
     Args:
         graph: all nodes.
-        constants: the names of the nodes that each function may have copies of.
+        known: the names of the nodes that each function may have copies of.
         dtypes: the dtypes of all tensors.
         owner: the owner of the nodes.
         names: the nodes, in topological order.
@@ -170,12 +181,15 @@ class _Program:
         results: the tensors that nodes outside take, in the order of the function's results.
     """
 
-    def __init__(self, graph: Graph, constants: set[str], dtypes: Mapping[str, tf.DType], owner: Owner, names: Sequence[str]):
+    def __init__(self, graph: Graph, known: Set[str], dtypes: Mapping[str, tf.DType], owner: Owner, names: Sequence[str]):
         self.owner, self.names = owner, frozenset(names)
         self._dtypes = dtypes
-        nodes = [graph.nodes[name] for name in names]
-        copied = dict.fromkeys(source for node in nodes for source in map(source_of, node.input) if source in constants)
-        inside = self.names | copied.keys()
+        copied = reached(
+            (source for name in names for source in graph.sources[name] if source in known),
+            lambda name: (source for source in graph.sources[name] if source in known),
+        )
+        inside = self.names | copied
+        nodes = [graph.nodes[name] for name in (*copied, *names)]
         taken = dict.fromkeys(tensor for node in nodes for tensor in data_inputs(node) if source_of(tensor) not in inside)
         # XLA wants variables last.
         self.given = sorted(taken, key=lambda tensor: dtypes[tensor] == tf.resource)
@@ -188,7 +202,7 @@ class _Program:
         arguments = {tensor: f"given_{i}" for i, tensor in enumerate(self.given)}
         for tensor, argument in arguments.items():
             signature.input_arg.add(name=argument, type=dtypes[tensor].as_datatype_enum)
-        for node in (*map(graph.nodes.__getitem__, copied), *nodes):
+        for node in nodes:
             made = self.definition.node_def.add()
             made.CopyFrom(node)
             made.device = ""

@@ -10,7 +10,7 @@ from tensorflow.core.framework import node_def_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running.calling import call, function_of
-from keras_dp.partition.running.compilation import Compiled
+from keras_dp.partition.running.compilation import Compiled, known_from_shapes
 from keras_dp.partition.running.programs import Owner, write_programs
 from keras_dp.partition.tracing.graph import Graph
 
@@ -18,16 +18,25 @@ OWNERS = [None, Owner("/device:CPU:0", 0), Owner("/device:CPU:1", 1), Owner("/de
 
 
 def drawn(seed):
-    """Returns a graph of sums and counts, the owners of its nodes, and its last tensors; updates are taken by updates alone."""
+    """Returns a graph of sums, the owners of its nodes, and its last tensors; updates are taken by updates alone.
+
+    Some sums are broadcast to the shape of the argument, which any of them may need.
+    """
     draw = random.Random(seed)
     written, owners = GraphWriter("CPU:0"), {}
     tensors = [("given", None)]
+    shape = written.add("Shape", ["given"], "/device:CPU:0", "shape", T=tf.float64, out_type=tf.int32)
+    shape = written.add("Mul", [shape, shape], "/device:CPU:1", "size", T=tf.int32)
     for _ in range(draw.randint(2, 40)):
         owner = draw.choice(OWNERS)
         takes = [name for name, made_by in tensors if made_by is None or not made_by.is_update or (owner and owner.is_update)]
         waits = [f"^{name}" for name in draw.sample(takes[1:], min(len(takes) - 1, draw.choice([0, 0, 1, 2])))]
         device = owner.device if owner else draw.choice(["/device:CPU:0", "/device:CPU:1"])
-        made = written.add("AddV2", [draw.choice(takes[-6:]), draw.choice(takes), *waits], device, "sum", T=tf.float64)
+        if draw.random() < 0.2:
+            inputs = [draw.choice(takes[-6:]), shape, *waits]
+            made = written.add("BroadcastTo", inputs, device, "broadcast", T=tf.float64, Tidx=tf.int32)
+        else:
+            made = written.add("AddV2", [draw.choice(takes[-6:]), draw.choice(takes), *waits], device, "sum", T=tf.float64)
         tensors.append((made, owner))
         if owner is not None:
             owners[made] = owner
@@ -41,14 +50,15 @@ def computed(seed, are_compiled):
     @tf.function(autograph=False)
     def run(x):
         function = function_of(written, {"given": lambda: x}, outputs, [])
-        programs = write_programs(written, owners) if are_compiled else []
-        moved = [node.name for program in programs for node in program.node_def]
+        known = known_from_shapes(Graph(written.function.node_def), lambda node: True)
+        programs = write_programs(written, owners, known) if are_compiled else []
+        moved = [node.name for program in programs for node in program.node_def if node.name not in known]
         kept = {node.name for node in written.function.node_def} & nodes
         assert Graph(written.function.node_def).cycle == []
         assert sorted([*moved, *kept]) == sorted(nodes), "each node is in one program, or outside"
         return call(type(function)(function.definition, function.given, function.dtypes, programs))
 
-    return run(tf.constant(1.0, tf.float64))
+    return run(tf.constant([1.0], tf.float64))
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,104 @@
+"""Find the operations of a placed step that XLA would compile into one program.
+
+The step is placed as it runs without XLA. Its operations share programs by the rules by which steps are compiled
+(`keras_dp.partition.running`).
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_dp.gpu_model.loops import forward_inputs, rounds_of_operations
+from keras_dp.gpu_model.placement import PlacedStep
+from keras_dp.partition.running.compilation import Compiled, known_from_shapes, owners_of
+from keras_dp.partition.running.functions import conditional_nodes
+from keras_dp.partition.running.programs import Owner, groups_of
+from keras_dp.partition.tensorflow_internals import HOST
+from keras_dp.partition.tracing.graph import Graph, set_inputs
+from keras_dp.partition.tracing.names import source_of
+
+_TOWER = re.compile(r"partitioned/tower_(\d+)/")
+_HOME = "partitioned/home/"
+
+
+class Program(NamedTuple):
+    """Operations of one device that run as one.
+
+    Attributes:
+        device: the device.
+        operations: their names.
+        taken: the tensors that they take from others.
+        made: the tensors that others take from them.
+    """
+
+    device: str
+    operations: tuple[str, ...]
+    taken: tuple[str, ...]
+    made: tuple[str, ...]
+
+
+def programs_of(step: PlacedStep) -> list[Program]:
+    """Returns the programs of a step on GPUs. A step of one tower may be any, such as plain Keras's."""
+    rounds = rounds_of_operations({name: operation.node for name, operation in step.operations.items()})
+    graph = Graph(_nodes(step))
+    is_alone = len(step.towers) == 1
+    towers = {name: int(match[1]) for name in graph.nodes if (match := _TOWER.match(name))}
+    awaited = () if is_alone else graph.before(towers)
+    replicated = {name for name in awaited if name.startswith(_HOME)}
+    compiled = Compiled()
+
+    conditional = conditional_nodes(graph)
+
+    def may_move(name: str, owner: Owner) -> bool:
+        operation = step.operations[name]
+        is_branch = operation.type in ("Switch", "Merge")
+        # An update under a condition is one operation until TensorFlow runs it. A tower without rows has conditions of its own.
+        if (is_branch or name in conditional) and not (owner.is_update or is_alone):
+            return False
+        is_here = name not in rounds and operation.device != HOST
+        return is_here and (is_branch or compiled.is_compiled(operation.node, owner.device))
+
+    devices = [f"/device:{tower}" for tower in step.towers]
+    owners = {name: owner for name, owner in owners_of(graph, towers, replicated, devices).items() if may_move(name, owner)}
+    # With XLA, numbers of rows are the sizes of slices.
+    numbers = {tensor.op.name for tensor in _arguments(step) if tensor.dtype == tf.int32 and tensor.shape.rank == 0}
+    known = known_from_shapes(graph, lambda node: compiled.is_compiled(node, devices[0]), numbers)
+    dtypes = {tensor.name.removesuffix(":0"): tensor.dtype for op in step.graph.get_operations() for tensor in op.outputs}
+    takers: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name, operation in step.operations.items():
+        for tensor in operation.inputs:
+            takers[source_of(tensor)].append((tensor, name))
+    return [_program(step, names, takers) for names in groups_of(graph, owners, known, dtypes).values()]
+
+
+def _arguments(step: PlacedStep) -> list[tf.Tensor]:
+    return [operation.outputs[0] for operation in step.graph.get_operations() if operation.type == "Placeholder"]
+
+
+def _nodes(step: PlacedStep) -> Iterator[Any]:
+    """Yields the NodeDefs on their GPUs, without arguments and what a loop hands from one round to the next."""
+    nodes = {name: operation.node for name, operation in step.operations.items()}
+    for operation in step.operations.values():
+        if operation.type != "Placeholder":
+            node = type(operation.node)()
+            node.CopyFrom(operation.node)
+            node.device = f"/device:{operation.device}"
+            set_inputs(node, forward_inputs(operation.node, nodes))
+            yield node
+
+
+def _program(step: PlacedStep, names: Sequence[str], takers: Mapping[str, Sequence[tuple[str, str]]]) -> Program:
+    """Returns the program of some operations.
+
+    Args:
+        step: the step.
+        names: the names of the operations.
+        takers: by operation, each of its tensors with an operation that takes it.
+    """
+    inside = set(names)
+    taken = (tensor for name in names for tensor in step.operations[name].inputs if source_of(tensor) not in inside)
+    made = (tensor for name in names for tensor, taker in takers[name] if taker not in inside)
+    return Program(step.operations[names[0]].device, tuple(names), tuple(dict.fromkeys(taken)), tuple(dict.fromkeys(made)))
