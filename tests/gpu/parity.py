@@ -58,7 +58,7 @@ def _in_float64(record, devices):
         parallel = compare_float64(record, name, plain[name], devices[:count])
         if count == 2:
             _list_computed_once(record, name, parallel)
-    options = OTHER_OPTIONS[2:4] if record.quick else OTHER_OPTIONS
+    options = OTHER_OPTIONS[1:3] if record.quick else OTHER_OPTIONS
     for name, arguments in itertools.product(names[:1] if record.quick else names[:2], options):
         compare_float64(record, name, plain[name], devices, **arguments)
 
