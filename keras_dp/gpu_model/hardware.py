@@ -175,7 +175,7 @@ def machine_of(gpu: str, link: str | None = None) -> Machine:
 
 
 def best_and_worst(machine: Machine) -> tuple[Machine, Machine]:
-    """Returns a machine, and the same if copies, control edges and programs wait as long as is likely, and XLA fuses nothing."""
+    """Returns a machine, and the same if copies, control edges and programs wait as long as is likely and XLA fuses nothing."""
 
     def slow(link: Link) -> Link:
         return dataclasses.replace(link, latency_seconds=_LONG_COPY_SECONDS, wire_seconds=_LONG_WIRE_SECONDS)
