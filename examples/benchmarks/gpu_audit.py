@@ -24,7 +24,7 @@ from keras_dp.cli import models, runs, synthetic
 from keras_dp.cli.plan import mirrored, planning
 from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, Range, TowersPlan
 from keras_dp.gpu_model.audit import audit
-from keras_dp.gpu_model.hardware import Link, Machine, Processor, machine_of, with_long_waits
+from keras_dp.gpu_model.hardware import Link, Machine, Processor, best_and_worst, machine_of
 from keras_dp.gpu_model.placement import place_step
 from keras_dp.gpu_model.simulation import simulate
 from keras_dp.reports.step_graph import graph_of_step
@@ -143,12 +143,6 @@ def gan():
     return model
 
 
-def machines_of(gpu, link):
-    """The machine at its best and at its worst."""
-    machine = machine_of(gpu, link)
-    return machine, with_long_waits(machine)
-
-
 def answer_one(question):
     """Plans one step for each machine; in a process of its own."""
     planned = PlannedRun(**question)
@@ -157,7 +151,7 @@ def answer_one(question):
     placed = place_step(step, rows, parallel.devices)
     audited = audit(parallel, step, placed)
     plans = {
-        name: dataclasses.asdict(planning.predicted(machines_of(*hardware), rows, placed, audited))
+        name: dataclasses.asdict(planning.predicted(best_and_worst(machine_of(*hardware)), rows, placed, audited))
         for name, hardware in MACHINES.items()
     }
     print(json.dumps(plans))
@@ -167,7 +161,8 @@ def answer_mirrored(question):
     """Plans one step under MirroredStrategy for each machine; in a process of its own."""
     placed = mirrored.collect(PlannedRun(**question))
     plans = {
-        name: dataclasses.asdict(mirrored.predicted(machines_of(*hardware), placed)) for name, hardware in MACHINES.items()
+        name: dataclasses.asdict(mirrored.predicted(best_and_worst(machine_of(*hardware)), placed))
+        for name, hardware in MACHINES.items()
     }
     print(json.dumps(plans))
 

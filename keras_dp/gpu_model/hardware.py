@@ -2,7 +2,7 @@
 
 Rates of arithmetic and memory are those of the manufacturers' data sheets. Kernels reach a part of them, which is a constant of
 its own. How long copies and programs wait depends on the driver and the machine: a machine waits as briefly as is likely, and
-`with_long_waits` tells the same machine at its worst. Change any constant with `dataclasses.replace`.
+`best_and_worst` tells the same machine at its worst. Change any constant with `dataclasses.replace`.
 """
 
 import dataclasses
@@ -174,12 +174,12 @@ def machine_of(gpu: str, link: str | None = None) -> Machine:
     return Machine(GPUS[gpu], links[link or next(iter(links))], links["pcie"])
 
 
-def with_long_waits(machine: Machine) -> Machine:
-    """Returns a machine whose copies, control edges and programs wait as long as is likely, and whose XLA fuses nothing."""
+def best_and_worst(machine: Machine) -> tuple[Machine, Machine]:
+    """Returns a machine, and the same if copies, control edges and programs wait as long as is likely and XLA fuses nothing."""
 
     def slow(link: Link) -> Link:
         return dataclasses.replace(link, latency_seconds=_LONG_COPY_SECONDS, wire_seconds=_LONG_WIRE_SECONDS)
 
     processor = dataclasses.replace(machine.processor, program_seconds=_LONG_PROGRAM_SECONDS, fused=0.0)
     link, host_link = slow(machine.link), slow(machine.host_link)
-    return Machine(processor, link, host_link, machine.host_seconds, _LONG_CONTROL_SECONDS, machine.is_shared)
+    return machine, Machine(processor, link, host_link, machine.host_seconds, _LONG_CONTROL_SECONDS, machine.is_shared)

@@ -128,6 +128,12 @@ def test_the_matrix_of_copies():
     )
 
 
+def test_copies_that_plan_does_not_expect_are_told():
+    assert copying._beside_plan(16.0) == copying._beside_plan(39.0) == []
+    (line,) = copying._beside_plan(62.0)
+    assert line.startswith("keras-dp plan assumes 15 to 40 µs for a small copy, not 62: ")
+
+
 def test_a_result_that_differs(findings, monkeypatch):
     right = RULES["Relu"]
 

@@ -257,17 +257,19 @@ def test_random_numbers_are_those_of_one_device_without_xla():
     assert_same_script(lambda: keras.Sequential([keras.Input((3,)), *(make() for make in stack), layers.Dense(1)]), script, 3)
 
 
-def test_mixed_precision():
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(policy):
     """Half precision, loss scaling, batch normalization and dropout together, which keras-team/keras#20763 asks for."""
     keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("mixed_float16")
+    keras.config.set_dtype_policy(policy)
     stack = [layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU(), layers.Dropout(0.3)]
     stack += [layers.GlobalAveragePooling2D(), layers.Dense(3, dtype="float32")]
     parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((8, 8, 2)), *stack]), devices=3)
     parallel.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
     x, y = X.astype("float32"), Y.astype("float32")
     parallel.fit(x, y, batch_size=9, verbose=0)
-    assert isinstance(parallel.inner_model.optimizer, keras.optimizers.LossScaleOptimizer)
+    scales = isinstance(parallel.inner_model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert scales == (policy == "mixed_float16")
     found = keras_dp.check_step(parallel, (x, y))
     assert found.is_exact, found
     assert "compiled by XLA" in str(found)

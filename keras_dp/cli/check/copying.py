@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_dp import tables
 from keras_dp.cli.check.findings import Finding
+from keras_dp.gpu_model import hardware
 
 _SMALL, _LARGE = 4 << 10, 32 << 20  # bytes
 _REPEATS = 5
@@ -54,7 +55,18 @@ def copies(devices: Sequence[str]) -> Finding:
     slowest, fastest = min(copy.gigabytes_per_second for copy in found), max(copy.gigabytes_per_second for copy in found)
     latency = float(np.median([copy.microseconds for copy in found]))
     seen = f"right in all {len(found)} directions; {latency:.0f} µs for a small one, {slowest:.1f} to {fastest:.1f} GB/s"
-    return Finding("copies", "pass", seen, table=_matrix(devices, found), data=constants)
+    return Finding("copies", "pass", seen, table=(*_matrix(devices, found), *_beside_plan(latency)), data=constants)
+
+
+def _beside_plan(microseconds: float) -> list[str]:
+    """Returns a line if copies take another time than `keras-dp plan` assumes."""
+    least, most = (1e6 * machine.link.latency_seconds for machine in hardware.best_and_worst(hardware.machine_of("A100")))
+    if least <= microseconds <= most:
+        return []
+    return [
+        f"keras-dp plan assumes {least:.0f} to {most:.0f} µs for a small copy, not {microseconds:.0f}: give it these numbers, "
+        "with keras-dp check --json > check.json, and keras-dp plan --constants check.json"
+    ]
 
 
 def copy_between(source: str, target: str) -> MeasuredCopy:

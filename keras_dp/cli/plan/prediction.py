@@ -57,7 +57,8 @@ class PlannedRun:
         else:
             own = own_gpus.read(self.gpu)
             best, latency = own.machine(), latency or own.link_latency_microseconds
-        return self._with_own_constants(best, latency), self._with_own_constants(hardware.with_long_waits(best), latency)
+        best, worst = (self._with_own_constants(machine, latency) for machine in hardware.best_and_worst(best))
+        return best, worst
 
     def _with_own_constants(self, machine: hardware.Machine, latency_microseconds: float | None) -> hardware.Machine:
         processor, link = machine.processor, machine.link

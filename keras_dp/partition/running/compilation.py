@@ -88,7 +88,11 @@ def compile_programs(built: Built) -> list[Any]:
 
     found = owners_of(graph, built.graph.towers, built.graph.replicated.keys(), built.target.devices)
     owners = {name: owner for name, owner in found.items() if may_move(graph.nodes[name], owner)}
-    known = known_from_shapes(graph, lambda node: compiled.is_compiled(node, built.target.devices[0]))
+
+    def may_copy(node: Any) -> bool:
+        return node.name not in conditional and compiled.is_compiled(node, built.target.devices[0])
+
+    known = known_from_shapes(graph, may_copy)
     return write_programs(built.graph, owners, known)
 
 
@@ -103,13 +107,15 @@ def known_from_shapes(graph: Graph, is_compiled: Callable[[Any], bool], numbers:
     known: set[str] = set()
     for name in graph.order:
         node = graph.nodes[name]
-        sources = {*map(source_of, node.input)}
-        if node.op in SHAPES_AND_RANK:
+        sources = {*map(source_of, data_inputs(node))}
+        dtypes = [dtype for _, dtype in results_of(node)]
+        if node.op == "Const":
+            is_known = not node.input
+        elif node.op in SHAPES_AND_RANK:
             is_known = sources.isdisjoint(graph.nodes)
         else:
-            makes_integers = all(dtype.is_integer for _, dtype in results_of(node))
-            is_known = makes_integers and len(sources) > 0 and sources <= known | numbers
-        if (is_known or (node.op == "Const" and not sources)) and is_compiled(node):
+            is_known = bool(sources) and sources <= known | numbers and all(dtype.is_integer for dtype in dtypes)
+        if is_known and dtypes and is_compiled(node):
             known.add(name)
     return known
 
