@@ -78,6 +78,9 @@ class DataParallelModel(Behind, keras.Model):
             does so between GPUs only: logical CPUs share their memory.
         verify: whether the first step of each trace is compared with the same step on one device. A difference is an error that
             names the operation, and leaves the weights as before. None asks the environment variable KERAS_DP_VERIFY.
+        slices_per_device: into how many slices each device's rows are cut, which it computes one after the other, with the
+            same result. The activations of one slice at a time are in memory, unless towers meet in the middle, as they do
+            for batch normalization with the moments of the global batch.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or a device does not exist.
@@ -118,9 +121,12 @@ class DataParallelModel(Behind, keras.Model):
         whole: Sequence[str] = (),
         pack_copies: choices.PackCopies = None,
         verify: bool | None = None,
+        slices_per_device: int = 1,
     ):
         refuse_model_of_its_own(self, inner_model)
-        options = choices.Options(devices, parameter_device, batch_norm, gradient_dtype, whole, pack_copies, verify)
+        options = choices.Options(
+            devices, parameter_device, batch_norm, gradient_dtype, whole, pack_copies, verify, slices_per_device
+        )
         object.__setattr__(self, "_keras_dp", TowerTrainer(self, inner_model, options))
 
     @classmethod

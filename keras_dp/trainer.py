@@ -52,7 +52,8 @@ class TowerTrainer:
 
     Attributes:
         inside: the model inside.
-        devices: the names of the N devices.
+        devices: the names of the devices.
+        of_towers: the names of the devices of the N towers: each device has one for each of its slices, one after the other.
         feed: the strategy that cuts batches.
         train_function: the functions that Keras's trainer calls, for towers.
         uses: how often something was asked for that runs on towers.
@@ -67,6 +68,7 @@ class TowerTrainer:
         self._wrapper = weakref.ref(wrapper)
         self.inside = inside
         self.devices = tuple(tower_devices(options.devices))
+        self.of_towers = tuple(device for device in self.devices for _ in range(options.slices_per_device))
         wanted = options.parameter_device
         self._wanted_device = None if wanted is None else parameter_device_name(wanted)
         own_class: Any = type(wrapper).__bases__[-1]
@@ -92,7 +94,7 @@ class TowerTrainer:
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self.feed = InputStrategy(
-            self.devices,
+            self.of_towers,
             self.is_eager,
             self._prepare,
             self._run_on_slices,
@@ -133,7 +135,7 @@ class TowerTrainer:
     @property
     def num_towers(self) -> int:
         """N, the number of towers."""
-        return len(self.devices)
+        return len(self.of_towers)
 
     @property
     def parameter_device(self) -> str:

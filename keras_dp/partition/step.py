@@ -8,6 +8,7 @@ The passes, and the data between them:
     with_...         -> `Program`: small sums on each tower; writes after all that can fail
     Builder          -> `Built`: the nodes of all towers and of home, with their devices
     function_of      -> `Function`: the nodes with a signature
+    take_turns       lets the towers of one device compute one after the other
     pack_copies      packs the tensors that devices send each other into messages
     compile_programs outlines nodes as functions that XLA compiles
     call             calls the function in the step's graph
@@ -38,6 +39,7 @@ from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_programs
 from keras_dp.partition.running.functions import types_of
 from keras_dp.partition.running.packing import pack_copies
+from keras_dp.partition.running.turns import take_turns
 from keras_dp.partition.tensorflow_internals import graphs_around
 from keras_dp.partition.tracing.trace import Trace
 from keras_dp.partition.tracing.traced import Traced, traced_step
@@ -189,6 +191,8 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tenso
         tensors: functions that make the tensors that it is given, by name.
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
+    if built.target.takes_turns:
+        take_turns(built.graph, built.target.devices)
     if built.target.pack_copies:
         pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices)
     if built.target.jit_compile:
