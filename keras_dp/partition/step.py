@@ -192,7 +192,7 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tenso
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
     if built.target.takes_turns:
-        take_turns(built.graph, built.target.devices)
+        take_turns(built.graph, built.target.devices, built.bytes_of_rows)
     if built.target.pack_copies:
         pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices)
     if built.target.jit_compile:

@@ -1,8 +1,7 @@
 """Let the towers of one device compute in turns, so that the activations of one tower at a time are in memory.
 
-Towers meet where one needs what others have computed, such as the moments of a global batch. So each node of a tower has a
-stage, which rises wherever an edge enters the tower. At each stage, a tower begins when the tower before it on its device has
-ended:
+Towers meet where one needs what others have computed, such as the moments of a global batch. So each node has a stage, which
+rises wherever an edge enters a tower. At each stage, a tower begins when the tower before it on its device has ended:
 
     stage 1   tower 0 [forward, backward, gradients]   tower 1 [forward, backward, gradients added to those of tower 0]
 
@@ -11,6 +10,10 @@ ended:
 
 In the first case, tower 0 has freed its activations when tower 1 begins. In the second case, they wait for its stage 2.
 
+All nodes have their earliest stages, or all have their latest: those of which a tower keeps less. Statistics that only home
+takes can wait for the others, as in the first case. A loss that divides by the number of all masked rows needs little of other
+towers before the whole step begins.
+
 No node waits for itself. Order all nodes by their stage; then those of towers before those of none; then by the tower. Along
 each edge, this order stays or rises: an edge into a tower raises the stage, unless it comes from an earlier tower of the device.
 It stays within one tower and stage, or among nodes without a tower, alone. So a cycle would lie within these. Turns add no edge
@@ -18,7 +21,7 @@ there: they lead from one tower to a later one of the same device and stage.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +33,7 @@ from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.names import data_inputs, source_of
 
 
-def take_turns(written: GraphWriter, devices: Sequence[str]) -> None:
+def take_turns(written: GraphWriter, devices: Sequence[str], bytes_of: Callable[[str], float]) -> None:
     """Makes each tower wait for the tower before it on its device, at each stage.
 
     Constants, and what all towers share, such as values of variables, wait for nothing.
@@ -38,10 +41,11 @@ def take_turns(written: GraphWriter, devices: Sequence[str]) -> None:
     Args:
         written: the graph, with the signature of its function.
         devices: the devices of the N towers.
+        bytes_of: returns the bytes of the rows that a node of a tower makes.
     """
     graph = Graph(written.function.node_def)
     towers = _with_what_one_takes(graph, written.towers)
-    stages = stages_of(graph, towers, devices)
+    stages, _ = _stages_with_kept_bytes(graph, towers, devices, bytes_of)
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name in graph.order:
         if name in towers and graph.nodes[name].op != "Const":
@@ -62,14 +66,16 @@ def take_turns(written: GraphWriter, devices: Sequence[str]) -> None:
             ends[devices[tower], stage] = last
 
 
-def stages_of(graph: Graph, towers: Mapping[str, int], devices: Sequence[str]) -> dict[str, int]:
-    """Returns the stage of each node: how often the longest way to it has entered a tower.
+def kept_bytes(written: GraphWriter, devices: Sequence[str], bytes_of: Callable[[str], float]) -> float:
+    """Returns the bytes of rows that the first tower keeps from one stage for others. The arguments are those of `take_turns`."""
+    graph = Graph(written.function.node_def)
+    return _stages_with_kept_bytes(graph, _with_what_one_takes(graph, written.towers), devices, bytes_of)[1]
 
-    Args:
-        graph: all nodes.
-        towers: the towers of nodes; others belong to none.
-        devices: the devices of the N towers.
-    """
+
+def _stages_with_kept_bytes(
+    graph: Graph, towers: Mapping[str, int], devices: Sequence[str], bytes_of: Callable[[str], float]
+) -> tuple[dict[str, int], float]:
+    """Returns the stage of each node, and the bytes of rows that the first tower keeps from one stage for others."""
 
     def enters(source: str, name: str) -> bool:
         tower, other = towers.get(name), towers.get(source)
@@ -77,11 +83,21 @@ def stages_of(graph: Graph, towers: Mapping[str, int], devices: Sequence[str]) -
             return False
         return other is None or other > tower or devices[other] != devices[tower]
 
-    stages: dict[str, int] = {}
+    earliest: dict[str, int] = {}
     for name in graph.order:
-        before = (stages[source] + enters(source, name) for source in graph.sources[name])
-        stages[name] = max(before, default=int(name in towers))
-    return stages
+        before = (earliest[source] + enters(source, name) for source in graph.sources[name])
+        earliest[name] = max(before, default=int(name in towers))
+    last = max(earliest.values(), default=0)
+    latest: dict[str, int] = {}
+    for name in reversed(graph.order):
+        latest[name] = min((latest[taker] - enters(name, taker) for taker in graph.takers[name]), default=last)
+
+    def kept(stages: Mapping[str, int]) -> float:
+        of_first = [name for name, tower in towers.items() if tower == 0]
+        waits = (any(stages[taker] > stages[name] for taker in graph.takers[name] if towers.get(taker) == 0) for name in of_first)
+        return sum(bytes_of(name) for name, is_kept in zip(of_first, waits, strict=True) if is_kept)
+
+    return min(((stages, kept(stages)) for stages in (earliest, latest)), key=lambda found: found[1])
 
 
 def _with_what_one_takes(graph: Graph, towers: Mapping[str, int]) -> dict[str, int]:
