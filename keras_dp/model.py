@@ -137,7 +137,7 @@ class DataParallelModel(Behind, keras.Model):
         return parallel
 
     def __repr__(self) -> str:
-        return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(own_of(self).devices)}>"
+        return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(own_of(self).of_towers)}>"
 
     def compile(
         self,
@@ -396,7 +396,7 @@ class DataParallelModel(Behind, keras.Model):
         """Prints the model's summary and the towers' devices; see `keras.Model.summary`."""
         super().summary(*args, **kwargs)
         given = inspect.signature(keras.Model.summary).bind(self, *args, **kwargs).arguments
-        (given.get("print_fn") or print)(f" Devices: {announcement.towers(own_of(self).devices)}")
+        (given.get("print_fn") or print)(f" Devices: {announcement.towers(own_of(self).of_towers)}")
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function that `fit` calls, unless it exists; see `keras.Model.make_train_function`."""
@@ -422,12 +422,12 @@ class DataParallelModel(Behind, keras.Model):
 
     @OwnName
     def devices(self) -> list[str]:
-        """The N devices that run towers."""
+        """The devices that run towers."""
         return list(own_of(self).devices)
 
     @OwnName
     def num_towers(self) -> int:
-        """N, the number of towers."""
+        """N, the number of towers: one for each slice of each device."""
         return own_of(self).num_towers
 
     @OwnName

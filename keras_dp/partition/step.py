@@ -39,7 +39,7 @@ from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_programs
 from keras_dp.partition.running.functions import types_of
 from keras_dp.partition.running.packing import pack_copies
-from keras_dp.partition.running.turns import take_turns
+from keras_dp.partition.running.turns import kept_bytes, take_turns
 from keras_dp.partition.tensorflow_internals import graphs_around
 from keras_dp.partition.tracing.trace import Trace
 from keras_dp.partition.tracing.traced import Traced, traced_step
@@ -74,6 +74,7 @@ class Partition:
         towers: by node of the partitioned graph, the number of its tower; nodes of no tower are left out.
         variables: the variables that the step uses.
         target: the devices.
+        kept_bytes: the bytes of rows that a tower keeps while others of its device compute; see `turns`.
     """
 
     traced: Traced
@@ -83,6 +84,7 @@ class Partition:
     towers: Mapping[str, int]
     variables: Sequence[tf.Variable]
     target: Target
+    kept_bytes: float
 
     @classmethod
     def of(cls, built: Built, trace: Trace) -> "Partition":
@@ -92,8 +94,10 @@ class Partition:
             built: the graph of the towers and of home.
             trace: the trace of the step.
         """
-        propagation, graph = built.propagation, built.graph
-        return cls(propagation.traced, propagation, built.program, graph.origins, graph.towers, trace.variables(), built.target)
+        propagation, graph, target = built.propagation, built.graph, built.target
+        kept = kept_bytes(graph, target.devices, built.bytes_of_rows) if target.takes_turns else 0
+        variables = trace.variables()
+        return cls(propagation.traced, propagation, built.program, graph.origins, graph.towers, variables, target, kept)
 
     @property
     def gathered(self) -> list[Gathered]:

@@ -60,7 +60,7 @@ class Built:
         origin = self.propagation.nodes.get(self.graph.origins.get(name, ""))
         outputs = [] if origin is None else [(origin.name, port) for port in range(len(results_of(origin)))]
         rows = [output for output in outputs if isinstance(self.propagation.facts[output].placement, Shard)]
-        return sum(bytes_of_slice(output, self.propagation) for output in rows)
+        return sum(bytes_of_slice(output, self.propagation) for output in rows if self.propagation.static(output).rank)
 
 
 class Builder:

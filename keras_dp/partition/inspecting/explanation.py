@@ -78,7 +78,7 @@ class Explanation:
 
     def __repr__(self) -> str:
         lines = [
-            f"{len(self.devices)} towers on {', '.join(self.devices)}; home on {self.home}; batch of {self.batch_rows} rows",
+            f"{len(self.devices)} towers on {', '.join(dict.fromkeys(self.devices))}; home on {self.home}; batch of {self.batch_rows} rows",
             f"{self.on_towers} operations on each tower{', compiled by XLA' * self.jit_compile}, {self.at_home} once at home",
             "",
             f"{'exchange':<10}{'tensors':>9}{'bytes':>14}",
