@@ -20,7 +20,7 @@ WAYS = {
 DEFAULTS_OF_GPUS = [trainer, input_strategy, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
 # Each test of what is computed runs in one of these, which its name chooses. Programs that XLA has compiled stay in memory for
 # the life of a process, some 30 MB a test.
-WITHOUT_XLA = ("plain", "packed", "sharded", "packed-sharded")
+WITHOUT_XLA = ("plain", "packed", "sharded", "packed-sharded", "slices")
 OF_RESULTS = {
     "test_accumulation",
     "test_compatibility_losses",
