@@ -6,8 +6,9 @@ from keras_dp.batches import input_strategy
 from keras_dp.devices import variable_homes
 from keras_dp.steps import slow_steps
 
-# Packed copies, variables on several devices, two towers in turns on each device, towers that XLA compiles, and all defaults of GPUs at once. test_ways.py trains
-# each kind of program in each of these. KERAS_DP_TEST_WAY=gpus and the like choose one for all tests of what is computed.
+# Packed copies, variables on several devices, two towers in turns on each device, towers that XLA compiles, and all defaults of
+# GPUs at once. test_ways.py trains each kind of program in each of these. KERAS_DP_TEST_WAY=gpus and the like choose one for
+# all tests of what is computed.
 WAYS = {
     "plain": {},
     "packed": {"pack_copies": True},

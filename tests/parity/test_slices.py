@@ -31,7 +31,13 @@ def convolutions():
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"jit_compile": True}, {"pack_copies": True}, {"parameter_device": "sharded"}, {"pack_copies": True, "jit_compile": True}],
+    [
+        {},
+        {"jit_compile": True},
+        {"pack_copies": True},
+        {"parameter_device": "sharded"},
+        {"pack_copies": True, "jit_compile": True},
+    ],
 )
 def test_slices_train_with_the_result_of_one_device(devices, arguments):
     """Batches of uneven slices, of fewer rows than slices, and of known and unknown numbers of rows."""
@@ -59,13 +65,16 @@ def test_masks_branches_and_scaled_losses_train_in_slices(case):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "auto", None])
 def test_refuses_what_is_no_number_of_slices(count):
-    with pytest.raises(ValueError, match="`slices_per_device` must be a positive integer.*Received: slices_per_device=") as error:
+    with pytest.raises(
+        ValueError, match="`slices_per_device` must be a positive integer.*Received: slices_per_device="
+    ) as error:
         keras_dp.DataParallelModel(convolutions(), 1, slices_per_device=count)
     assert str(error.value).endswith(repr(count))
 
 
 @pytest.mark.parametrize(
-    ("batch_norm", "kept"), [("local", "with the activations of one at a time in memory"), ("sync", "since they meet in the middle")]
+    ("batch_norm", "kept"),
+    [("local", "with the activations of one at a time in memory"), ("sync", "since they meet in the middle")],
 )
 def test_the_report_tells_of_slices(batch_norm, kept):
     parallel = keras_dp.DataParallelModel(convolutions(), 2, batch_norm=batch_norm, slices_per_device=3)
@@ -117,7 +126,7 @@ print(json.dumps([*found, peak(4, False)]))
 
 
 def test_the_activations_of_one_slice_at_a_time_are_in_memory(tmp_path):
-    """Measured with TensorFlow's allocator. Where slices meet in the middle, and without turns, the activations of all are kept."""
+    """Measured with TensorFlow's allocator. Where slices meet in the middle, and without turns, those of several are kept."""
     (tmp_path / "script.py").write_text(MEMORY)
     environment = {"TF_CPU_ALLOCATOR_USE_BFC": "true", "CUDA_VISIBLE_DEVICES": "-1"}
     printed = output_of(tmp_path / "script.py", environment=environment)

@@ -56,7 +56,7 @@ class Built:
     variable_devices: dict[str, str]
 
     def bytes_of_rows(self, name: str) -> float:
-        """Returns the bytes of the rows that a node of a tower makes; 0 for a node that makes none, or stands for no traced one."""
+        """Returns the bytes of the rows that a node of a tower makes; 0 if it makes none, or stands for no traced node."""
         origin = self.propagation.nodes.get(self.graph.origins.get(name, ""))
         outputs = [] if origin is None else [(origin.name, port) for port in range(len(results_of(origin)))]
         rows = [output for output in outputs if isinstance(self.propagation.facts[output].placement, Shard)]

@@ -15,9 +15,9 @@ takes can wait for the others, as in the first case. A loss that divides by the 
 towers before the whole step begins.
 
 No node waits for itself. Order all nodes by their stage; then those of towers before those of none; then by the tower. Along
-each edge, this order stays or rises: an edge into a tower raises the stage, unless it comes from an earlier tower of the device.
-It stays within one tower and stage, or among nodes without a tower, alone. So a cycle would lie within these. Turns add no edge
-there: they lead from one tower to a later one of the same device and stage.
+each edge, this order stays or rises: an edge into a tower raises the stage, unless it comes from an earlier tower of the same
+device. It stays only within one tower and stage, and among nodes without a tower. So a cycle would lie within these. Turns add
+no edge there: they lead from one tower to a later one of the same device and stage.
 """
 
 from collections import defaultdict
@@ -30,7 +30,6 @@ from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running.functions import conditional_nodes, dtypes_of
 from keras_dp.partition.running.packing import FUSED_ON_CPUS
 from keras_dp.partition.tracing.graph import Graph, set_inputs
-from keras_dp.partition.tracing.names import data_inputs, source_of
 
 
 def take_turns(written: GraphWriter, devices: Sequence[str], bytes_of: Callable[[str], float]) -> None:
@@ -67,7 +66,7 @@ def take_turns(written: GraphWriter, devices: Sequence[str], bytes_of: Callable[
 
 
 def kept_bytes(written: GraphWriter, devices: Sequence[str], bytes_of: Callable[[str], float]) -> float:
-    """Returns the bytes of rows that the first tower keeps from one stage for others. The arguments are those of `take_turns`."""
+    """Returns the bytes of rows that a tower keeps from one stage for later ones. The arguments are those of `take_turns`."""
     graph = Graph(written.function.node_def)
     return _stages_with_kept_bytes(graph, _with_what_one_takes(graph, written.towers), devices, bytes_of)[1]
 
@@ -75,7 +74,7 @@ def kept_bytes(written: GraphWriter, devices: Sequence[str], bytes_of: Callable[
 def _stages_with_kept_bytes(
     graph: Graph, towers: Mapping[str, int], devices: Sequence[str], bytes_of: Callable[[str], float]
 ) -> tuple[dict[str, int], float]:
-    """Returns the stage of each node, and the bytes of rows that the first tower keeps from one stage for others."""
+    """Returns the stage of each node, and the bytes of rows that the first tower keeps from one stage for later ones."""
 
     def enters(source: str, name: str) -> bool:
         tower, other = towers.get(name), towers.get(source)
@@ -94,7 +93,9 @@ def _stages_with_kept_bytes(
 
     def kept(stages: Mapping[str, int]) -> float:
         of_first = [name for name, tower in towers.items() if tower == 0]
-        waits = (any(stages[taker] > stages[name] for taker in graph.takers[name] if towers.get(taker) == 0) for name in of_first)
+        waits = (
+            any(stages[taker] > stages[name] for taker in graph.takers[name] if towers.get(taker) == 0) for name in of_first
+        )
         return sum(bytes_of(name) for name, is_kept in zip(of_first, waits, strict=True) if is_kept)
 
     return min(((stages, kept(stages)) for stages in (earliest, latest)), key=lambda found: found[1])

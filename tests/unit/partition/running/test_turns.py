@@ -1,5 +1,6 @@
 """Towers of one device wait for each other in turns, whatever the graph, and compute what they did."""
 
+import itertools
 import random
 from collections import defaultdict
 
@@ -38,7 +39,7 @@ class Waiting:
 
     Attributes:
         stages: the stages of all nodes before turns are taken, as they were chosen.
-        is_in_turns: for each device, stage, and tower but the first one there, whether each node waits for all of the tower before.
+        is_in_turns: for each tower but the first one of a device and stage, whether each node waits for all of the one before.
         kept: the bytes of rows that the first tower keeps from one stage for others.
         made: the bytes of all rows that it makes.
     """
@@ -62,7 +63,7 @@ class Waiting:
                 groups[devices[tower], self.stages[name]][tower].add(name)
         for towers in groups.values():
             in_order = [towers[tower] for tower in sorted(towers)]
-            for before, names in zip(in_order, in_order[1:], strict=False):
+            for before, names in itertools.pairwise(in_order):
                 self.is_in_turns.append(all(before <= graph.before([name]) for name in names))
 
 
@@ -148,7 +149,9 @@ def test_parts_of_gradients_are_added_one_by_one(monkeypatch):
     graphs = []
     take_turns = step.take_turns
     monkeypatch.setattr(step, "take_turns", lambda written, *more: graphs.append(written) or take_turns(written, *more))
-    parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), layers.Dense(1, use_bias=False)]), 2, slices_per_device=3)
+    parallel = keras_dp.DataParallelModel(
+        keras.Sequential([keras.Input((4,)), layers.Dense(1, use_bias=False)]), 2, slices_per_device=3
+    )
     parallel.compile("sgd", "mse")
     parallel.train_on_batch(np.ones((12, 4)), np.ones((12, 1)))
     nodes = {node.name: node for node in graphs[-1].function.node_def}
