@@ -92,11 +92,12 @@ def _stages_with_kept_bytes(
         latest[name] = min((latest[taker] - enters(name, taker) for taker in graph.takers[name]), default=last)
 
     def kept(stages: Mapping[str, int]) -> float:
-        of_first = [name for name, tower in towers.items() if tower == 0]
-        waits = (
-            any(stages[taker] > stages[name] for taker in graph.takers[name] if towers.get(taker) == 0) for name in of_first
+        of_first = dict.fromkeys(name for name, tower in towers.items() if tower == 0)
+        return sum(
+            bytes_of(name)
+            for name in of_first
+            if any(taker in of_first and stages[taker] > stages[name] for taker in graph.takers[name])
         )
-        return sum(bytes_of(name) for name, is_kept in zip(of_first, waits, strict=True) if is_kept)
 
     return min(((stages, kept(stages)) for stages in (earliest, latest)), key=lambda found: found[1])
 
