@@ -2,7 +2,7 @@
 
 Each k has a process of its own, in which TensorFlow's allocator counts what it allocates, as on GPUs
 (TF_CPU_ALLOCATOR_USE_BFC). Batch normalizations take the moments of each slice: with those of the global batch, slices meet in
-the middle of the step, and memory does not fall. See docs/out_of_memory.md.
+the middle of the step, and memory falls little. See docs/out_of_memory.md.
 """
 
 import argparse
