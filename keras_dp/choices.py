@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -20,7 +21,7 @@ class Options:
     """Holds how a model trains on towers: the arguments of `DataParallelModel`, which explains them, after the model.
 
     Raises:
-        ValueError: if an argument that takes only a few values has another one.
+        ValueError: if an argument that takes only a few values, or positive integers, has another one.
     """
 
     devices: int | Sequence[str] | None = None
@@ -30,11 +31,18 @@ class Options:
     whole: Sequence[str] = ()
     communication: TowerCommunication = None
     verify: bool | None = None
+    slices_per_device: int = 1
 
     def __post_init__(self) -> None:
         refuse_unknown("batch_norm", self.batch_norm, BatchNorm)
         refuse_unknown("gradient_dtype", self.gradient_dtype, GradientType)
         refuse_unknown("communication", self.communication, TowerCommunication)
+        count = self.slices_per_device
+        if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
+            raise ValueError(
+                "`slices_per_device` must be a positive integer: how many slices each device computes one after the other. "
+                f"Give 1 for all its rows at once. Received: slices_per_device={count!r}"
+            )
 
 
 def values_of(choice: Any) -> list[Any]:

@@ -78,6 +78,9 @@ class DataParallelModel(Behind, keras.Model):
             and copies are sent. None sends copies.
         verify: whether the first step of each trace is compared with the same step on one device. A difference is an error that
             names the operation, and leaves the weights as before. None asks the environment variable KERAS_DP_VERIFY.
+        slices_per_device: into how many slices each device's rows are cut, which it computes one after the other, with the
+            same result. The activations of one slice at a time are in memory, unless towers meet in the middle, as they do
+            for batch normalization with the moments of the global batch.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or a device does not exist.
@@ -118,9 +121,12 @@ class DataParallelModel(Behind, keras.Model):
         whole: Sequence[str] = (),
         communication: choices.TowerCommunication = None,
         verify: bool | None = None,
+        slices_per_device: int = 1,
     ):
         refuse_model_of_its_own(self, inner_model)
-        options = choices.Options(devices, parameter_device, batch_norm, gradient_dtype, whole, communication, verify)
+        options = choices.Options(
+            devices, parameter_device, batch_norm, gradient_dtype, whole, communication, verify, slices_per_device
+        )
         object.__setattr__(self, "_keras_dp", TowerTrainer(self, inner_model, options))
 
     @classmethod
@@ -131,7 +137,7 @@ class DataParallelModel(Behind, keras.Model):
         return parallel
 
     def __repr__(self) -> str:
-        return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(own_of(self).devices)}>"
+        return f"<DataParallelModel name={self.name}, built={self.built}, {announcement.towers(own_of(self).of_towers)}>"
 
     def compile(
         self,
@@ -390,7 +396,7 @@ class DataParallelModel(Behind, keras.Model):
         """Prints the model's summary and the towers' devices; see `keras.Model.summary`."""
         super().summary(*args, **kwargs)
         given = inspect.signature(keras.Model.summary).bind(self, *args, **kwargs).arguments
-        (given.get("print_fn") or print)(f" Devices: {announcement.towers(own_of(self).devices)}")
+        (given.get("print_fn") or print)(f" Devices: {announcement.towers(own_of(self).of_towers)}")
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function that `fit` calls, unless it exists; see `keras.Model.make_train_function`."""
@@ -416,12 +422,12 @@ class DataParallelModel(Behind, keras.Model):
 
     @OwnName
     def devices(self) -> list[str]:
-        """The N devices that run towers."""
+        """The devices that run towers."""
         return list(own_of(self).devices)
 
     @OwnName
     def num_towers(self) -> int:
-        """N, the number of towers."""
+        """N, the number of towers: one for each slice of each device."""
         return own_of(self).num_towers
 
     @OwnName

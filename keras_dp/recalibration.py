@@ -73,7 +73,7 @@ def recalibrate_batch_norm(
         # "first" normalizes as "local" does: they differ only in the moments that update the statistics.
         mode = "sync" if own_of(model).steps.options.batch_norm == "sync" else "local"
         named = named if has_all_names else own_of(model).steps.inputs.named
-        model, devices = own_of(model).inside, own_of(model).devices
+        model, devices = own_of(model).inside, own_of(model).of_towers
     elif isinstance(model, keras.Model):
         mode, devices = "sync", tower_devices(None)
     else:

@@ -53,7 +53,8 @@ class TowerTrainer:
 
     Attributes:
         inside: the model inside.
-        devices: the names of the N devices.
+        devices: the names of the devices.
+        of_towers: the names of the devices of the N towers: each device has one for each of its slices, one after the other.
         feed: the strategy that cuts batches.
         train_function: the functions that Keras's trainer calls, for towers.
         uses: how often something was asked for that runs on towers.
@@ -68,6 +69,7 @@ class TowerTrainer:
         self._wrapper = weakref.ref(wrapper)
         self.inside = inside
         self.devices = tuple(tower_devices(options.devices))
+        self.of_towers = tuple(device for device in self.devices for _ in range(options.slices_per_device))
         wanted = options.parameter_device
         self._wanted_device = None if wanted is None else parameter_device_name(wanted)
         own_class: Any = type(wrapper).__bases__[-1]
@@ -93,7 +95,7 @@ class TowerTrainer:
         self._combining_optimizer: DataParallelOptimizer | None = None
         self._traced_layers: dict[keras.Layer, tuple[type, str | None]] = {}
         self.feed = InputStrategy(
-            self.devices,
+            self.of_towers,
             self.is_eager,
             self._prepare,
             self._run_on_slices,
@@ -103,7 +105,7 @@ class TowerTrainer:
         )
         self.feed.feeds_trainer = False
         self.steps = TowerSteps(inside, self.feed, options, lambda: getattr(self, "optimizer", None), self._variables_made)
-        self.steps.has_collectives = has_collectives(options.communication, self.devices, self.workers.count)
+        self.steps.has_collectives = has_collectives(options.communication, self.of_towers, self.workers.count)
         self.steps.pack_copies = are_gpus(self.devices) or self.steps.has_collectives
         self._verification = Verification(options.verify, self.steps)
         self._place_variables()
@@ -134,7 +136,7 @@ class TowerTrainer:
     @property
     def num_towers(self) -> int:
         """N, the number of towers."""
-        return len(self.devices)
+        return len(self.of_towers)
 
     @property
     def parameter_device(self) -> str:

@@ -7,13 +7,15 @@ from keras_dp.devices import variable_homes
 from keras_dp.steps import slow_steps
 from keras_dp.wrapping.one_state import own_of
 
-# Packed copies, variables on several devices, towers that XLA compiles, and all defaults of GPUs at once. test_ways.py trains
-# each kind of program in each of these. KERAS_DP_TEST_WAY=gpus and the like choose one for all tests of what is computed.
+# Packed copies, variables on several devices, two towers in turns on each device, towers that XLA compiles, and all defaults of
+# GPUs at once. test_ways.py trains each kind of program in each of these. KERAS_DP_TEST_WAY=gpus and the like choose one for
+# all tests of what is computed.
 WAYS = {
     "plain": {},
     "packed": {"pack_copies": True},
     "sharded": {"parameter_device": "sharded"},
     "packed-sharded": {"pack_copies": True, "parameter_device": "sharded"},
+    "slices": {"slices_per_device": 2},
     "xla": {},
     "gpus": {},
 }
@@ -25,7 +27,7 @@ WHERE_ASKED_FOR = {
 DEFAULTS_OF_GPUS = [trainer, input_strategy, slow_steps, variable_homes]  # all that ask whether the towers are GPUs
 # Each test of what is computed runs in one of these, which its name chooses. Programs that XLA has compiled stay in memory for
 # the life of a process, some 30 MB a test.
-WITHOUT_XLA = ("plain", "packed", "sharded", "packed-sharded")
+WITHOUT_XLA = ("plain", "packed", "sharded", "packed-sharded", "slices")
 OF_RESULTS = {
     "test_accumulation",
     "test_compatibility_losses",

@@ -16,8 +16,12 @@ def towers(devices: Sequence[str]) -> str:
 
     >>> towers(["GPU:0", "GPU:1"])
     '2 towers on GPU:0 and GPU:1'
+    >>> towers(["GPU:0", "GPU:0"])
+    '2 towers in turns on GPU:0'
     """
-    return f"{len(devices)} tower{'s' if len(devices) > 1 else ''} on {in_words(devices)}"
+    places = [*dict.fromkeys(devices)]
+    in_turns = " in turns" if len(places) < len(devices) else ""
+    return f"{len(devices)} tower{'s' if len(devices) > 1 else ''}{in_turns} on {in_words(places)}"
 
 
 SPREAD = 'parameter_device="sharded" would spread the variables, and is likely faster'

@@ -55,6 +55,9 @@ def why_copies(facts: Facts) -> str | None:
     on_gpus = kinds == {"GPU"}
     reasons = {
         f"{facts.workers} workers train together, and collectives are for the towers of a single one.": facts.workers > 1,
+        "Each device runs several towers in turns, and collectives are for one tower on each: leave out slices_per_device.": (
+            len({*facts.devices}) < len(facts.devices)
+        ),
         f"Collectives are for devices of one kind, and the towers run on {in_words(facts.devices)}.": len(kinds) > 1,
         "There is no NCCL for Windows.": on_gpus and facts.system == "Windows",
         "This TensorFlow was built without NCCL.": on_gpus and not facts.has_nccl,
@@ -73,7 +76,7 @@ def has_collectives(communication: TowerCommunication, devices: Sequence[str], w
         devices: the names of the towers' devices.
         workers: the number of workers.
     """
-    if communication != "nccl" or len(devices) == 1:
+    if communication != "nccl" or len({*devices}) == 1:
         return False
     reason = why_copies(Facts.of(devices, workers))
     if reason is None:

@@ -8,6 +8,7 @@ The passes, and the data between them:
     with_...         -> `Program`: small sums on each tower; writes after all that can fail
     Builder          -> `Built`: the nodes of all towers and of home, with their devices
     function_of      -> `Function`: the nodes with a signature
+    take_turns       lets the towers of one device compute one after the other
     pack_copies      packs the tensors that devices send each other into messages, and exchanges these by collectives
     compile_programs outlines nodes as functions that XLA compiles
     call             calls the function in the step's graph
@@ -38,6 +39,7 @@ from keras_dp.partition.running.calling import call, function_of
 from keras_dp.partition.running.compilation import compile_programs
 from keras_dp.partition.running.functions import types_of
 from keras_dp.partition.running.packing import pack_copies
+from keras_dp.partition.running.turns import kept_bytes, take_turns
 from keras_dp.partition.tensorflow_internals import graphs_around
 from keras_dp.partition.tracing.trace import Trace
 from keras_dp.partition.tracing.traced import Traced, traced_step
@@ -72,6 +74,7 @@ class Partition:
         towers: by node of the partitioned graph, the number of its tower; nodes of no tower are left out.
         variables: the variables that the step uses.
         target: the devices.
+        kept_bytes: the bytes of rows that a tower keeps while others of its device compute; see `turns`.
     """
 
     traced: Traced
@@ -81,6 +84,7 @@ class Partition:
     towers: Mapping[str, int]
     variables: Sequence[tf.Variable]
     target: Target
+    kept_bytes: float
 
     @classmethod
     def of(cls, built: Built, trace: Trace) -> "Partition":
@@ -90,8 +94,10 @@ class Partition:
             built: the graph of the towers and of home.
             trace: the trace of the step.
         """
-        propagation, graph = built.propagation, built.graph
-        return cls(propagation.traced, propagation, built.program, graph.origins, graph.towers, trace.variables(), built.target)
+        propagation, graph, target = built.propagation, built.graph, built.target
+        kept = kept_bytes(graph, target.devices, built.bytes_of_rows) if target.takes_turns else 0
+        variables = trace.variables()
+        return cls(propagation.traced, propagation, built.program, graph.origins, graph.towers, variables, target, kept)
 
     @property
     def gathered(self) -> list[Gathered]:
@@ -189,6 +195,8 @@ def run(built: Built, tensors: Mapping[str, Callable[[], Tensor]]) -> list[Tenso
         tensors: functions that make the tensors that it is given, by name.
     """
     function = function_of(built.graph, tensors, built.outputs, built.effects)
+    if built.target.takes_turns:
+        take_turns(built.graph, built.target.devices, built.bytes_of_rows)
     if built.target.pack_copies:
         together = built.target.devices if built.target.has_collectives else ()
         pack_copies(built.graph, types_of(function.definition, function.given), built.variable_devices, together)

@@ -56,7 +56,7 @@ class CommunicationReport(NamedTuple):
 
     Attributes:
         copies: one row for each kind and pair of devices.
-        num_towers: N.
+        num_towers: N, where towers in turns on one device count as one.
         weight_bytes: P, the bytes of the trainable weights.
         largest_weight_bytes: the bytes of the largest weight.
         batch_bytes: the bytes of the global batch.
@@ -177,7 +177,7 @@ def communication(steps: TowerSteps, batch: Any, step: choices.Step) -> Communic
     copies, unsized = _copies(steps.model, concrete, graphs)
     return CommunicationReport(
         copies=copies,
-        num_towers=steps.inputs.num_towers,
+        num_towers=len({*steps.inputs.devices}),
         weight_bytes=sum(weights),
         largest_weight_bytes=max(weights, default=0),
         batch_bytes=sum(leaf.numpy().nbytes for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None),

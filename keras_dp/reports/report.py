@@ -70,6 +70,8 @@ class Report:
         share: the share of these operations that the devices divide among themselves, from 0 to 1; None if not known.
         once: the operations that one device computes from gathered rows, those with the largest shares first.
         is_assumed: whether the number of rows is assumed, since batches of several sizes were seen.
+        slices: into how many slices each device's rows are cut, which it computes one after the other.
+        kept_bytes: the bytes of rows that each slice keeps while others of its device compute, where they meet in the middle.
     """
 
     batch_rows: int
@@ -90,6 +92,8 @@ class Report:
     share: float | None
     once: list[ComputedOnce]
     is_assumed: bool = False
+    slices: int = 1
+    kept_bytes: int = 0
 
     @property
     def best_speed_up(self) -> float | None:
@@ -148,12 +152,17 @@ class Report:
         """Returns the lines of the report under their headings."""
         rows = f"{min(self.rows)} to {max(self.rows)} rows each" if len(set(self.rows)) > 1 else f"{self.rows[0]} rows each"
         facts = {"devices": [f"{in_words(self.devices)}, {rows}"]}
+        if self.slices > 1:
+            kept = f"each keeps {bytes_in_words(self.kept_bytes)} of its rows, since they meet in the middle"
+            alone = "with the activations of one at a time in memory"
+            facts["slices"] = [f"{self.slices} on each device, one after the other; {kept if self.kept_bytes else alone}"]
         places = (f"{bytes_in_words(size)} on {device}" for device, size in self.weight_bytes.items())
         largest = (f"{path}: {bytes_in_words(size)} on {device}" for path, size, device in self.largest_weights)
         advice = [SPREAD] * self.should_spread
         facts["weights"] = [", ".join(places) or "none", *largest, *advice]
         if self.batch_norms:
-            facts["batch norm"] = [f"{self.batch_norms} layer{'s' * (self.batch_norms > 1)}, {_MOMENTS[self.batch_norm]}"]
+            moments = _MOMENTS[self.batch_norm].format(part="slice" if self.slices > 1 else "device")
+            facts["batch norm"] = [f"{self.batch_norms} layer{'s' * (self.batch_norms > 1)}, {moments}"]
         facts["precision"] = [", ".join(self.precisions) + (", compiled by XLA" if self.jit_compile else ", without XLA")]
         kinds = ", ".join(f"{kind} {bytes_in_words(size)}" for kind, size in self.sent_bytes.items())
         total = bytes_in_words(sum(self.sent_bytes.values()))
@@ -184,8 +193,8 @@ class Report:
 
 _MOMENTS = {
     "sync": "with the moments of all rows, as on one device",
-    "local": "each device with the moments of its own rows",
-    "first": "each device with the moments of its own rows; statistics of the first device",
+    "local": "each {part} with the moments of its own rows",
+    "first": "each {part} with the moments of its own rows; statistics of the first {part}",
 }
 
 

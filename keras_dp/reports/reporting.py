@@ -61,9 +61,9 @@ def report(parallel: Any, batch: Any = None, step: choices.Step = "train") -> Re
 
 def _report(steps: TowerSteps, batch: Any, step: choices.Step) -> Report:
     sent = communication(steps, batch, step)
-    model, devices = steps.model, list(steps.inputs.devices)
+    model, devices = steps.model, list(dict.fromkeys(steps.inputs.devices))
     own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
-    slices = steps.slices_of(batch)
+    slices, of_device = steps.slices_of(batch), steps.options.slices_per_device
     partition, arithmetic = counted(steps, step, slices)
     kinds: Counter[str] = Counter()
     for row in sent.copies:
@@ -74,7 +74,7 @@ def _report(steps: TowerSteps, batch: Any, step: choices.Step) -> Report:
         devices=devices,
         batch_rows=int(slices[0].batch_rows),
         workers=steps.inputs.collectives.count,
-        rows=[int(part.rows) for part in own],
+        rows=[sum(int(part.rows) for part in own[i : i + of_device]) for i in range(0, len(own), of_device)],
         weight_bytes=_weight_bytes(model.weights),
         largest_weights=_largest(model.weights),
         should_spread=variable_homes.should_spread(model, devices),
@@ -88,6 +88,8 @@ def _report(steps: TowerSteps, batch: Any, step: choices.Step) -> Report:
         flops=arithmetic.total if arithmetic else None,
         share=arithmetic.share if arithmetic else None,
         once=sorted(_computed_once(partition, arithmetic), key=lambda known: -(known.share or 0)),
+        slices=of_device,
+        kept_bytes=round(partition.kept_bytes),
     )
 
 

@@ -102,7 +102,7 @@ class InFront(CheckpointedOptimizer, Front):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's outputs, computed on one device."""
         own = own_of(self)
-        if own.num_towers > 1 and not own.loops and not in_trace():
+        if len(own.devices) > 1 and not own.loops and not in_trace():
             values = keras.tree.flatten((args, kwargs))
             if not any(isinstance(value, keras.KerasTensor) for value in values):
                 own.messages.model_was_called()

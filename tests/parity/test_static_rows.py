@@ -379,7 +379,7 @@ SHARED = {
 def test_towers_share_the_work_of_known_rows(name):
     """Nothing that has rows is computed once, and only predictions are gathered, whatever widths are as many as the rows."""
     build, loss, batch = SHARED[name]
-    parallel = keras_dp.DataParallelModel(build(), devices=3)
+    parallel = keras_dp.DataParallelModel(build(), devices=3, slices_per_device=1)
     parallel.compile("adam", loss, metrics=["accuracy"])
     for step in ("train", "predict"):
         explanation = parallel.explain(batch, step)

@@ -104,6 +104,18 @@ def synchronized_batch_norm(towers):
 
 
 @case
+def slices_one_after_the_other(towers):
+    """Trains convolutions, whose moments and dropout are those of all workers, in two slices of each device."""
+
+    def build():
+        layers = [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=3)]
+        return keras.Sequential([keras.Input((6, 6, 2)), *layers, keras.layers.Flatten(), keras.layers.Dense(3, "softmax")])
+
+    data = (numbers(9, 6, 6, 2), labels(9))
+    assert_same_script(build, trains((data, 7), config={"global_clipnorm": 0.1}), towers, {"slices_per_device": 2})
+
+
+@case
 def masks_dropout_and_sample_weights(towers):
     """Trains with a masked batch normalization and loss, sample weights, and dropout, which draws one device's numbers."""
 

@@ -18,6 +18,7 @@ UNEVEN = [
 ]
 OTHERS = [
     *("synchronized_batch_norm", "whole_and_ragged_tensors", "masks_dropout_and_sample_weights", "sparse_gradients"),
+    "slices_one_after_the_other",
     *("gradients_in_half_the_bytes", "coupled_activity", "predictions_of_own_rows", "several_numbers_of_rows"),
     *("words_beside_sentences", "seeds_that_differ", "the_chief_writes_and_what_it_restores_is_for_all"),
     *("different_batches_are_noticed", "differences_are_named", "nearest_neighbors_in_a_queue"),

@@ -23,6 +23,7 @@ from keras_dp.partition.facts.operations import BRANCHES, CASES, LOOPS
 from keras_dp.partition.facts.placements import Shard
 from keras_dp.partition.facts.row_counts import RowCounts
 from keras_dp.partition.placing.propagation import Propagation
+from keras_dp.partition.placing.slice_bytes import bytes_of_slice
 from keras_dp.partition.program.operands import Form, Operand, Operation
 from keras_dp.partition.program.places import Instance, Place
 from keras_dp.partition.program.program import Program
@@ -53,6 +54,13 @@ class Built:
     propagation: Propagation
     program: Program
     variable_devices: dict[str, str]
+
+    def bytes_of_rows(self, name: str) -> float:
+        """Returns the bytes of the rows that a node of a tower makes; 0 if it makes none, or stands for no traced node."""
+        origin = self.propagation.nodes.get(self.graph.origins.get(name, ""))
+        outputs = [] if origin is None else [(origin.name, port) for port in range(len(results_of(origin)))]
+        rows = [output for output in outputs if isinstance(self.propagation.facts[output].placement, Shard)]
+        return sum(bytes_of_slice(output, self.propagation) for output in rows if self.propagation.static(output).rank)
 
 
 class Builder:

@@ -201,7 +201,10 @@ class Exchanges:
         name, count = f"{reduction}/{output[0]}", len(self._devices)
         sent = self._narrowest(output) if reduction == "sum" else output
         narrow = self._propagation.static(sent).dtype
-        parts = [self._as(part, narrow, dtype, home) for part in self._empty_slices.parts(sent, reduction)]
+        parts = self._empty_slices.parts(sent, reduction)
+        if reduction == "sum" and len({*self._devices}) < count:
+            parts, narrow = self._graph.once(("sums", output), lambda: self._sums_of_devices(parts, narrow, dtype, name)), dtype
+        parts = [self._as(part, narrow, dtype, home) for part in parts]
         if reduction not in ("sum", "prod"):
             # A tower without rows gives another tower's part. TensorFlow's graph optimizer takes a tensor that is stacked with
             # itself for the first result of its node.
@@ -210,9 +213,23 @@ class Exchanges:
                 return parts[0]
         # AddN begins with any addend whose memory nothing else holds at that moment, so that three floats and more would be
         # rounded otherwise each time. So would a chain of additions, which the graph optimizer turns into AddN.
-        if reduction == "sum" and (count <= 2 or dtype.is_integer):
-            return self._graph.add("AddN", parts, home, name, N=count, T=dtype)
+        if reduction == "sum" and (len(parts) <= 2 or dtype.is_integer):
+            return self._graph.add("AddN", parts, home, name, N=len(parts), T=dtype)
         return self._graph.reduced(reduction.capitalize(), parts, dtype, home, name)
+
+    def _sums_of_devices(self, parts: Sequence[str], narrow: tf.DType, dtype: tf.DType, name: str) -> list[str]:
+        """Adds the parts of towers on one device, each to the sum of those before it as it comes: two are in memory at most.
+
+        A later tower waits for each addition but the last one, which is no tower's. So none of them becomes a part of AddN.
+        """
+        sums: dict[str, str] = {}
+        for tower, (device, part) in enumerate(zip(self._devices, parts, strict=True)):
+            own = self._as(part, narrow, dtype, device)
+            if device in sums:
+                adder = tower if device in self._devices[tower + 1 :] else None
+                own = self._graph.add("AddN", [sums[device], own], device, name, adder, N=2, T=dtype)
+            sums[device] = own
+        return [*sums.values()]
 
     def _narrowest(self, output: Output) -> Output:
         """Returns the tensor to send: the one from which the output was cast, if that has fewer bytes, else the output."""

@@ -11,7 +11,7 @@ class Target:
     """Describes where a partitioned step runs.
 
     Attributes:
-        devices: the devices of the N towers.
+        devices: the devices of the N towers. Towers of one device follow each other, and compute in turns; see `turns`.
         home: the device of the operations that are computed once, on each worker.
         across: the exchanges between workers, each of which runs the step on its own towers; None for one worker alone.
         jit_compile: whether XLA compiles the operations of towers between exchanges.
@@ -26,3 +26,8 @@ class Target:
     jit_compile: bool = False
     pack_copies: bool = False
     has_collectives: bool = False
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether towers share a device."""
+        return len({*self.devices}) < len(self.devices)

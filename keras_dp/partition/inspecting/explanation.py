@@ -77,8 +77,9 @@ class Explanation:
     share_of_arithmetic: float | None = None
 
     def __repr__(self) -> str:
+        places = ", ".join(dict.fromkeys(self.devices))
         lines = [
-            f"{len(self.devices)} towers on {', '.join(self.devices)}; home on {self.home}; batch of {self.batch_rows} rows",
+            f"{len(self.devices)} towers on {places}; home on {self.home}; batch of {self.batch_rows} rows",
             f"{self.on_towers} operations on each tower{', compiled by XLA' * self.jit_compile}, {self.at_home} once at home",
             "",
             f"{'exchange':<10}{'tensors':>9}{'bytes':>14}",

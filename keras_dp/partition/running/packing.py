@@ -41,7 +41,7 @@ _FULL_MESSAGES = 4
 _LEAST_BYTES = 4 << 20
 
 # On CPUs, oneDNN fuses these operations with others. TensorFlow ends the process if they wait for anything but their inputs.
-_FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
+FUSED_ON_CPUS = ("Conv2D", "Conv2DBackpropFilter", "Conv3D", "DepthwiseConv2dNative", "Pad")
 
 
 def pack_copies(
@@ -271,5 +271,5 @@ def _begin_after(sent: str, users: Iterable[Any]) -> None:
         users: the nodes of the tower that take tensors of the message on the device that makes them.
     """
     for user in {user.name: user for user in users}.values():
-        if f"^{sent}" not in user.input and not (user.op in _FUSED_ON_CPUS and "CPU" in user.device):
+        if f"^{sent}" not in user.input and not (user.op in FUSED_ON_CPUS and "CPU" in user.device):
             user.input.append(f"^{sent}")
