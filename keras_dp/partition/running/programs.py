@@ -223,8 +223,9 @@ class _Program:
 
     def call(self, written: GraphWriter) -> tuple[Any, dict[str, str]]:
         """Writes a call of the function, and returns it, and the tensors in place of the results."""
+        # The graph optimizer makes a NoOp of a call without effects whose results nothing takes, and XLA looks for its function.
         node = written.function.node_def.add(
-            op="StatefulPartitionedCall" if self.definition.signature.is_stateful else "PartitionedCall",
+            op="StatefulPartitionedCall",
             name=written.unique(f"{self.owner.name}/program"),
             device=self.owner.device,
         )

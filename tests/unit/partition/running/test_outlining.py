@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensorflow.core.framework import node_def_pb2
 
@@ -63,6 +63,7 @@ def computed(seed, are_compiled):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
+@example(1086)  # a program that others only wait for
 def test_programs_compute_what_their_nodes_did(seed):
     expected, found = (computed(seed, are_compiled) for are_compiled in (False, True))
     np.testing.assert_array_equal(found, expected)
