@@ -15,6 +15,7 @@ from keras_dp.partition import step
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.running import turns
 from keras_dp.partition.running.calling import call, function_of
+from keras_dp.partition.running.compilation import known_from_shapes
 from keras_dp.partition.tracing.graph import Graph
 
 DEVICES = [["CPU:0"] * 2, ["CPU:0"] * 4, ["CPU:0"] * 2 + ["CPU:1"] * 3]
@@ -58,8 +59,9 @@ class Waiting:
     def look(self, written, devices):
         graph, groups = Graph(written.function.node_def), defaultdict(lambda: defaultdict(set))
         assert graph.cycle == []
+        known = known_from_shapes(graph, lambda node: True)
         for name, tower in self.towers.items():
-            if name in graph.nodes and graph.nodes[name].op != "Const":
+            if name in graph.nodes and name not in known:
                 groups[devices[tower], self.stages[name]][tower].add(name)
         for towers in groups.values():
             in_order = [towers[tower] for tower in sorted(towers)]
