@@ -223,7 +223,7 @@ class _Program:
 
     def call(self, written: GraphWriter) -> tuple[Any, dict[str, str]]:
         """Writes a call of the function, and returns it, and the tensors in place of the results."""
-        # The graph optimizer makes a NoOp of a call without effects whose results nothing takes, and XLA looks for its function.
+        # Of a call without effects, whose results nothing takes, the graph optimizer makes a NoOp, which XLA cannot compile.
         node = written.function.node_def.add(
             op="StatefulPartitionedCall",
             name=written.unique(f"{self.owner.name}/program"),
