@@ -297,17 +297,17 @@ def mirrored_table(plans, peers, names):
 
 
 def weak_table(plans, towers):
-    """How many times the rows in a second of one GPU with XLA several GPUs compute, with as many rows on each, in Markdown."""
-    headings = ["machine", "batch normalization", "1 GPU, ms", *(f"{count} GPUs" for count in towers)]
+    """How many times the rows in a second of one GPU several GPUs compute, with as many rows on each, in Markdown."""
+    headings = ["machine", "batch normalization", "XLA", "1 GPU, ms", *(f"{count} GPUs" for count in towers)]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for machine in MACHINES:
-        for batch_norm in ("sync", "local"):
-            if (batch_norm, 1) in plans:
-                first = plans[batch_norm, 1][machine].compiled_milliseconds
+        for batch_norm in dict.fromkeys(batch_norm for batch_norm, _ in plans):
+            for xla, times_of in TIMES.items():
+                first = times_of(plans[batch_norm, 1][machine])
                 several = [plans[batch_norm, count][machine] if (batch_norm, count) in plans else None for count in towers]
                 pairs = zip(towers, several, strict=True)
-                ups = [str(ratio(first, found.compiled_milliseconds, count)) if found else "-" for count, found in pairs]
-                lines.append(f"| {machine} | {batch_norm} | {first} | {' | '.join(ups)} |")
+                ups = [str(ratio(first, times_of(found), count)) if found else "-" for count, found in pairs]
+                lines.append(f"| {machine} | {batch_norm} | {xla or 'no'} | {first} | {' | '.join(ups)} |")
     return "\n".join(lines)
 
 

@@ -24,20 +24,37 @@ _TOWER = re.compile(r"partitioned/tower_(\d+)/")
 _HOME = "partitioned/home/"
 
 
-class Program(NamedTuple):
-    """Operations of one device that run as one.
+# XLA fuses operations on each entry with each other, and with a reduction after them. A product of matrices is a kernel alone.
+PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
+_REDUCTIONS = ("Sum", "Mean", "Prod", "Max", "Min", "All", "Any", "ArgMax", "ArgMin", "BiasAddGrad", "Softmax", "LogSoftmax")
+
+
+class Kernel(NamedTuple):
+    """Operations that read and write the memory once, together.
 
     Attributes:
-        device: the device.
         operations: their names.
         taken: the tensors that they take from others.
         made: the tensors that others take from them.
     """
 
-    device: str
     operations: tuple[str, ...]
     taken: tuple[str, ...]
     made: tuple[str, ...]
+
+
+class Program(NamedTuple):
+    """Operations of one device that are launched together.
+
+    Attributes:
+        device: the device.
+        operations: their names.
+        kernels: the operations that XLA fuses at best.
+    """
+
+    device: str
+    operations: tuple[str, ...]
+    kernels: tuple[Kernel, ...]
 
 
 def programs_of(step: PlacedStep) -> list[Program]:
@@ -95,10 +112,29 @@ def _program(step: PlacedStep, names: Sequence[str], takers: Mapping[str, Sequen
 
     Args:
         step: the step.
-        names: the names of the operations.
+        names: the names of the operations, each after those that it takes tensors of.
         takers: by operation, each of its tensors with an operation that takes it.
     """
+    stages: dict[str, int] = {}
+    groups: dict[Any, list[str]] = defaultdict(list)
+    for name in names:
+        operation = step.operations[name]
+        before = (stages[source] + ends for source, ends in _ends(operation.inputs, step) if source in stages)
+        stages[name] = max(before, default=0)
+        # Variables are in memory before and after.
+        if not operation.type.endswith("VariableOp"):
+            groups[name if operation.type in PRODUCTS else stages[name]].append(name)
+    return Program(step.operations[names[0]].device, tuple(names), tuple(_kernel(step, own, takers) for own in groups.values()))
+
+
+def _ends(tensors: Sequence[str], step: PlacedStep) -> Iterator[tuple[str, bool]]:
+    """Yields the maker of each tensor, and whether a kernel ends with it."""
+    for source in map(source_of, tensors):
+        yield source, step.operations[source].type in (*PRODUCTS, *_REDUCTIONS)
+
+
+def _kernel(step: PlacedStep, names: Sequence[str], takers: Mapping[str, Sequence[tuple[str, str]]]) -> Kernel:
     inside = set(names)
     taken = (tensor for name in names for tensor in step.operations[name].inputs if source_of(tensor) not in inside)
     made = (tensor for name in names for tensor, taker in takers[name] if taker not in inside)
-    return Program(step.operations[names[0]].device, tuple(names), tuple(dict.fromkeys(taken)), tuple(dict.fromkeys(made)))
+    return Kernel(tuple(names), tuple(dict.fromkeys(taken)), tuple(dict.fromkeys(made)))

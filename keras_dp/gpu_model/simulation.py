@@ -10,13 +10,12 @@ from keras_dp.gpu_model.hardware import Link, Machine
 from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_operations
 from keras_dp.gpu_model.memory import SAME, peak_bytes
 from keras_dp.gpu_model.placement import Operation, PlacedCopy, PlacedStep
-from keras_dp.gpu_model.programs import Program
+from keras_dp.gpu_model.programs import PRODUCTS, Program
 from keras_dp.gpu_model.schedule import Span, Task, schedule
 from keras_dp.partition.facts.operations import SHAPES_AND_RANK
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.names import source_of
 
-_MATRIX_PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 _SHARED = "all devices"
 _HALF_TYPES = {14, 19}  # bfloat16 and float16, as TensorFlow numbers them
 # Operations that start no kernel: their result is their first input, a constant, or nothing.
@@ -143,7 +142,7 @@ def _run(operation: Operation, machine: Machine, work: Work) -> tuple[float, tup
     else:
         resource = operation.device
     is_half = operation.node.attr["T"].type in _HALF_TYPES
-    return machine.processor.seconds(work.flops, work.bytes, operation.type in _MATRIX_PRODUCTS, is_half), (resource,)
+    return machine.processor.seconds(work.flops, work.bytes, operation.type in PRODUCTS, is_half), (resource,)
 
 
 def runs_on_host(operation: Operation) -> bool:
@@ -152,23 +151,20 @@ def runs_on_host(operation: Operation) -> bool:
 
 
 def _run_program(program: Program, step: PlacedStep, machine: Machine) -> float:
-    """Returns the time of a program: each product of matrices is a kernel, and so is the rest, as far as XLA fuses it."""
-    processor = machine.processor
+    """Returns the time of a program: at best, each kernel reads what it takes and writes what others take; at worst, all."""
     seconds = 0.0
-    flops = between = 0
-    of_products: set[str] = set()
-    for name in program.operations:
-        operation, work = step.operations[name], step.work.get(name, Work(0, 0, ()))
-        if name in step.not_taken or operation.type in _FREE:
-            continue
-        if operation.type in _MATRIX_PRODUCTS:
-            seconds += _run(operation, machine, work)[0]
-            of_products |= {*operation.inputs, *(f"{name}:{port}" for port in range(len(operation.kernel.outputs)))}
-        else:
-            flops, between = flops + work.flops, between + work.bytes
-    at_ends = sum(step.sizes.bytes_of(tensor) for tensor in (*program.taken, *program.made) if tensor not in of_products)
-    moved = at_ends + (1 - processor.fused) * max(between - at_ends, 0)
-    return seconds + processor.seconds(flops, moved)
+    for kernel in program.kernels:
+        running = [step.operations[name] for name in kernel.operations if name not in step.not_taken]
+        running = [operation for operation in running if operation.type not in _FREE]
+        works = [step.work.get(operation.name, Work(0, 0, ())) for operation in running]
+        if len(running) == 1:
+            seconds += _run(running[0], machine, works[0])[0]
+        elif running:
+            at_ends = sum(map(step.sizes.bytes_of, (*kernel.taken, *kernel.made)))
+            between = max(sum(work.bytes for work in works) - at_ends, 0)
+            moved = at_ends + (1 - machine.processor.fused) * between
+            seconds += machine.processor.seconds(sum(work.flops for work in works), moved)
+    return seconds
 
 
 def _way(copy: PlacedCopy, machine: Machine) -> tuple[Link | None, tuple[str, ...]]:
