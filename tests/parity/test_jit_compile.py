@@ -154,7 +154,24 @@ def as_long_as_a_number(x):
     return x * tf.cond(largest > 0, lambda: tf.reduce_sum(tf.range(largest * 3)) / 10, lambda: largest)
 
 
-OUTSIDE = [growing, kept, decomposed, as_strings, resized, whole_rows, norm_of_zeros, in_order, as_long_as_a_number]
+def as_many_as_rounds(x):
+    """Has a size that a loop finds from the number of rows."""
+    (rounds,) = tf.while_loop(lambda i: i * i < tf.shape(x)[0], lambda i: (i + 1,), [tf.constant(0)])
+    return x + tf.reduce_sum(tf.ones([rounds, 3], x.dtype), 0) / 10
+
+
+OUTSIDE = [
+    growing,
+    as_many_as_rounds,
+    kept,
+    decomposed,
+    as_strings,
+    resized,
+    whole_rows,
+    norm_of_zeros,
+    in_order,
+    as_long_as_a_number,
+]
 
 
 @pytest.mark.parametrize("devices", [1, 3])

@@ -114,7 +114,9 @@ def known_from_shapes(graph: Graph, is_compiled: Callable[[Any], bool], numbers:
         elif node.op in SHAPES_AND_RANK:
             is_known = sources.isdisjoint(graph.nodes)
         else:
-            is_known = bool(sources) and sources <= known | numbers and all(dtype.is_integer for dtype in dtypes)
+            # XLA does not look into loops for values.
+            is_plain = bool(sources) and not functions_of(node)
+            is_known = is_plain and sources <= known | numbers and all(dtype.is_integer for dtype in dtypes)
         if is_known and dtypes and is_compiled(node):
             known.add(name)
     return known

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
-from keras_dp.partition.facts.operations import SHAPES_AND_RANK
+from keras_dp.partition.facts.operations import LOOPS, SHAPES_AND_RANK
 from keras_dp.partition.running.functions import dtypes_of, replace_tensors
 from keras_dp.partition.tensorflow_internals import is_stateful, on_host, unused_function_name
 from keras_dp.partition.tracing.graph import Graph, reached, set_inputs
@@ -144,7 +144,7 @@ def _with_constants_outside(
         return list(map(source_of, data_inputs(graph.nodes[name])))
 
     def is_outside(name: str, key: tuple[Owner, int]) -> bool:
-        return place.get(name) != key and name not in known
+        return name not in known and (place.get(name) != key or graph.nodes[name].op in LOOPS)
 
     for name, key in place.items():
         needed = [source_of(tensor) for tensor in on_host(graph.nodes[name]) if dtypes[tensor] != tf.resource]
