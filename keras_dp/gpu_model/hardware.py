@@ -27,7 +27,7 @@ class Processor:
         bandwidth_efficiency: the part of `bandwidth` that kernels reach.
         launches_ahead: whether an operation is launched while the one before it runs, as on GPUs.
         program_seconds: the time in which the host launches a program of XLA.
-        fused: the share of the bytes between the operations of a program that XLA saves, from 0 to 1.
+        fused: the share of the bytes between the operations of a kernel that XLA saves, from 0 to 1.
         source: where the rates are from.
     """
 

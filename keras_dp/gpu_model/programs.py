@@ -22,8 +22,6 @@ from keras_dp.partition.tracing.names import source_of
 
 _TOWER = re.compile(r"partitioned/tower_(\d+)/")
 _HOME = "partitioned/home/"
-
-
 # XLA fuses operations on each entry with each other, and with a reduction after them. A product of matrices is a kernel alone.
 PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 _REDUCTIONS = ("Sum", "Mean", "Prod", "Max", "Min", "All", "Any", "ArgMax", "ArgMin", "BiasAddGrad", "Softmax", "LogSoftmax")
@@ -65,9 +63,7 @@ def programs_of(step: PlacedStep) -> list[Program]:
     towers = {name: int(match[1]) for name in graph.nodes if (match := _TOWER.match(name))}
     awaited = () if is_alone else graph.before(towers)
     replicated = {name for name in awaited if name.startswith(_HOME)}
-    compiled = Compiled()
-
-    conditional = conditional_nodes(graph)
+    compiled, conditional = Compiled(), conditional_nodes(graph)
 
     def may_move(name: str, owner: Owner) -> bool:
         operation = step.operations[name]
@@ -81,7 +77,8 @@ def programs_of(step: PlacedStep) -> list[Program]:
     devices = [f"/device:{tower}" for tower in step.towers]
     owners = {name: owner for name, owner in owners_of(graph, towers, replicated, devices).items() if may_move(name, owner)}
     # With XLA, numbers of rows are the sizes of slices.
-    numbers = {tensor.op.name for tensor in _arguments(step) if tensor.dtype == tf.int32 and tensor.shape.rank == 0}
+    arguments = [operation.outputs[0] for operation in step.graph.get_operations() if operation.type == "Placeholder"]
+    numbers = {tensor.op.name for tensor in arguments if tensor.dtype == tf.int32 and tensor.shape.rank == 0}
     known = known_from_shapes(graph, lambda node: compiled.is_compiled(node, devices[0]), numbers)
     dtypes = {tensor.name.removesuffix(":0"): tensor.dtype for op in step.graph.get_operations() for tensor in op.outputs}
     takers: dict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -89,10 +86,6 @@ def programs_of(step: PlacedStep) -> list[Program]:
         for tensor in operation.inputs:
             takers[source_of(tensor)].append((tensor, name))
     return [_program(step, names, takers) for names in groups_of(graph, owners, known, dtypes).values()]
-
-
-def _arguments(step: PlacedStep) -> list[tf.Tensor]:
-    return [operation.outputs[0] for operation in step.graph.get_operations() if operation.type == "Placeholder"]
 
 
 def _nodes(step: PlacedStep) -> Iterator[Any]:

@@ -110,8 +110,9 @@ def test_work_of_products_and_sums():
 def placed(build, towers, rows):
     """Returns a model on GPUs, the graph of its step, and the placed step for a number of rows."""
     keras.config.set_floatx("float32")
-    with logical_cpus_for_gpus(towers) as devices:
-        parallel = wrapped(build(), devices=devices, pack_copies=True)
+    # TensorFlow keeps the number of devices that it starts with.
+    with logical_cpus_for_gpus(2) as devices:
+        parallel = wrapped(build(), devices=devices[:towers], pack_copies=True)
         parallel.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
         x = np.ones((6, *parallel.input_shape[1:]), parallel.inner_model.inputs[0].dtype)
         step = graph_of_step(parallel, (x, np.arange(6) % 4))

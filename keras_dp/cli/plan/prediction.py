@@ -51,13 +51,13 @@ class PlannedRun:
         """
         latency = self.latency_microseconds
         if not own_gpus.is_file(self.gpu):
-            best = hardware.machine_of(self.gpu, self.link)
+            machine = hardware.machine_of(self.gpu, self.link)
         elif self.link is not None:
             raise ValueError(f"{self.gpu} tells what connects the GPUs: leave --link out. Received: {self.link!r}")
         else:
             own = own_gpus.read(self.gpu)
-            best, latency = own.machine(), latency or own.link_latency_microseconds
-        best, worst = (self._with_own_constants(machine, latency) for machine in hardware.best_and_worst(best))
+            machine, latency = own.machine(), latency or own.link_latency_microseconds
+        best, worst = (self._with_own_constants(one, latency) for one in hardware.best_and_worst(machine))
         return best, worst
 
     def _with_own_constants(self, machine: hardware.Machine, latency_microseconds: float | None) -> hardware.Machine:
