@@ -20,6 +20,7 @@ __all__ = [
     "connect_workers",
     "convert_batch_norm",
     "explain",
+    "find_slices",
     "optimizers",
     "recalibrate_batch_norm",
     "report",

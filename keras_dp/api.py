@@ -34,6 +34,7 @@ from keras_dp.optimizer import DataParallelOptimizer as DataParallelOptimizer
 from keras_dp.recalibration import recalibrate_batch_norm as recalibrate_batch_norm
 from keras_dp.reports.communication import communication_report as communication_report
 from keras_dp.reports.explain import explain as explain
+from keras_dp.reports.find_slices import find_slices as find_slices
 from keras_dp.reports.reporting import report as report
 from keras_dp.reports.step_check import check_step as check_step
 from keras_dp.workers.group import WorkerGroup as WorkerGroup

@@ -31,17 +31,18 @@ class Options:
     whole: Sequence[str] = ()
     communication: TowerCommunication = None
     verify: bool | None = None
-    slices_per_device: int = 1
+    slices_per_device: int | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
         refuse_unknown("batch_norm", self.batch_norm, BatchNorm)
         refuse_unknown("gradient_dtype", self.gradient_dtype, GradientType)
         refuse_unknown("communication", self.communication, TowerCommunication)
         count = self.slices_per_device
-        if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
+        if count != "auto" and (not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1):
             raise ValueError(
                 "`slices_per_device` must be a positive integer: how many slices each device computes one after the other. "
-                f"Give 1 for all its rows at once. Received: slices_per_device={count!r}"
+                'Give 1 for all its rows at once, or "auto" to find how many fit in its memory. '
+                f"Received: slices_per_device={count!r}"
             )
 
 

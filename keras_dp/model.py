@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -80,7 +80,8 @@ class DataParallelModel(Behind, keras.Model):
             names the operation, and leaves the weights as before. None asks the environment variable KERAS_DP_VERIFY.
         slices_per_device: into how many slices each device's rows are cut, which it computes one after the other, with the
             same result. The activations of one slice at a time are in memory, unless towers meet in the middle, as they do
-            for batch normalization with the moments of the global batch.
+            for batch normalization with the moments of the global batch. "auto" tries the first step of each kind of batch with
+            one slice, and with twice as many as long as the memory of a device is too small.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or a device does not exist.
@@ -121,7 +122,7 @@ class DataParallelModel(Behind, keras.Model):
         whole: Sequence[str] = (),
         communication: choices.TowerCommunication = None,
         verify: bool | None = None,
-        slices_per_device: int = 1,
+        slices_per_device: int | Literal["auto"] = 1,
     ):
         refuse_model_of_its_own(self, inner_model)
         options = choices.Options(

@@ -113,7 +113,7 @@ class InputStrategy:
         self.has_all_names = False
         self.different_batches = DifferentBatches(self.collectives, HOST) if self.collectives.count > 1 else None
         self.waiting = Waiting(is_costly=are_gpus(devices))
-        self._cut_functions: deque[tuple[tuple[Any, str, WholeTensors], Any]] = deque(maxlen=_CUT_FUNCTIONS)
+        self._cut_functions: deque[tuple[tuple[Any, str, Any], Any]] = deque(maxlen=_CUT_FUNCTIONS)
         self._shapes: list[tf.TensorShape] = []  # of the tensors in the last dataset that are cut
         self._names = WholeNames(self.named.names)
         self._found = FoundWhole()
@@ -222,7 +222,7 @@ class InputStrategy:
     def _cutting(self, types: Any) -> Callable[..., tuple[Slice, ...]]:
         """Returns the function that cuts batches of some types. TensorFlow traces it once, and not in each call of `fit`."""
         # Equal types may be of other structures: dictionaries in another order, a named tuple and a tuple. Their text shows it.
-        key = types, repr(types), self.whole
+        key = types, repr(types), self._part()
         kept = next((kept for kept in self._cut_functions if kept[0] == key), None)
         if kept is None:
             # TensorFlow may keep the function alive, so the function must not refer to this object, which refers to the model.

@@ -1,12 +1,14 @@
 """Read, build and move Keras's models through their private names."""
 
+import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
@@ -113,6 +115,27 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
     of_metrics = [variable for metric in model.metrics for variable in metric.variables]
     variables = [*model.variables, *of_optimizers, *of_metrics, *seed_states(model)]
     return list({id(variable): variable for variable in variables}.values())
+
+
+@contextlib.contextmanager
+def restored(variables: Sequence[Any]) -> Iterator[None]:
+    """Restores the values of some variables afterwards."""
+    restore = noted(variables)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def noted(variables: Sequence[Any]) -> Callable[[], None]:
+    """Notes the values of some variables on the host, and returns a function that restores them."""
+    before = [np.array(variable) for variable in variables]
+
+    def restore() -> None:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+    return restore
 
 
 def move_variable(variable: keras.Variable, device: str) -> None:

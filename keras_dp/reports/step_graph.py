@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
@@ -159,19 +158,8 @@ def make_variables(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice
 def untouched(steps: TowerSteps) -> Iterator[None]:
     """Restores the model's variables afterwards, Python's and NumPy's random states, and what is known of batches."""
     variables = keras_models.all_variables(steps.model)
-    with restored(variables), same_random_states(), replaced(steps, "batch_types", dict(steps.batch_types)):
+    with keras_models.restored(variables), same_random_states(), replaced(steps, "batch_types", dict(steps.batch_types)):
         yield
-
-
-@contextlib.contextmanager
-def restored(variables: Sequence[Any]) -> Iterator[None]:
-    """Restores the values of some variables afterwards."""
-    before = [np.array(variable) for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
 
 
 @contextlib.contextmanager
@@ -184,7 +172,7 @@ def restored_state(steps: TowerSteps, step: choices.Step) -> Iterator[None]:
     partition = steps.partition(step)
     if partition is not None:
         refuse_other_state(partition.traced)
-    with restored(() if partition is None else partition.variables):
+    with keras_models.restored(() if partition is None else partition.variables):
         yield
 
 

@@ -33,6 +33,11 @@ from keras_dp.steps.slow_steps import SlowSteps
 from keras_dp.workers.collectives import OneWorker
 from keras_dp.wrapping.one_state import own_of
 
+_LESS_MEMORY = (
+    "keras_dp: For less memory, and the same result, DataParallelModel(model, slices_per_device={0}) computes the rows of each "
+    "device in {0} slices, one after the other. keras_dp.find_slices(parallel, batch) finds how many fit."
+)
+
 
 class TowerSteps:
     """Runs the steps of a model, "train", "test" and "predict", on N towers.
@@ -57,6 +62,7 @@ class TowerSteps:
         jit_compile: whether XLA compiles the towers' operations between exchanges.
         pack_copies: whether tensors travel in few large messages, and small sums in one hop: as each message takes a GPU
             microseconds, whatever its size.
+        slices_per_device: into how many slices each device's rows are cut.
         has_collectives: whether towers exchange messages by collectives, in place of copies.
         calls: how often the steps of training and evaluation were called, and found a batch.
         slow_steps: tells if training could be faster.
@@ -77,6 +83,7 @@ class TowerSteps:
         self._optimizer = optimizer
         self.variables_made = variables_made
         self.jit_compile = self.pack_copies = self.has_collectives = False
+        self.slices_per_device = 1
         self.calls = 0
         self.slow_steps = SlowSteps(inputs.waiting.seconds)
         self.batch_types: dict[str, BatchTypes] = {}
@@ -201,6 +208,8 @@ class TowerSteps:
                 add_note(
                     error, "keras_dp: XLA failed in a program of this step. compile(..., jit_compile=False) trains without it."
                 )
+            if isinstance(error, tf.errors.ResourceExhaustedError):
+                add_note(error, _LESS_MEMORY.format(2 * self.slices_per_device))
             raise
 
     def comparison(self, name: choices.Step, slices: Sequence[Slice], tolerance: float | None = None) -> Comparison:

@@ -6,12 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from keras_dp import choices
-from keras_dp.batches.slicing import Slice, is_cut, own_spec
-from keras_dp.batches.whole_tensors import leaves_of
-from keras_dp.keras_internals.keras_models import all_variables
+from keras_dp.batches.slicing import Slice, is_cut, leaf_types
+from keras_dp.keras_internals.keras_models import all_variables, noted
 from keras_dp.partition.inspecting.other_state import call_of_python, change_of_other_state
 from keras_dp.partition.inspecting.step_check import StepCheck
 from keras_dp.steps.random_states import same_random_states
@@ -61,18 +58,17 @@ class Verification:
             RuntimeError: if a result, a variable or a tensor differs. The variables are as before the step.
         """
         if self._is_wanted and types is None:
-            types = {path: own_spec(leaf) for path, leaf in leaves_of(batch)}
+            types = leaf_types(batch)
         if not self.is_due(name, types):
             yield
             return
-        before = [(variable, np.array(variable)) for variable in all_variables(self._steps.model)]
+        restore = noted(all_variables(self._steps.model))
         yield
         check = self._checked(name, batch)
         if check is None or check.is_exact:
             self._verified.add((name, repr(types)))
             return
-        for variable, value in before:
-            variable.assign(value)
+        restore()
         where, instead = f"The first operation that differs: {check.first or 'none'}.", "devices=1"
         if check.only_with_xla:
             where = "Without XLA, it is the same: the difference comes from how XLA compiles the towers."

@@ -63,7 +63,7 @@ def test_masks_branches_and_scaled_losses_train_in_slices(case):
     assert_same_script(build, lambda model: trained(model, x, optimizer), 2, wrapper_arguments)
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5, True, "auto", None])
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "all", None])
 def test_refuses_what_is_no_number_of_slices(count):
     with pytest.raises(
         ValueError, match="`slices_per_device` must be a positive integer.*Received: slices_per_device="
