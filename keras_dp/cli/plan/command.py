@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import re
 import statistics
 import sys
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from keras_dp import choices, tables
 from keras_dp.cli import runs
-from keras_dp.cli.arguments import add_model_arguments, argument
+from keras_dp.cli.arguments import add_model_arguments, argument, positive
 from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
 from keras_dp.cli.plan.table import COLUMNS, LEGEND, MIRRORED, MIRRORED_LEGEND, Line, advice
 from keras_dp.cli.runs import RunFailedError
@@ -29,6 +30,7 @@ from keras_dp.gpu_model import hardware, own_gpus
 from keras_dp.tables import Column
 
 _MOST_MEMORY = 1e9  # gigabytes, or megabytes
+_STILL_FALLS = 0.95  # of the memory: with twice as many slices, it falls further
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(choices.BatchNorm),
         default="sync",
         help="rows that batch normalization computes its moments of, as in DataParallelModel (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slices-per-device",
+        type=argument(positive),
+        default=1,
+        metavar="K",
+        help="slices of its rows that each GPU computes one after the other, as in DataParallelModel (default: %(default)s)",
     )
     parser.add_argument(
         "--gpu",
@@ -113,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     mirrored: list[MirroredPlan | None] = []
     others: list[TowersPlan] = []
     columns = (*COLUMNS[:4], MIRRORED, *COLUMNS[4:]) if options.mirrored else COLUMNS
-    failure = refusal = ""
+    failure = refusal = slices = ""
     try:
         # On a terminal, each line is there as soon as it is known.
         with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -127,6 +136,7 @@ def run(options: argparse.Namespace) -> int:
                 live.update(_table(columns, planned, plans, mirrored, width), refresh=True)
         for one in alternatives:
             others.append(plan_in_new_process(one))
+        slices = _slices_that_fit(planned[-1], plans[-1])
     except RunFailedError as error:
         failure = f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}"
     console.print(_table(columns, planned, plans, mirrored, width))
@@ -136,6 +146,8 @@ def run(options: argparse.Namespace) -> int:
     say(f"\n{tables.legend((*LEGEND, MIRRORED_LEGEND) if options.mirrored else LEGEND, width)}")
     if refusal:
         say(refusal)
+    if slices:
+        say(f"\n{slices}")
     if others:
         say()
         console.print(advice([planned[-1], *alternatives], [plans[-1], *others]))
@@ -168,6 +180,24 @@ def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
     """Returns the same step with all other placements of variables."""
     placements = [device for device in (None, "sharded") if device != planned.parameter_device]
     return [dataclasses.replace(planned, parameter_device=device) for device in placements]
+
+
+def _slices_that_fit(planned: PlannedRun, plan: TowersPlan) -> str:
+    """Says in how many slices a step fits that does not fit as it is planned; "" if it does."""
+    memory = 1e-6 * planned.machines()[0].processor.memory_bytes
+    most = math.ceil(plan.batch_size / planned.towers)
+    if plan.peak_megabytes <= memory:
+        return ""
+    while plan.peak_megabytes > memory and planned.slices_per_device < most:
+        planned = dataclasses.replace(planned, slices_per_device=2 * planned.slices_per_device, timeline=None)
+        before, plan = plan, plan_in_new_process(planned)
+        if plan.peak_megabytes > _STILL_FALLS * before.peak_megabytes:
+            break
+    fits = "fits in" if plan.peak_megabytes <= memory else "still does not fit in"
+    return (
+        f"With slices_per_device={planned.slices_per_device}, the step {fits} the {memory:,.0f} MB of a GPU: the fullest needs "
+        f"{plan.peak_megabytes:,.0f} MB, in {plan.milliseconds} ms without XLA."
+    )
 
 
 # Keras and TensorFlow trace and optimize some layers otherwise where there is a GPU. oneDNN puts operations of its own in the
@@ -211,6 +241,7 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
         batch_is_per_tower=options.scaling == "weak",
         parameter_device=options.parameter_device,
         batch_norm=options.batch_norm,
+        slices_per_device=options.slices_per_device,
         gpu=options.gpu,
         link=options.link,
         launch_microseconds=options.launch_microseconds,

@@ -38,7 +38,8 @@ def plan(planned: PlannedRun) -> TowersPlan:
     """
     parallel, step = collect(planned)
     batch_size = batch_rows(planned)
-    placed = place_step(step, batch_size, parallel.devices)
+    devices = parallel.tower_steps.inputs.devices
+    placed = place_step(step, batch_size, devices)
     machines = planned.machines()
     machine = machines[0]
     if planned.timeline is not None:
@@ -48,7 +49,7 @@ def plan(planned: PlannedRun) -> TowersPlan:
 
     def peak_of_rows(rows_of_tower: int) -> float:
         rows = rows_of_tower * planned.towers
-        return max(simulate(place_step(step, rows, parallel.devices), machine).peak_bytes.values())
+        return max(simulate(place_step(step, rows, devices), machine).peak_bytes.values())
 
     most = most_rows(peak_of_rows, max(batch_size // planned.towers, 1), machine.processor.memory_bytes)
     return dataclasses.replace(made, largest_batch=None if most is None else most * planned.towers)
@@ -120,7 +121,8 @@ def collect(planned: PlannedRun) -> tuple[keras_dp.DataParallelModel, StepGraph]
         parallel.tower_steps.variables_made = partial(_on_first_gpu, parallel, devices[0], parallel.tower_steps.variables_made)
         # The graph takes batches of any size. Some of its choices, such as where tables are looked up, depend on the usual one.
         parallel.tower_steps.inputs.usual_rows = batch_rows(planned)
-        return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(parallel.inner_model, 2 * planned.towers))))
+        rows = 2 * planned.towers * planned.slices_per_device
+        return parallel, graph_of_step(parallel, next(iter(synthetic.dataset(parallel.inner_model, rows))))
 
 
 def _on_first_gpu(parallel: keras_dp.DataParallelModel, device: str, variables_made: Callable[[], None]) -> None:
@@ -148,7 +150,9 @@ def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
         place = planned.parameter_device
         if place is not None and place.startswith("GPU"):
             place = f"CPU:{int(place.removeprefix('GPU:')) + 1}"
-        parallel = keras_dp.DataParallelModel(model, devices, place, batch_norm=planned.batch_norm)
+        parallel = keras_dp.DataParallelModel(
+            model, devices, place, batch_norm=planned.batch_norm, slices_per_device=planned.slices_per_device
+        )
         parallel.tower_steps.pack_copies = planned.pack_copies
         if not model.compiled:
             parallel.compile(models.optimizer(), **workload.objective())

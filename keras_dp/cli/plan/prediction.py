@@ -19,6 +19,7 @@ class PlannedRun:
         parameter_device: None, "sharded", or a GPU such as "GPU:1".
         pack_copies: whether the GPUs send each other few large messages, as they do; False is for comparisons.
         batch_norm: as in `keras_dp.DataParallelModel`.
+        slices_per_device: as in `keras_dp.DataParallelModel`.
         gpu: a key of `keras_dp.gpu_model.hardware.GPUS`, or a file for `keras_dp.gpu_model.own_gpus.read`.
         link: "nvlink" or "pcie"; None for the fastest that the GPU has.
         launch_microseconds: in place of the GPU's own, if it is not None.
@@ -35,6 +36,7 @@ class PlannedRun:
     parameter_device: str | None = None
     pack_copies: bool = True
     batch_norm: choices.BatchNorm = "sync"
+    slices_per_device: int = 1
     gpu: str = "A100"
     link: str | None = None
     launch_microseconds: float | None = None
