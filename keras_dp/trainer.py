@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_array, is_cut, own_rows
 from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.devices import variable_homes
@@ -69,6 +70,7 @@ class TowerTrainer:
         self._wrapper = weakref.ref(wrapper)
         self.inside = inside
         self.devices = tuple(tower_devices(options.devices))
+        shares = Shares.of_devices(options.rows, self.devices, options.slices_per_device)
         self.of_towers = tuple(device for device in self.devices for _ in range(options.slices_per_device))
         wanted = options.parameter_device
         self._wanted_device = None if wanted is None else parameter_device_name(wanted)
@@ -102,6 +104,7 @@ class TowerTrainer:
             self.call,
             self.workers.collectives,
             chosen_whole(options.whole),
+            shares,
         )
         self.feed.feeds_trainer = False
         self.steps = TowerSteps(inside, self.feed, options, lambda: getattr(self, "optimizer", None), self._variables_made)
