@@ -51,6 +51,7 @@ def in_call(trainer: TowerTrainer, method: str, arguments: dict[str, Any], shard
             method,
             sharded,
             list(trainer.of_towers),
+            list(trainer.feed.shares.of_towers),
             trainer.parameter_device,
             trainer.steps.options.batch_norm,
             trainer.steps.options.gradient_dtype,
@@ -110,7 +111,9 @@ def announce(trainer: TowerTrainer, arguments: dict[str, Any]) -> None:
         return
     batch_norm = trainer.steps.options.batch_norm if batch_norms(trainer.inside) else None
     spread = keras_models.is_built(trainer.inside) and variable_homes.should_spread(trainer.inside, trainer.devices)
-    logger.info(announcement.training(trainer.of_towers, trainer.workers.count, rows, batch_norm, spread))
+    workers = trainer.workers.count
+    slices = None if rows is None else trainer.feed.shares.sizes(rows, workers)
+    logger.info(announcement.training(trainer.of_towers, workers, slices, batch_norm, spread))
 
 
 @contextlib.contextmanager

@@ -32,18 +32,28 @@ class Options:
     communication: TowerCommunication = None
     verify: bool | None = None
     slices_per_device: int | Literal["auto"] = 1
+    rows: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown("batch_norm", self.batch_norm, BatchNorm)
         refuse_unknown("gradient_dtype", self.gradient_dtype, GradientType)
         refuse_unknown("communication", self.communication, TowerCommunication)
         count = self.slices_per_device
-        if count != "auto" and (not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1):
+        if count != "auto" and not _is_positive_integer(count):
             raise ValueError(
                 "`slices_per_device` must be a positive integer: how many slices each device computes one after the other. "
                 'Give 1 for all its rows at once, or "auto" to find how many fit in its memory. '
                 f"Received: slices_per_device={count!r}"
             )
+        if self.rows is not None and not (isinstance(self.rows, list | tuple) and all(map(_is_positive_integer, self.rows))):
+            raise ValueError(
+                "`rows` must be None, or a list of positive integers, a share of the rows for each device. Only their "
+                f"proportions count: give [3, 2] in place of [1.5, 1]. Received: rows={self.rows!r}"
+            )
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def values_of(choice: Any) -> list[Any]:

@@ -82,6 +82,8 @@ class DataParallelModel(Behind, keras.Model):
             same result. The activations of one slice at a time are in memory, unless towers meet in the middle, as they do
             for batch normalization with the moments of the global batch. "auto" tries the first step of each kind of batch with
             one slice, and with twice as many as long as the memory of a device is too small.
+        rows: a share of the rows of each batch for each device, for devices that are not alike. [3, 2] gives the first of two
+            devices three rows for each two of the second. The result is the same. None gives all devices as many rows.
 
     Raises:
         ValueError: if the model cannot be trained on towers, or a device does not exist.
@@ -123,10 +125,11 @@ class DataParallelModel(Behind, keras.Model):
         communication: choices.TowerCommunication = None,
         verify: bool | None = None,
         slices_per_device: int | Literal["auto"] = 1,
+        rows: Sequence[int] | None = None,
     ):
         refuse_model_of_its_own(self, inner_model)
         options = choices.Options(
-            devices, parameter_device, batch_norm, gradient_dtype, whole, communication, verify, slices_per_device
+            devices, parameter_device, batch_norm, gradient_dtype, whole, communication, verify, slices_per_device, rows
         )
         object.__setattr__(self, "_keras_dp", TowerTrainer(self, inner_model, options))
 

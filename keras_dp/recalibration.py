@@ -13,6 +13,7 @@ from keras_dp.batch_normalization.modes import Moments, batch_norm_mode
 from keras_dp.batch_normalization.synchronized import batch_norms, is_synchronized
 from keras_dp.batches.input_strategy import InputStrategy, empty_prediction_refused
 from keras_dp.batches.other_rows import naming_other_rows
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.whole_tensors import WholeTensors, chosen_whole
 from keras_dp.devices.available import tower_devices
 from keras_dp.keras_internals import keras_batch_norms, keras_models
@@ -73,16 +74,16 @@ def recalibrate_batch_norm(
         # "first" normalizes as "local" does: they differ only in the moments that update the statistics.
         mode = "sync" if own_of(model).steps.options.batch_norm == "sync" else "local"
         named = named if has_all_names else own_of(model).steps.inputs.named
-        model, devices = own_of(model).inside, own_of(model).of_towers
+        model, devices, shares = own_of(model).inside, own_of(model).of_towers, own_of(model).feed.shares
     elif isinstance(model, keras.Model):
-        mode, devices = "sync", tower_devices(None)
+        mode, devices, shares = "sync", tower_devices(None), None
     else:
         raise ValueError(f"recalibrate_batch_norm() takes a keras.Model. Received: {model!r} of type {type(model)}")
     _refuse_stateful(model)
     if isinstance(data, tuple):
         data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     with empty_prediction_refused("recalibrate_batch_norm"), _compiled_functions(), current_workers().reporting_lost_workers():
-        moments_model = _MomentsModel(model, devices, mode, named, has_all_names)
+        moments_model = _MomentsModel(model, devices, shares, mode, named, has_all_names)
         with naming_other_rows():
             calls_by_layer = moments_model.predict(data, batch_size, verbose, steps)
     layers = {layer: calls for layer, calls in zip(batch_norms(model), calls_by_layer, strict=True) if calls}
@@ -111,14 +112,22 @@ def _refuse_stateful(model: keras.Model) -> None:
 class _MomentsModel(keras.Model):
     """Predicts, in place of outputs, the moments that a model's batch normalizations take of each global batch."""
 
-    def __init__(self, model: keras.Model, devices: Sequence[str], batch_norm: str, whole: WholeTensors, has_all_names: bool):
+    def __init__(
+        self,
+        model: keras.Model,
+        devices: Sequence[str],
+        shares: Shares | None,
+        batch_norm: str,
+        whole: WholeTensors,
+        has_all_names: bool,
+    ):
         super().__init__()
         self.model = model
         self.devices = list(devices)
         self.batch_norm = batch_norm
         self.collectives = current_workers().collectives
         self.feed = InputStrategy(
-            self.devices, lambda: False, self.prepare, self.moments_on_slices, collectives=self.collectives, whole=whole
+            self.devices, lambda: False, self.prepare, self.moments_on_slices, None, self.collectives, whole, shares
         )
         self.feed.has_all_names = has_all_names
         # XLA would compile the step of several devices for one of them.
@@ -136,7 +145,7 @@ class _MomentsModel(keras.Model):
     def moments_on_slices(self, _: Any, slices: Any) -> list[list[Moments]]:
         """Returns the moments of one batch for each call of each batch normalization, with an axis for the batches."""
         target = Target(self.devices, self.devices[0])
-        moments, _ = on_slices(self.moments_of, slices, lambda: target, self.collectives).run()
+        moments, _ = on_slices(self.moments_of, slices, self.feed.shares, lambda: target, self.collectives).run()
         return keras.tree.map_structure(lambda moment: tf.reshape(moment, (1, -1)), moments)
 
     def moments_of(self, data: Any) -> list[list[Moments]]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.input_strategy import InputStrategy
 from keras_dp.batches.nesting import map_leaves
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import BATCH_SIZE, Slice, as_array, is_cut, own_rows
 from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.devices import variable_homes
@@ -131,6 +132,7 @@ class TowerTrainer:
 
     def cut_into(self, slices: int) -> None:
         """Cuts each device's rows into a number of slices, from the next step on."""
+        self.feed.shares = Shares.of_devices(self.steps.options.rows, self.devices, slices)
         self.steps.slices_per_device = slices
         self.of_towers = self.feed.devices = tuple(device for device in self.devices for _ in range(slices))
         wanted = self.steps.options.communication

@@ -13,6 +13,7 @@ from keras_dp.batches.nesting import flatten, pack
 from keras_dp.batches.other_rows import FoundWhole, refuse_other_rows
 from keras_dp.batches.same_batches import DifferentBatches, digest
 from keras_dp.batches.shards import cut_shards, placed
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import Slice, cut, holds_no_rows, is_cut, typed_by_batch, whole_batch, with_known_rows
 from keras_dp.batches.waiting import Waiting
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
@@ -72,6 +73,7 @@ class InputStrategy:
         call_step: runs a step that is called eagerly, in a function; None if none is.
         collectives: the collectives of the workers; each worker cuts its own part of every batch.
         whole: the tensors of a batch that the user does not want to be cut.
+        shares: the shares of the towers in the rows of a batch; None if they are alike.
 
     Attributes:
         named: the tensors of a batch that the user does not want to be cut.
@@ -97,6 +99,7 @@ class InputStrategy:
         call_step: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] | None = None,
         collectives: OneWorker | None = None,
         whole: WholeTensors | None = None,
+        shares: Shares | None = None,
     ):
         self.devices = tuple(devices)
         self.is_eager = is_eager
@@ -105,6 +108,7 @@ class InputStrategy:
         self._call_step = call_step
         self.collectives = collectives or OneWorker()
         self.named = self.whole = whole or WholeTensors()
+        self.shares = shares or Shares.alike(len(self.devices))
         self.feeds_trainer = True
         self.takes_shards = False
         self.shard_types: Any = None
@@ -173,9 +177,9 @@ class InputStrategy:
         with tf.device(HOST):
             return typed_by_batch(_cut_own_rows(batch, *self._part()))
 
-    def _part(self) -> tuple[int, int, int, WholeTensors]:
-        """Returns N, the index of this worker, the number of workers, and what is not cut."""
-        return self.num_towers, self.collectives.index, self.collectives.count, self.whole
+    def _part(self) -> tuple[Shares, int, int, WholeTensors]:
+        """Returns the towers' shares, the index of this worker, the number of workers, and what is not cut."""
+        return self.shares, self.collectives.index, self.collectives.count, self.whole
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Turns a dataset of batches into a dataset of N `Slice`s each.
@@ -208,7 +212,7 @@ class InputStrategy:
         # The slices are read ahead in place of the batches: Python code that makes batches runs no further ahead than in Keras.
         source, ahead = _read_ahead(dataset)
         if are_shards:
-            sliced = cut_shards(source, self.num_towers)
+            sliced = cut_shards(source, self.shares)
             self.shard_types = sliced.element_spec
         else:
             sliced = source.map(self._cutting(dataset.element_spec))
@@ -261,7 +265,7 @@ class InputStrategy:
             self.prepare()
         with tf.device(HOST):
             if is_cut(batch):
-                slices = with_known_rows(batch, self.collectives.index, self.collectives.count)
+                slices = with_known_rows(batch, self.shares, self.collectives.index, self.collectives.count)
             else:
                 slices = _cut_own_rows(batch, *self._part())
             slices = self._joined(slices)
@@ -331,7 +335,7 @@ def _read_ahead(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, int | None]:
     return dataset, None if False in said else 1
 
 
-def _cut_own_rows(batch: Any, num_towers: int, index: int, count: int, whole: WholeTensors) -> tuple[Slice, ...]:
-    own = cut(batch, num_towers * count, range(num_towers * index, num_towers * (index + 1)), whole)
-    checksum = digest(batch) if count > 1 else ()
+def _cut_own_rows(batch: Any, shares: Shares, worker: int, workers: int, whole: WholeTensors) -> tuple[Slice, ...]:
+    own = cut(batch, shares, worker, workers, whole)
+    checksum = digest(batch) if workers > 1 else ()
     return tuple(part._replace(digest=checksum) for part in own)

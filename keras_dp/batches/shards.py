@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves, pack
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import Slice, count_rows, cut, row_spec, slice_rows, without_entries
 from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.workers.collectives import OneWorker, counted_on
@@ -66,14 +67,14 @@ def with_empty_batches(dataset: Any, group: WorkerGroup, steps_per_execution: in
     return leveled.filter(lambda *_: True)
 
 
-def cut_shards(dataset: tf.data.Dataset, num_slices: int) -> tf.data.Dataset:
-    """Cuts each batch of a worker's shard into N slices. Slices of a batch without rows have none until `placed`."""
+def cut_shards(dataset: tf.data.Dataset, shares: Shares) -> tf.data.Dataset:
+    """Cuts each batch of a worker's shard into a slice for each of its towers. Without rows, these have none until `placed`."""
     is_tuple = type(dataset.element_spec) is tuple
 
     def cut_one(*batch: Any) -> tuple[Slice, ...]:
         data = batch if is_tuple else batch[0]
         rows = count_rows(data, at_least=0)
-        return tuple(part._replace(shard_rows=rows) for part in cut(data, num_slices, at_least=0))
+        return tuple(part._replace(shard_rows=rows) for part in cut(data, shares, at_least=0))
 
     return dataset.map(tf.autograph.experimental.do_not_convert(cut_one))
 

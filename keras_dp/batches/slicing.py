@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_dp.batches.nesting import flatten, map_leaves, pack
 from keras_dp.batches.other_rows import refuse_other_rows, refuse_other_rows_at_run_time
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.whole_tensors import WholeTensors, leaves_of
 from keras_dp.partition.tensorflow_internals import HOST
 
@@ -76,17 +77,18 @@ _ALL_CUT = WholeTensors()
 
 
 def cut(
-    batch: Any, num_slices: int, wanted: range | None = None, whole: WholeTensors = _ALL_CUT, at_least: int = 1
+    batch: Any, shares: Shares, worker: int = 0, workers: int = 1, whole: WholeTensors = _ALL_CUT, at_least: int = 1
 ) -> tuple[Slice, ...]:
-    """Cuts a batch of B rows into N slices: slice i gets rows B*i//N to B*(i+1)//N.
+    """Cuts the N slices of a worker's towers from a batch of B rows.
 
     Args:
         batch: nested tensors (dense, ragged or sparse, also in extension types) with B rows each; None and
             `tf.experimental.Optional` pass through.
-        num_slices: N.
-        wanted: the indices of the slices to make; None for all.
+        shares: the shares of the towers.
+        worker: the index of the worker.
+        workers: the number of workers that divide the batch.
         whole: the tensors that are not cut: every slice holds them whole. If they are all tensors, as numbers without rows are,
-            the batch counts as one row, which the last slice has.
+            the batch counts as one row, which the last slice of all workers has.
         at_least: the smallest number of rows that a batch may have; the slices of a batch without rows have none.
 
     Raises:
@@ -105,8 +107,7 @@ def cut(
     is_whole = whole.of(batch)
     leaves = [leaf if stays else _in_own_memory(leaf) for leaf, stays in zip(flatten(batch), is_whole, strict=True)]
     slices = []
-    for i in range(num_slices) if wanted is None else wanted:
-        begin, end = batch_rows * i // num_slices, batch_rows * (i + 1) // num_slices
+    for begin, end in shares.ranges(batch_rows, worker, workers):
         last = tf.maximum(end, begin + 1) if known is None else max(end, begin + 1)
         # The name tells these operations, which the host runs, from the step's own.
         with tf.name_scope("slices"):
@@ -138,11 +139,12 @@ def typed_by_batch(slices: Sequence[Slice]) -> tuple[Slice, ...]:
     )
 
 
-def with_known_rows(slices: Sequence[Slice], worker: int, workers: int) -> tuple[Slice, ...]:
+def with_known_rows(slices: Sequence[Slice], shares: Shares, worker: int, workers: int) -> tuple[Slice, ...]:
     """Returns slices of `typed_by_batch` whose own types say again how many rows they have.
 
     Args:
         slices: the slices of a worker. Those of the worker's own part of the batch remain as they are.
+        shares: the shares of its towers.
         worker: the index of the worker.
         workers: the number of workers.
     """
@@ -150,9 +152,8 @@ def with_known_rows(slices: Sequence[Slice], worker: int, workers: int) -> tuple
     if batch_rows is None or slices[0].is_of_shard:
         return tuple(slices)
 
-    def of(index: int, part: Slice) -> Slice:
-        count = len(slices) * workers
-        rows = max(1, batch_rows * (index + 1) // count - batch_rows * index // count)
+    def of(part: Slice, begin: int, end: int) -> Slice:
+        rows = max(1, end - begin)
         known = set(part.whole.cut_leaves(part.data)) - set(part.unknown_paths)
         leaves = [
             tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]) if path in known and isinstance(leaf, tf.Tensor) else leaf
@@ -160,7 +161,8 @@ def with_known_rows(slices: Sequence[Slice], worker: int, workers: int) -> tuple
         ]
         return part._replace(data=pack(part.data, leaves))
 
-    return tuple(of(i, part) for i, part in enumerate(slices, len(slices) * worker))
+    ranges = shares.ranges(batch_rows, worker, workers)
+    return tuple(of(part, *own) for part, own in zip(slices, ranges, strict=True))
 
 
 def _in_own_memory(leaf: Any) -> Any:

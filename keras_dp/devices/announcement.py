@@ -28,24 +28,25 @@ SPREAD = 'parameter_device="sharded" would spread the variables, and is likely f
 
 
 def training(
-    devices: Sequence[str], workers: int, batch_rows: int | None, batch_norm: str | None, should_spread: bool = False
+    devices: Sequence[str], workers: int, rows: Sequence[int] | None, batch_norm: str | None, should_spread: bool = False
 ) -> str:
     """Describes the workers, towers, devices and rows of a training, and its batch normalization.
 
-    >>> training(["GPU:0", "GPU:1"], 1, 32, "sync")
+    >>> training(["GPU:0", "GPU:1"], 1, [16, 16], "sync")
     '2 towers on GPU:0 and GPU:1; global batch 32, 16 rows a tower; batch norm synchronized'
 
     Args:
         devices: the devices of a worker's N towers.
         workers: the number of workers.
-        batch_rows: the number B of rows in a global batch; None if it is not known.
+        rows: the numbers of rows in the slices of a global batch; None if they are not known.
         batch_norm: a mode of `DataParallelModel`; None if the model has no batch normalization.
         should_spread: whether to advise to spread the variables over the devices.
     """
     parts = [towers(devices) if workers == 1 else f"{workers} workers, each with {towers(devices)}"]
-    if batch_rows is not None:
-        rows, rest = divmod(batch_rows, len(devices) * workers)
-        parts.append(f"global batch {batch_rows}, {f'{rows} or {rows + 1}' if rest else rows} rows a tower")
+    if rows is not None:
+        least, most = min(rows), max(rows)
+        of_tower = least if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most}"
+        parts.append(f"global batch {sum(rows)}, {of_tower} rows a tower")
     elif len(devices) * workers > 1:
         parts.append("each tower takes its part of every batch")
     if batch_norm is not None:

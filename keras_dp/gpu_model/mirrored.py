@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import Slice, cut
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.step_graph import StepGraph, collect, on_devices
@@ -33,5 +34,6 @@ def graph_of_mirrored_step(model: keras.Model, batch: Any) -> StepGraph:
         return keras.tree.map_structure(lambda result: strategy.experimental_local_results(result)[0], results)
 
     with tf.device(HOST):
-        slices = cut(batch, strategy.num_replicas_in_sync)
-    return collect(step, on_devices(slices, strategy.extended.worker_devices))
+        shares = Shares.alike(strategy.num_replicas_in_sync)
+        slices = cut(batch, shares)
+    return collect(step, on_devices(slices, strategy.extended.worker_devices), shares)

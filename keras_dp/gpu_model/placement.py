@@ -7,7 +7,6 @@ a tower, as on a machine with GPUs.
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -201,7 +200,7 @@ def place_step(step: StepGraph, rows: int, towers: Sequence[str], on_gpus: bool 
         variables=tuple(homes),
         copies=tuple(_copies(operations)),
         controls=tuple(_controls(operations)),
-        rows_of_slice=max(1, math.ceil(rows / len(towers))),
+        rows_of_slice=max(1, *step.shares.sizes(rows)),
     )
 
 

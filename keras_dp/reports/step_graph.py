@@ -15,6 +15,7 @@ from tensorflow.core.framework import graph_pb2
 
 from keras_dp import choices
 from keras_dp.batches.nesting import map_leaves
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import Slice, row_spec
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.graph_optimizer import graph_optimizer
@@ -44,11 +45,13 @@ class StepGraph:
             device, a node takes it directly. The nodes of the partition are named "partitioned/...".
         concrete: the concrete function of the step.
         slices: the types of the N slices.
+        shares: the shares of their towers in the rows of a batch.
     """
 
     nodes: graph_pb2.GraphDef
     concrete: Any
     slices: tuple[Slice, ...]
+    shares: Shares
 
     @property
     def names_of_slices(self) -> list[str]:
@@ -80,8 +83,7 @@ class StepGraph:
 
     def _tensors_of_slices(self, rows: int, slice_names: Sequence[str]) -> Iterator[Tensor]:
         names = iter(slice_names)
-        for i, part in enumerate(self.slices):
-            begin, end = rows * i // len(self.slices), rows * (i + 1) // len(self.slices)
+        for part, (begin, end) in zip(self.slices, self.shares.ranges(rows), strict=True):
             for spec in tf.nest.flatten(part.data, expand_composites=True):
                 shape = [max(1, end - begin) if size is None else size for size in spec.shape]
                 yield tf.compat.v1.placeholder(spec.dtype, shape, next(names))
@@ -109,6 +111,7 @@ def graph_of_step(parallel: Any, batch: Any) -> StepGraph:
         return collect(
             lambda parts: steps.run_own("train", tuple(parts)),
             on_devices(on_host, steps.inputs.devices),
+            steps.inputs.shares,
             lambda: restored_state(steps, "train"),
         )
 
@@ -125,6 +128,7 @@ def on_devices(slices: Sequence[Slice], devices: Sequence[str]) -> list[Slice]:
 def collect(
     step: Callable[[Sequence[Slice]], Any],
     slices: Sequence[Slice],
+    shares: Shares,
     around_the_run: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> StepGraph:
     """Traces a step, runs it once, and collects the graph that TensorFlow runs.
@@ -132,6 +136,7 @@ def collect(
     Args:
         step: takes the N slices.
         slices: the slices, each on its tower's device. The graph does not depend on their numbers of rows.
+        shares: the shares by which batches are cut.
         around_the_run: returns the context in which the step runs, after it was traced.
     """
     specs = [_with_any_rows(part) for part in slices]
@@ -142,7 +147,7 @@ def collect(
         concrete = function.get_concrete_function()
         with around_the_run():
             parts = partition_graphs(function, slices, mark)
-    return StepGraph(_merged(parts), concrete, tuple(specs))
+    return StepGraph(_merged(parts), concrete, tuple(specs), shares)
 
 
 def make_variables(steps: TowerSteps, step: choices.Step, slices: Sequence[Slice]) -> None:

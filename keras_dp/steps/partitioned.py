@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.arithmetic.share import ArithmeticOfRows, arithmetic_of_rows
 from keras_dp.batches.nesting import flatten, pack
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import Slice, own_spec, traced_spec, whole_batch
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.row_counts import USUAL_ROWS, RowCounts
@@ -71,6 +70,7 @@ class StepOnSlices:
 def on_slices(
     step: Callable[[Any], Any],
     slices: Sequence[Slice],
+    shares: Shares,
     target: Callable[[], Target],
     collectives: OneWorker | None = None,
     variables_made: Callable[[], None] = lambda: None,
@@ -82,6 +82,7 @@ def on_slices(
     Args:
         step: a function that takes a batch and returns nested tensors, such as `keras.Model.train_step`.
         slices: the N slices of the batch.
+        shares: the shares by which each worker cut its slices.
         target: returns the devices of the N towers, and home, once the step has its variables.
         collectives: the collectives of the workers that have slices of the batch; None if `slices` are all its slices.
         variables_made: is called when a first trace has made variables, before a second one.
@@ -89,7 +90,7 @@ def on_slices(
         result_rows: "all", or "shard" if results that are known to have rows need not have those of other workers.
     """
     collectives = collectives or OneWorker()
-    rows = rows_of(slices, collectives, usual_rows)
+    rows = rows_of(slices, shares, collectives, usual_rows)
     of_batch, arguments = arguments_of(step, slices, collectives)
     trace = Trace(of_batch, [argument.spec for argument in arguments], variables_made)
     if collectives.count > 1:
@@ -122,22 +123,20 @@ def _of_towers(argument: Argument, towers: Sequence[int]) -> Argument:
     return dataclasses.replace(argument, slices=[argument.slices[tower] for tower in towers])
 
 
-def rows_of(slices: Sequence[Slice], collectives: OneWorker, usual_rows: int | None = None) -> RowCounts:
+def rows_of(slices: Sequence[Slice], shares: Shares, collectives: OneWorker, usual_rows: int | None = None) -> RowCounts:
     """Returns the numbers of the towers' rows, as integers if the number of rows of the batch is known.
 
     The arguments are those of `on_slices`.
     """
     batch_rows, workers = slices[0].batch.shape[0], collectives.count
-    towers, count = len(slices), len(slices) * workers
+    usual_rows = usual_rows if batch_rows is None else batch_rows
+    tower_rows = USUAL_ROWS if usual_rows is None else max(shares.sizes(usual_rows, workers))
     if batch_rows is None:
-        tower_rows = USUAL_ROWS if usual_rows is None else math.ceil(usual_rows / count)
         numbers = slices[0].batch_rows, [part.begin for part in slices], [part.rows for part in slices]
         return RowCounts(*numbers, tower_rows, _worker_rows(slices, workers))
-    begins = [batch_rows * i // count for i in range(count + 1)]
-    rows = [end - begin for begin, end in itertools.pairwise(begins)]
-    worker_rows = [sum(rows[i : i + towers]) for i in range(0, count, towers)] if workers > 1 else None
-    own = slice(towers * collectives.index, towers * (collectives.index + 1))
-    return RowCounts(batch_rows, begins[own], rows[own], math.ceil(batch_rows / count), worker_rows)
+    ranges = shares.ranges(batch_rows, collectives.index, workers)
+    numbers = batch_rows, [begin for begin, _ in ranges], [end - begin for begin, end in ranges]
+    return RowCounts(*numbers, tower_rows, Shares.alike(workers).sizes(batch_rows) if workers > 1 else None)
 
 
 def _worker_rows(slices: Sequence[Slice], workers: int) -> Tensor | None:
@@ -147,8 +146,7 @@ def _worker_rows(slices: Sequence[Slice], workers: int) -> Tensor | None:
     if slices[0].is_of_shard:
         return slices[0].shard_rows
     with tf.device(HOST):
-        ends = slices[0].batch_rows * tf.range(workers + 1) // workers
-        return ends[1:] - ends[:-1]
+        return tf.stack(Shares.alike(workers).sizes(slices[0].batch_rows))
 
 
 def arguments_of(

@@ -147,7 +147,8 @@ class TowerSteps:
             step: the step, a function of a batch; None for the model's own of this name.
         """
         plain, usual = self.plain(name, slices[0].whole, step), self.inputs.usual_rows
-        return on_slices(plain, slices, self._target, collectives, self.variables_made, usual, result_rows)
+        shares = self.inputs.shares
+        return on_slices(plain, slices, shares, self._target, collectives, self.variables_made, usual, result_rows)
 
     def _target(self) -> Target:
         return Target(
@@ -248,7 +249,7 @@ class TowerSteps:
         """Returns the N slices of an eager batch."""
         batch = self.on_host(batch, finds_whole=True)
         with tf.device(HOST):
-            return cut(batch, self.inputs.num_towers, whole=self.inputs.whole)
+            return cut(batch, self.inputs.shares, whole=self.inputs.whole)
 
 
 def _refuse_compiled_across_devices(traced: Traced) -> None:

@@ -23,6 +23,7 @@ class Call:
         method: "fit", "evaluate" or "predict".
         sharded: whether each worker reads its own part of the data.
         devices: the devices of each worker's N towers.
+        shares: the shares of these towers in the rows of a batch.
         parameter_device: see `DataParallelModel` for this attribute and the following ones.
         batch_norm: the mode of batch normalization.
         gradient_dtype: the dtype in which gradients are sent.
@@ -33,6 +34,7 @@ class Call:
     method: str
     sharded: bool
     devices: Sequence[str]
+    shares: Sequence[int]
     parameter_device: str
     batch_norm: choices.BatchNorm
     gradient_dtype: choices.GradientType

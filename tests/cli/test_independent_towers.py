@@ -6,6 +6,7 @@ from comparison import assert_same
 from keras import layers
 
 import keras_dp
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import cut
 from keras_dp.cli.bench.independent_towers import independent_towers
 from keras_dp.partition.running.calling import node_by_node
@@ -25,7 +26,7 @@ def device_graphs(wrapper):
     parallel.compile("sgd", "mse", metrics=["mae"])
     parallel.train_on_batch(X, Y)
     with node_by_node():
-        _, graphs = _run_and_collect(parallel.tower_steps, "train", cut((X, Y), 3))
+        _, graphs = _run_and_collect(parallel.tower_steps, "train", cut((X, Y), Shares.alike(3)))
     # A control dependency between devices is a copy without bytes.
     return {
         graph.node[0].device[-5:]: [node.op for node in graph.node if not (node.op == "_Send" and "/ctrl/" in node.input[0])]

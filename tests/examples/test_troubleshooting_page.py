@@ -94,7 +94,7 @@ def second_gpu(patch, tmp_path):
     wrapped(devices=None)
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
     wrapped(devices=None)
-    announced = announcement.training(["GPU:0"], workers=1, batch_rows=256, batch_norm=None)
+    announced = announcement.training(["GPU:0"], workers=1, rows=[256], batch_norm=None)
     patch.setattr(available, "available_devices", lambda: ["GPU:0", "CPU:0"])
     return [f"keras_dp: {announced}", error(wrapped, devices=2), error(wrapped, devices=["GPU:1"])]
 

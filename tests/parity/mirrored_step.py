@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import cut
 from keras_dp.gpu_model.collectives import collectives
 from keras_dp.gpu_model.hardware import Link, machine_of
@@ -20,6 +21,7 @@ from keras_dp.reports.step_graph import collect, on_devices
 
 REPLICAS = 3
 ROWS = 30_000
+ALONE = Shares.alike(1)
 MACHINE = machine_of("A100")
 FREE = Nccl((Protocol("free", 0.0, 0.0, 1.0),), ())
 # A machine on which GPUs alone take time.
@@ -83,8 +85,8 @@ def plain(build):
     with logical_cpus_for_gpus(REPLICAS) as devices:
         model = built(build)
         model.fit(*batch_of(model), verbose=0)
-        slices = on_devices(cut(batch_of(model), 1), devices[:1])
-        return place_step(collect(lambda parts: model.train_step(parts[0].data), slices), ROWS, devices[:1])
+        slices = on_devices(cut(batch_of(model), ALONE), devices[:1])
+        return place_step(collect(lambda parts: model.train_step(parts[0].data), slices, ALONE), ROWS, devices[:1])
 
 
 def test_one_replica_takes_the_time_of_plain_keras():

@@ -14,6 +14,7 @@ from keras import layers
 import keras_dp
 from keras_dp import choices
 from keras_dp.batch_normalization.modes import batch_norm_mode
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import cut
 from keras_dp.keras_internals import keras_batch_norms
 from keras_dp.partition.building.target import Target
@@ -28,8 +29,8 @@ def step_on_towers(function, batch, num_towers):
 
     @tf.function(autograph=False)
     def run():
-        devices = [f"CPU:{i}" for i in range(num_towers)]
-        return on_slices(function, cut(batch, num_towers), lambda: Target(devices, "CPU:0")).run()[0]
+        devices, shares = [f"CPU:{i}" for i in range(num_towers)], Shares.alike(num_towers)
+        return on_slices(function, cut(batch, shares), shares, lambda: Target(devices, "CPU:0")).run()[0]
 
     return run
 

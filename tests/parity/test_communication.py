@@ -9,6 +9,7 @@ from comparison import assert_same_training
 from keras import layers
 
 import keras_dp
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import cut
 from keras_dp.devices import variable_homes
 from keras_dp.partition.running.calling import node_by_node
@@ -147,7 +148,7 @@ def test_nothing_is_sent_in_the_rounds_of_a_loop():
     batch = np.ones((4, 7, 3)), np.ones((4, 2))
     parallel.train_on_batch(*batch)
     with node_by_node():
-        _, graphs = _run_and_collect(parallel.tower_steps, "train", cut(batch, 2))
+        _, graphs = _run_and_collect(parallel.tower_steps, "train", cut(batch, Shares.alike(2)))
     for graph in graphs:
         rounds = nodes_in_loops(graph)
         assert {"MatMul", "Sigmoid"} <= {node.op for node in rounds}

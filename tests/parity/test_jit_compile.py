@@ -11,6 +11,7 @@ from keras import layers
 from ways_of_wrapping import wrapped
 
 import keras_dp
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import cut
 from keras_dp.partition.running import compilation
 from keras_dp.reports.communication import _run_and_collect
@@ -32,7 +33,7 @@ def trained(devices=2, optimizer="sgd", jit_compile=True, **arguments):
 
 
 def graphs_of(parallel, devices):
-    return _run_and_collect(parallel.tower_steps, "train", cut((X, Y), devices))[1]
+    return _run_and_collect(parallel.tower_steps, "train", cut((X, Y), Shares.alike(devices)))[1]
 
 
 def programs(parallel, devices):

@@ -10,6 +10,7 @@ from programs.steps import Learner
 
 import keras_dp
 from keras_dp.batches.other_rows import FoundWhole, other_than_cut
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import cut, own_rows
 from keras_dp.batches.whole_tensors import WholeNames, WholeTensors
 
@@ -353,7 +354,7 @@ def test_nothing_is_cut():
 
 
 def test_rows_of_a_worker_are_those_of_tensors_that_are_cut():
-    slices = cut(({"x": np.ones((8, 4))},), 2, whole=WholeTensors(("x",)))
+    slices = cut(({"x": np.ones((8, 4))},), Shares.alike(2), whole=WholeTensors(("x",)))
     with pytest.raises(ValueError, match=r'rows="shard".*all tensors of the batch stay whole.*0/x'):
         own_rows(tf.ones((8, 2)), slices[:1])
 

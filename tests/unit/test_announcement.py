@@ -34,9 +34,10 @@ def said(caplog, model, *args, run_eagerly=False, **kwargs):
     ("arguments", "expected"),
     [
         ((1, None, None), "2 towers on CPU:0 and GPU:3; each tower takes its part of every batch"),
-        ((1, 33, None), "2 towers on CPU:0 and GPU:3; global batch 33, 16 or 17 rows a tower"),
-        ((1, 32, "local"), "2 towers on CPU:0 and GPU:3; global batch 32, 16 rows a tower; batch norm of each tower"),
-        ((3, 36, None), "3 workers, each with 2 towers on CPU:0 and GPU:3; global batch 36, 6 rows a tower"),
+        ((1, [16, 17], None), "2 towers on CPU:0 and GPU:3; global batch 33, 16 or 17 rows a tower"),
+        ((1, [16, 16], "local"), "2 towers on CPU:0 and GPU:3; global batch 32, 16 rows a tower; batch norm of each tower"),
+        ((1, [9, 24], None), "2 towers on CPU:0 and GPU:3; global batch 33, 9 to 24 rows a tower"),
+        ((3, [6] * 6, None), "3 workers, each with 2 towers on CPU:0 and GPU:3; global batch 36, 6 rows a tower"),
     ],
 )
 def test_the_line(arguments, expected):

@@ -5,11 +5,12 @@ import pytest
 import tensorflow as tf
 
 from keras_dp.batches import slicing
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.whole_tensors import WholeTensors
 
 
 def cut(batch, num_slices):
-    return tf.function(lambda: slicing.cut(batch, num_slices))()
+    return tf.function(lambda: slicing.cut(batch, Shares.alike(num_slices)))()
 
 
 @pytest.mark.parametrize(("rows", "num_slices"), [(5, 3), (2, 4), (16, 4), (5, 1)])
@@ -24,7 +25,7 @@ def test_slice_i_has_rows_from_b_i_over_n(rows, num_slices):
 
 def test_rows_of_some_slices():
     batch = {"x": tf.range(7), "ragged": tf.ragged.range(tf.range(7)), "mean": tf.constant(2.0), "nothing": None}
-    slices = slicing.cut({"x": batch["x"]}, 6)[2:4]
+    slices = slicing.cut({"x": batch["x"]}, Shares.alike(6))[2:4]
     own = slicing.own_rows(batch, slices)
     assert [part.rows.numpy() for part in slices] == [1, 1]
     np.testing.assert_array_equal(own["x"], [2, 3])
@@ -60,7 +61,7 @@ def test_refuses_rows_that_disagree():
 
     @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])])
     def cut_unknown_rows(x, y):
-        return slicing.cut((x, y), 2)[0].data
+        return slicing.cut((x, y), Shares.alike(2))[0].data
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
         cut_unknown_rows(tf.zeros(3), tf.zeros(4))

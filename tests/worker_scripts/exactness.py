@@ -105,14 +105,15 @@ def synchronized_batch_norm(towers):
 
 @case
 def slices_one_after_the_other(towers):
-    """Trains convolutions, whose moments and dropout are those of all workers, in two slices of each device."""
+    """Trains convolutions, whose moments and dropout are those of all workers, in two slices of each of unlike devices."""
 
     def build():
         layers = [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=3)]
         return keras.Sequential([keras.Input((6, 6, 2)), *layers, keras.layers.Flatten(), keras.layers.Dense(3, "softmax")])
 
     data = (numbers(9, 6, 6, 2), labels(9))
-    assert_same_script(build, trains((data, 7), config={"global_clipnorm": 0.1}), towers, {"slices_per_device": 2})
+    arguments = {"slices_per_device": 2, "rows": [1, 3][:towers]}
+    assert_same_script(build, trains((data, 7), config={"global_clipnorm": 0.1}), towers, arguments)
 
 
 @case
@@ -248,9 +249,9 @@ def shards_of_the_user(towers):
     def of_all_rows(y, y_pred):
         return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_pred)))
 
-    for known, loss in ((True, {}), (False, {"loss": of_all_rows})):
+    for known, loss, rows in ((True, {}, None), (False, {"loss": of_all_rows}, [1, 3][:towers])):
         own, all_batches = (dataset_of(batches, signature, known) for batches in (shards[workers.index], together))
-        assert_same_script(mlp, on_shards(own, all_batches, **CLASSIFIED | loss), towers)
+        assert_same_script(mlp, on_shards(own, all_batches, **CLASSIFIED | loss), towers, {"rows": rows})
 
 
 @case
@@ -543,8 +544,8 @@ def differences_are_named(towers):
     """Raises an error on every worker, before training, when the workers differ in their model, data or call."""
     last = workers.index == workers.count - 1
 
-    def train(units=3, size=8, seed=0, devices=towers, method="fit", **options):
-        parallel = wrapped(devices, lambda: keras.Sequential([keras.Input((5,)), keras.layers.Dense(units)]))
+    def train(units=3, size=8, seed=0, devices=towers, shares=None, method="fit", **options):
+        parallel = wrapped(devices, lambda: keras.Sequential([keras.Input((5,)), keras.layers.Dense(units)]), rows=shares)
         x, y = numbers(size, 5, seed=seed), labels(size)
         options = {"batch_size": 4, "verbose": 0} | options
         parallel.fit(x, y, **options) if method == "fit" else parallel.predict(x, **options)
@@ -557,6 +558,7 @@ def differences_are_named(towers):
         ("checksum", {}, {"seed": 1}),
         ("epochs: worker 0 has None", {}, {"epochs": 2}),
         ("devices: worker 0 has ['CPU:0'", {}, {"devices": 3 - towers}),
+        *([("shares: worker 0 has [1, 1], worker", {}, {"shares": [2, 1]})] * (towers > 1)),
         ("rows: worker 0 has 'all', worker", predicts, {"rows": "shard"}),
         ("method: worker 0 has 'fit'", {}, predicts),
     ):

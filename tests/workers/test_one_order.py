@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import keras_dp
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import cut
 from keras_dp.partition.running.calling import node_by_node
 from keras_dp.workers.collectives import Collectives
@@ -50,7 +51,7 @@ def graph_of(build, rows, index, towers, communication):
     parallel.optimizer.build(model.trainable_variables)
 
     def step(x, y):
-        slices = cut((x, y), WORKERS * towers, range(index * towers, (index + 1) * towers))
+        slices = cut((x, y), Shares.alike(towers), index, WORKERS)
         return parallel.tower_steps.trace("train", slices, worker).run()[0]
 
     with node_by_node(), tf.__internal__.FuncGraph("step").as_default() as graph:

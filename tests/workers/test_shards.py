@@ -10,6 +10,7 @@ import tensorflow as tf
 from worker_threads import on_workers
 
 from keras_dp.batches.shards import cut_shards, placed, with_empty_batches
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import Slice
 from keras_dp.workers.collectives import Collectives, OneWorker
 from keras_dp.workers.group import WorkerGroup
@@ -21,6 +22,7 @@ class Pair(tf.experimental.ExtensionType):
     dtype: tf.DType = tf.int32
 
 
+TWO = Shares.alike(2)
 LEAVES = {
     "dense": lambda rows: tf.cast(tf.reshape(rows, [-1, 1]), tf.float32) * [1.0, 10.0],
     "scalars": lambda rows: rows,
@@ -151,7 +153,7 @@ def test_batches_without_rows_are_of_the_datasets_type():
 
 
 def test_batches_are_cut_into_slices():
-    steps = list(cut_shards(batches(6, 5, 1), 2))
+    steps = list(cut_shards(batches(6, 5, 1), TWO))
     assert [int(parts[0].shard_rows) for parts in steps] == [6, 5, 1]
     assert [[(as_lists(part.data), int(part.begin), int(part.rows)) for part in parts] for parts in steps] == [
         [([1, 2, 3], 0, 3), ([4, 5, 6], 3, 3)],
@@ -160,13 +162,13 @@ def test_batches_are_cut_into_slices():
         [([12], 0, 0), ([12], 0, 1)],
     ]
     # The number of batches stays known, or unknown.
-    assert cut_shards(tf.data.Dataset.range(5).batch(2), 2).cardinality() == 3
-    assert cut_shards(batches(2), 2).cardinality() == tf.data.UNKNOWN_CARDINALITY
+    assert cut_shards(tf.data.Dataset.range(5).batch(2), TWO).cardinality() == 3
+    assert cut_shards(batches(2), TWO).cardinality() == tf.data.UNKNOWN_CARDINALITY
 
 
 def test_single_rows_are_refused():
     with pytest.raises(ValueError, match=r"at least one tensor.*single rows.*dataset.batch\(32\)"):
-        cut_shards(tf.data.Dataset.range(3), 2)
+        cut_shards(tf.data.Dataset.range(3), TWO)
 
 
 # Places in the global batch
@@ -174,7 +176,7 @@ def test_single_rows_are_refused():
 
 def placed_slices(*datasets):
     """Returns the slices of each worker's first batch, for two towers, with their places in the global batch."""
-    steps = [next(iter(cut_shards(dataset, 2))) for dataset in datasets]
+    steps = [next(iter(cut_shards(dataset, TWO))) for dataset in datasets]
 
     def work(collectives):
         slices = placed(steps[collectives.index], collectives)
@@ -227,7 +229,7 @@ def test_a_worker_without_rows_has_the_lengths_of_the_others():
 
 
 def test_when_no_worker_has_rows_the_dataset_has_ended_and_nothing_runs():
-    (shards,) = cut_shards(batches(0), 2)
+    (shards,) = cut_shards(batches(0), TWO)
     collectives = OneWorker()
     collectives.count, collectives.counts = 2, lambda own: tf.zeros([2], tf.int32)
     ran = tf.Variable(0)

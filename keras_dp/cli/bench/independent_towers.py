@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dp import choices
+from keras_dp.batches.shares import Shares
 from keras_dp.batches.slicing import Slice, without_entries
 from keras_dp.model import DataParallelModel
 from keras_dp.partition.building.target import Target
@@ -62,7 +63,7 @@ class _IndependentSteps(TowerSteps):
         def run_on(batch: Slice, arguments: Sequence[Any], device: str) -> tuple[list[Tensor], Partition]:
             is_first = device == devices[0]
             placed = traced if is_first else dataclasses.replace(traced, places={})
-            rows = rows_of([batch], OneWorker())
+            rows = rows_of([batch], Shares.alike(1), OneWorker())
             target = Target([device], self.home if is_first else device)
             built = build(propagate(placed, arguments, rows), arguments, rows, target)
             tensors = given(trace.concrete, traced, arguments, rows)
