@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dp.gpu_model.loops import forward_inputs, rounds_of_operations
+from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_operations
 from keras_dp.gpu_model.placement import PlacedStep
 from keras_dp.partition.running.compilation import Compiled, known_from_shapes, owners_of
 from keras_dp.partition.running.functions import conditional_nodes
@@ -96,7 +96,9 @@ def _nodes(step: PlacedStep) -> Iterator[Any]:
             node = type(operation.node)()
             node.CopyFrom(operation.node)
             node.device = f"/device:{operation.device}"
-            set_inputs(node, forward_inputs(operation.node, nodes))
+            # A loop ends after its last round: what follows waits for all that runs in a round.
+            ends = [f"^{last}" for last in last_of_rounds(operation.node, nodes)]
+            set_inputs(node, [*forward_inputs(operation.node, nodes), *ends])
             yield node
 
 

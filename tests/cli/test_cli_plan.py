@@ -236,6 +236,33 @@ def test_what_does_not_fit_is_not_the_best():
     assert tables.text(table.advice(planned[:1], [fast])).endswith("No placement fits.")
 
 
+@pytest.mark.parametrize(
+    ("peaks", "said"),
+    [
+        ([900, 500], ""),
+        (
+            [4_000, 2_100, 1_100, 900],
+            "With slices_per_device=4, the step fits in the 1,500 MB of a GPU: the fullest needs 1,100",
+        ),
+        ([4_000, 3_900, 1_000], "With slices_per_device=2, the step still does not fit in the 1,500 MB"),
+        ([4_000, 3_000, 2_500, 2_300], "With slices_per_device=8, the step still does not fit in the 1,500 MB"),
+    ],
+    ids=["fits", "in four", "does not fall", "rows are too few"],
+)
+def test_tells_in_how_many_slices_a_step_fits(peaks, said, monkeypatch, capsys):
+    """A batch of 12 rows on 2 GPUs has 6 rows for each."""
+
+    def predicted(planned):
+        peak = peaks[planned.slices_per_device.bit_length() - 1]
+        return dataclasses.replace(FIRST, batch_size=12, peak_megabytes=peak)
+
+    monkeypatch.setattr(plan, "plan_in_new_process", predicted)
+    assert main(["plan", "--towers", "2", "--memory", "1500MB"]) == 0
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert ("slices_per_device" in shown) == bool(said)
+
+
 def test_more_rows_in_more_time_are_a_speed_up():
     more = dataclasses.replace(FIRST, batch_size=256, milliseconds=Range(16.0, 10.0))
     assert table.Line(PlannedRun("mlp", 4), more, FIRST).speed_up == (2, 4)

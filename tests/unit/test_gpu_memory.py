@@ -24,13 +24,13 @@ BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 ROWS = 1_000
 
 
-def placed(model, rows=ROWS):
+def placed(model, rows=ROWS, slices=1):
     """The step of a model on one GPU, with the mean squared error and plain SGD."""
     with logical_cpus_for_gpus(1) as devices:
-        parallel = keras_dp.DataParallelModel(model, devices=devices)
+        parallel = keras_dp.DataParallelModel(model, devices=devices, slices_per_device=slices)
         parallel.compile(keras.optimizers.SGD(0.1), "mse")
         x, y = (np.ones((6, *tensor.shape[1:]), "float32") for tensor in (model.inputs[0], model.outputs[0]))
-        return place_step(graph_of_step(parallel, (x, y)), rows, parallel.devices)
+        return place_step(graph_of_step(parallel, (x, y)), rows, parallel.tower_steps.inputs.devices)
 
 
 def peak(step):
@@ -55,6 +55,15 @@ def test_results_are_written_over_inputs_that_nothing_else_takes(monkeypatch):
     assert own == pytest.approx(4, abs=0.5)
     monkeypatch.setattr(memory, "OVERWRITING", set())
     assert in_activations(peak(step)) > own + 0.5
+
+
+def test_slices_keep_the_activations_of_one_at_a_time():
+    stack = [layers.Dense(100), *(layers.Activation(name) for name in ("tanh", "sigmoid", "tanh", "sigmoid"))]
+    whole, in_slices = (
+        in_activations(peak(placed(keras.Sequential([keras.Input((1,)), *stack, layers.Dense(1)]), slices=slices)))
+        for slices in (1, 4)
+    )
+    assert in_slices < 0.35 * whole
 
 
 def test_inputs_that_are_taken_later_are_not_written_over():

@@ -165,6 +165,18 @@ def test_timelines_show_what_devices_compute_and_receive():
     assert 0 <= sum(event["args"]["bytes"] for event in between if event["name"] == "gradients") - weight_bytes < 16
 
 
+def recurrent():
+    return keras.Sequential([keras.Input((5, 3)), layers.Dense(4), layers.LSTM(4), layers.Dense(4, "softmax")])
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_programs_before_and_after_a_loop_do_not_wait_for_each_other(towers):
+    """An operation after a loop waits for its last round, also where it takes nothing that the rounds make."""
+    step = placed(recurrent, towers, 6)[2]
+    programs = programs_of(step)
+    assert 0.0 < simulate(step, machine_of("A100"), programs).seconds < simulate(step, machine_of("A100")).seconds
+
+
 def test_launches_are_counted():
     _, _, step = placed(mlp, 1, 6)
     launched = simulate(step, Machine(dataclasses.replace(FREE, launch_seconds=1.0), INSTANT, INSTANT, 0.0, 0.0)).seconds
