@@ -47,6 +47,10 @@ BATCH_SIZES = {
 }
 TOWERS = (2, 4, 8)
 HOMES = (None, "sharded")
+# Their batch normalizations take the moments of each GPU's rows, as MirroredStrategy's do, if that is asked for.
+NORMALIZED = ("resnet20", "resnet50", "unet", "gpu_audit:mixed_precision", "gpu_audit:gan")
+# The simulated step of MirroredStrategy takes as long on eight GPUs as on one, which cannot be.
+NOT_COMPARED = ("lstm",)
 # ResNet-50 with as many rows on each GPU, as it is published most often.
 WEAK, WEAK_ROWS = "gpu_audit:half_precision_resnet50", 128
 TIMES = {"": lambda plan: plan.milliseconds, "yes": lambda plan: plan.compiled_milliseconds}
@@ -196,6 +200,19 @@ def all_plans(names, towers, directory, runs_missing):
     return plans
 
 
+def all_local(names, towers, directory, runs_missing):
+    """Plans the steps of models with batch normalization over each GPU's own rows."""
+    plans = {}
+    for name in [name for name in names if name in NORMALIZED]:
+        for count in towers:
+            planned = PlannedRun(name, count, BATCH_SIZES[name], batch_norm="local")
+            path = directory / f"{name.split(':')[-1]}_{count}_local.json"
+            answers = answers_of("--one", planned, path, runs_missing)
+            if answers is not None:
+                plans[name, count] = {machine: TowersPlan.of(plan) for machine, plan in answers.items()}
+    return plans
+
+
 def all_mirrored(names, towers, directory, runs_missing):
     """Plans the steps of all models under MirroredStrategy. On one GPU, such a step is that of plain Keras."""
     plans = {}
@@ -276,10 +293,10 @@ def scaling_table(plans, names, towers):
     return "\n".join(lines)
 
 
-def mirrored_table(plans, peers, names):
+def mirrored_table(plans, of_local, peers, names):
     """The predicted times of a step in milliseconds, beside those under MirroredStrategy, in Markdown."""
     headings = ["model, rows", "machine", "GPUs", "keras_dp, GPU:0", "sharded", "with XLA: GPU:0", "sharded"]
-    headings += ["MirroredStrategy", "its collectives", "keras_dp / MirroredStrategy", "with XLA"]
+    headings += ["MirroredStrategy", "its collectives", "keras_dp / MirroredStrategy", "with XLA", "local moments", "with XLA"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for (name, count), by_machine in peers.items():
         for machine, peer in by_machine.items() if name in names else ():
@@ -291,6 +308,8 @@ def mirrored_table(plans, peers, names):
                 cells += times
                 best = min((time for time in times if time != "-"), key=sum, default=None)
                 ratios.append(ratio(best, peer.milliseconds) if best else "-")
+            local = of_local.get((name, count), {}).get(machine)
+            ratios += [ratio(times_of(local), peer.milliseconds) if local else "-" for times_of in TIMES.values()]
             cells += [peer.milliseconds, f"{peer.collectives}: {peer.collective_milliseconds:.2f}", *ratios]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -448,9 +467,11 @@ def main():
             plans = all_plans(names, arguments.towers, arguments.out, not arguments.kept)
             show("audit", audit_table(plans), arguments.write)
             planned = [name for name in names if (name, 1, None) in plans]
-            peers = all_mirrored(planned, arguments.towers, arguments.out, not arguments.kept)
+            compared = [name for name in planned if name not in NOT_COMPARED]
+            peers = all_mirrored(compared, arguments.towers, arguments.out, not arguments.kept)
             show("scaling", scaling_table(plans, planned, arguments.towers), arguments.write)
-            show("mirrored", mirrored_table(plans, peers, planned), arguments.write)
+            of_local = all_local(planned, arguments.towers, arguments.out, not arguments.kept)
+            show("mirrored", mirrored_table(plans, of_local, peers, compared), arguments.write)
         if arguments.weak:
             weak = all_weak(arguments.towers, arguments.out, not arguments.kept)
             show("weak", weak_table(weak, arguments.towers), arguments.write)
