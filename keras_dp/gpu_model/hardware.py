@@ -6,6 +6,7 @@ its own. How long copies and programs wait depends on the driver and the machine
 """
 
 import dataclasses
+import re
 
 from keras_dp.gpu_model.nccl import OVER_NVLINK_2, OVER_NVLINK_3, OVER_NVLINK_4, OVER_PCIE, Nccl
 
@@ -172,6 +173,17 @@ def machine_of(gpu: str, link: str | None = None) -> Machine:
     if link is not None and link not in links:
         raise ValueError(f"The links of {GPUS[gpu].name} are: {', '.join(links)}. Received: {link!r}")
     return Machine(GPUS[gpu], links[link or next(iter(links))], links["pcie"])
+
+
+def known_gpu(device_name: str) -> str | None:
+    """Returns the key in `GPUS` of a GPU by the name that its driver gives it; None if its numbers are not known.
+
+    >>> known_gpu("NVIDIA A100-SXM4-80GB"), known_gpu("NVIDIA GeForce RTX 4090"), known_gpu("NVIDIA GeForce RTX 3090 Ti")
+    ('A100-80GB', 'RTX4090', None)
+    """
+    words = re.split(r"[ -]", device_name.replace("RTX ", "RTX"))
+    found = [gpu for gpu in GPUS if set(gpu.split("-")) <= set(words)]
+    return max(found, key=len) if found and "Ti" not in words else None
 
 
 def best_and_worst(machine: Machine) -> tuple[Machine, Machine]:

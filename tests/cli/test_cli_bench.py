@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import keras
@@ -16,10 +17,11 @@ import keras_dp
 from keras_dp import tables
 from keras_dp.cli import environment, main, models, runs, synthetic
 from keras_dp.cli.arguments import MODELS
+from keras_dp.cli.bench import beside_plan, engines, loopback, measurement, summary
 from keras_dp.cli.bench import command as bench
-from keras_dp.cli.bench import engines, loopback, measurement, summary
-from keras_dp.cli.bench.summary import Cell
+from keras_dp.cli.bench.summary import Cell, Row
 from keras_dp.cli.bench.survey import survey
+from keras_dp.cli.plan.prediction import PlannedRun, Range
 from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
 
 FOUND = Survey(environment.environment(), gpus=0, batch_size=256)
@@ -356,3 +358,26 @@ def test_a_profile_and_bytes_as_the_command_asks_for_them(in_process, tmp_path, 
     assert run["first_step_seconds"] > max(run["step_milliseconds"]) / 1000
     (profile,) = (tmp_path / "profile" / "2_towers").rglob("*.xplane.pb")
     assert all(name in profile.read_bytes() for name in (b"tower_0/", b"tower_1/"))
+
+
+def test_steps_on_gpus_that_contradict_the_prediction_are_told(monkeypatch):
+    planned = []
+
+    def plan(step):
+        planned.append(step)
+        if step.towers == 8:
+            raise RunFailedError("no such step")
+        return types.SimpleNamespace(compiled_milliseconds=Range(6.0 / step.towers, 10.0 / step.towers))
+
+    monkeypatch.setattr(beside_plan, "plan_in_new_process", plan)
+    options = types.SimpleNamespace(model="resnet20", parameter_device="sharded", batch_norm="local")
+    rows = [Row("keras_dp", towers, 512, median_milliseconds=7.0) for towers in (1, 2, 4, 8)]
+    rows += [Row("single", 1, 512, median_milliseconds=70.0), Row("keras_dp", 1, 512)]
+    told = list(beside_plan.contradictions({"gpus": ["NVIDIA A100-SXM4-40GB"] * 8}, rows, options))
+    assert told == [
+        "2 towers: 7.00 ms a step, where keras-dp plan --gpu A100 predicts 3.00 to 5.00 with XLA",
+        "4 towers: 7.00 ms a step, where keras-dp plan --gpu A100 predicts 1.50 to 2.50 with XLA",
+    ]
+    assert planned[1] == PlannedRun("resnet20", 2, 512, parameter_device="sharded", batch_norm="local", gpu="A100")
+    for gpus in ([], ["NVIDIA GeForce RTX 4080"], ["NVIDIA A100-SXM4-40GB", "Tesla T4"]):
+        assert list(beside_plan.contradictions({"gpus": gpus}, rows, options)) == []

@@ -29,6 +29,7 @@ from keras_dp import choices, installation, tables
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument, positive
 from keras_dp.cli.bench import plot, summary
+from keras_dp.cli.bench.beside_plan import contradictions
 from keras_dp.cli.bench.rounds import devices, measure_in_turns, say
 from keras_dp.cli.bench.summary import Cell
 from keras_dp.cli.runs import Measurement, Run, RunFailedError, Survey
@@ -117,6 +118,11 @@ def run(options: argparse.Namespace) -> int:
         say("\ninterrupted: these are the results so far")
         _write(results(), options)
     _show(results(), options)
+    if not interrupted:
+        of_machine = results()
+        rows = [summary.Row(**row) for row in of_machine["rows"]]
+        for contradiction in contradictions(of_machine["environment"], rows, options):
+            say(contradiction)
     return INTERRUPTED if interrupted else int(bool(failures))
 
 
