@@ -72,6 +72,7 @@ class Report:
         is_assumed: whether the number of rows is assumed, since batches of several sizes were seen.
         slices: into how many slices each device's rows are cut, which it computes one after the other.
         kept_bytes: the bytes of rows that each slice keeps while others of its device compute, where they meet in the middle.
+        peak_bytes: the most bytes that TensorFlow has held so far on each device, for devices that count them, as GPUs do.
     """
 
     batch_rows: int
@@ -94,6 +95,7 @@ class Report:
     is_assumed: bool = False
     slices: int = 1
     kept_bytes: int = 0
+    peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def best_speed_up(self) -> float | None:
@@ -160,6 +162,9 @@ class Report:
         largest = (f"{path}: {bytes_in_words(size)} on {device}" for path, size, device in self.largest_weights)
         advice = [SPREAD] * self.should_spread
         facts["weights"] = [", ".join(places) or "none", *largest, *advice]
+        if self.peak_bytes:
+            peaks = (f"{bytes_in_words(size)} on {device}" for device, size in self.peak_bytes.items())
+            facts["memory"] = [f"at most {', '.join(peaks)} since the program began"]
         if self.batch_norms:
             moments = _MOMENTS[self.batch_norm].format(part="slice" if self.slices > 1 else "device")
             facts["batch norm"] = [f"{self.batch_norms} layer{'s' * (self.batch_norms > 1)}, {moments}"]

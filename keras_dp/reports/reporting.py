@@ -1,5 +1,6 @@
 """Make the report of a training step."""
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
@@ -60,8 +61,9 @@ def report(parallel: Any, batch: Any = None, step: choices.Step = "train") -> Re
 
 
 def _report(steps: TowerSteps, batch: Any, step: choices.Step) -> Report:
-    sent = communication(steps, batch, step)
     model, devices = steps.model, list(dict.fromkeys(steps.inputs.devices))
+    peaks = _peak_bytes(devices)
+    sent = communication(steps, batch, step)
     own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
     slices, of_device = steps.slices_of(batch), steps.slices_per_device
     partition, arithmetic = counted(steps, step, slices)
@@ -90,7 +92,18 @@ def _report(steps: TowerSteps, batch: Any, step: choices.Step) -> Report:
         once=sorted(_computed_once(partition, arithmetic), key=lambda known: -(known.share or 0)),
         slices=of_device,
         kept_bytes=round(partition.kept_bytes),
+        peak_bytes=peaks,
     )
+
+
+def _peak_bytes(devices: Sequence[str]) -> dict[str, int]:
+    """Returns the most bytes that were held on each device that counts them, before this report runs a step."""
+    peaks = {}
+    for device in devices:
+        # The usual allocator of CPUs counts nothing.
+        with contextlib.suppress(ValueError):
+            peaks[device] = tf.config.experimental.get_memory_info(device)["peak"]
+    return peaks
 
 
 def _computed_once(partition: Partition, arithmetic: ArithmeticOfRows | None) -> Iterator[ComputedOnce]:

@@ -102,7 +102,9 @@ def found():
     slices = keras_dp.find_slices(parallel, (X[:ROWS], Y[:ROWS]))
     changes = [float(np.abs(one - other).max()) for one, other in zip(before, parallel.get_weights(), strict=True)]
     parallel.train_on_batch(X[:ROWS], Y[:ROWS])
-    return {"changes": changes, "slices": slices, "copy": copy.deepcopy(parallel).num_towers}
+    report = parallel.report()
+    told = {"peak": report.peak_bytes["CPU:0"], "report": str(report)}
+    return {"changes": changes, "slices": slices, "copy": copy.deepcopy(parallel).num_towers, **told}
 
 
 def failing():
@@ -139,6 +141,8 @@ def test_a_search_changes_no_variable_and_ends_with_slices_that_fit(tmp_path):
     answer = in_little_memory(tmp_path, "found")
     assert answer["slices"] == answer["copy"] >= 2
     assert not any(answer["changes"])
+    assert MEGABYTES / 4 < answer["peak"] / 2**20 <= MEGABYTES
+    assert "MB on CPU:0 since the program began" in answer["report"]
     assert in_little_memory(tmp_path, "found", megabytes=2_000)["slices"] == 1
 
 
