@@ -229,7 +229,8 @@ def all_weak(towers, directory, runs_missing):
     """Plans steps of ResNet-50 in half precision with as many rows on each GPU, by batch normalization and number of GPUs."""
     plans = {}
     for batch_norm in ("sync", "local"):
-        for count in (1, *towers):
+        # On one GPU, both moments are those of plain Keras.
+        for count in (1, *towers) if batch_norm == "sync" else towers:
             planned = PlannedRun(WEAK, count, WEAK_ROWS, True, "sharded" if count > 1 else None, batch_norm=batch_norm)
             path = directory / f"weak_{count}_{batch_norm}.json"
             answers = answers_of("--one", planned, path, runs_missing)
@@ -316,13 +317,13 @@ def mirrored_table(plans, of_local, peers, names):
 
 
 def weak_table(plans, towers):
-    """How many times the rows in a second of one GPU several GPUs compute, with as many rows on each, in Markdown."""
+    """How many times the rows in a second of plain Keras on one GPU several compute, with as many rows on each, in Markdown."""
     headings = ["machine", "batch normalization", "XLA", "1 GPU, ms", *(f"{count} GPUs" for count in towers)]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for machine in MACHINES:
         for batch_norm in dict.fromkeys(batch_norm for batch_norm, _ in plans):
             for xla, times_of in TIMES.items():
-                first = times_of(plans[batch_norm, 1][machine])
+                first = times_of(plans["sync", 1][machine])
                 several = [plans[batch_norm, count][machine] if (batch_norm, count) in plans else None for count in towers]
                 pairs = zip(towers, several, strict=True)
                 ups = [str(ratio(first, times_of(found), count)) if found else "-" for count, found in pairs]

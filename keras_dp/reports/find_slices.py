@@ -38,6 +38,7 @@ def find_slices(parallel: Any, batch: Any = None) -> int:
     steps, batch = inspected("find_slices", parallel, batch, "train")
     trainer = own_of(parallel)
     trainer.refuse_workers_that_search()
+    batch = steps.on_host(batch, finds_whole=True)
 
     def step() -> None:
         function = tf.function(lambda slices: steps.run_own("train", slices), autograph=False)

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dp import choices
-from keras_dp.batches.slicing import leaf_types
+from keras_dp.batches.slicing import known_rows, leaf_types
 from keras_dp.keras_internals.keras_models import all_variables, noted
 from keras_dp.keras_internals.replacing import replaced
 from keras_dp.partition.tensorflow_internals import outside_of_traces
@@ -66,6 +66,7 @@ class FittingSlices:
             tf.errors.ResourceExhaustedError: if the memory is too small for slices of one row.
         """
         steps = self._steps
+        rows = known_rows(batch, steps.inputs.whole) or 1
         made, notes = steps.variables_made, self._noted()
 
         def variables_made() -> None:
@@ -76,12 +77,11 @@ class FittingSlices:
 
         while True:
             slices = steps.slices_per_device
-            has_one_row_each = all(int(part.rows) <= 1 for part in steps.slices_of(batch))
             try:
                 with replaced(steps, "variables_made", variables_made):
                     return step()
             except tf.errors.ResourceExhaustedError:
-                if has_one_row_each:
+                if max(steps.inputs.shares.sizes(rows)) <= 1:
                     raise
             for restore in notes:
                 restore()
