@@ -136,7 +136,7 @@ def refuse_no_batches(trainer: TowerTrainer, method: str, calls: int) -> None:
 def _traces_by_batch(trainer: TowerTrainer, method: str) -> bool:
     """Returns whether the function of a method's step is traced by the batch that it takes, with its known sizes."""
     is_step = STEPS_TAKE_BATCHES and trainer.inside.steps_per_execution == 1
-    return is_step or trainer.fitting_slices.is_wanted or method == "predict" or trainer.has_own(f"{STEPS[method]}_function")
+    return is_step or method == "predict" or trainer.has_own(f"{STEPS[method]}_function")
 
 
 def _has_all_names(trainer: TowerTrainer, method: str) -> bool:

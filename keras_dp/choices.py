@@ -31,7 +31,7 @@ class Options:
     whole: Sequence[str] = ()
     communication: TowerCommunication = None
     verify: bool | None = None
-    slices_per_device: int | Literal["auto"] = 1
+    slices_per_device: int = 1
     rows: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -39,10 +39,10 @@ class Options:
         refuse_unknown("gradient_dtype", self.gradient_dtype, GradientType)
         refuse_unknown("communication", self.communication, TowerCommunication)
         count = self.slices_per_device
-        if count != "auto" and not _is_positive_integer(count):
+        if not _is_positive_integer(count):
             raise ValueError(
                 "`slices_per_device` must be a positive integer: how many slices each device computes one after the other. "
-                'Give 1 for all its rows at once, or "auto" to find how many fit in its memory. '
+                "Give 1 for all its rows at once; keras_dp.find_slices() finds how many fit in its memory. "
                 f"Received: slices_per_device={count!r}"
             )
         if self.rows is not None and not (isinstance(self.rows, list | tuple) and all(map(_is_positive_integer, self.rows))):

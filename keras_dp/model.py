@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 
@@ -80,8 +80,7 @@ class DataParallelModel(Behind, keras.Model):
             names the operation, and leaves the weights as before. None asks the environment variable KERAS_DP_VERIFY.
         slices_per_device: into how many slices each device's rows are cut, which it computes one after the other, with the
             same result. The activations of one slice at a time are in memory, unless towers meet in the middle, as they do
-            for batch normalization with the moments of the global batch. "auto" tries the first step of each kind of batch with
-            one slice, and with twice as many as long as the memory of a device is too small.
+            for batch normalization with the moments of the global batch. `keras_dp.find_slices` finds how many fit.
         rows: a share of the rows of each batch for each device, for devices that are not alike. [3, 2] gives the first of two
             devices three rows for each two of the second. The result is the same. None gives all devices as many rows.
 
@@ -124,7 +123,7 @@ class DataParallelModel(Behind, keras.Model):
         whole: Sequence[str] = (),
         communication: choices.TowerCommunication = None,
         verify: bool | None = None,
-        slices_per_device: int | Literal["auto"] = 1,
+        slices_per_device: int = 1,
         rows: Sequence[int] | None = None,
     ):
         refuse_model_of_its_own(self, inner_model)

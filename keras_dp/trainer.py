@@ -25,7 +25,6 @@ from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.optimizer import DataParallelOptimizer
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.explain import warn_of_gathered_rows
-from keras_dp.steps.fitting_slices import FittingSlices
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.trainer_functions import CalledStep, PredictFunction, StepFunction, running_step
 from keras_dp.steps.verification import Verification
@@ -57,7 +56,6 @@ class TowerTrainer:
         inside: the model inside.
         devices: the names of the devices.
         of_towers: the names of the devices of the N towers: each device has one for each of its slices, one after the other.
-        fitting_slices: cuts rows into more slices where memory is too small.
         feed: the strategy that cuts batches.
         train_function: the functions that Keras's trainer calls, for towers.
         uses: how often something was asked for that runs on towers.
@@ -107,11 +105,7 @@ class TowerTrainer:
         )
         self.feed.feeds_trainer = False
         self.steps = TowerSteps(inside, self.feed, options, lambda: getattr(self, "optimizer", None), self._variables_made)
-        slices = options.slices_per_device
-        self.fitting_slices = FittingSlices(slices == "auto", self.steps, self.cut_into)
-        if slices == "auto":
-            self.refuse_workers_that_search()
-        self.cut_into(1 if slices == "auto" else slices)
+        self.cut_into(options.slices_per_device)
         self._verification = Verification(options.verify, self.steps)
         self._place_variables()
         self.follow()
@@ -120,10 +114,7 @@ class TowerTrainer:
 
     def wrap(self, model: keras.Model) -> Any:
         """Returns another model, wrapped with the same arguments, and its optimizer, too."""
-        options = self.steps.options
-        if not self.fitting_slices.is_wanted:
-            options = dataclasses.replace(options, slices_per_device=self.steps.slices_per_device)
-        parallel = self._around(model, dataclasses.replace(options, devices=list(self.devices)))
+        parallel = self._around(model, dataclasses.replace(self.steps.options, devices=list(self.devices)))
         if model.compiled and self.inside.compiled:
             parallel.jit_compile = self.steps.jit_compile
             if model.optimizer is not None and self.optimizer is not None:
@@ -132,22 +123,12 @@ class TowerTrainer:
 
     def cut_into(self, slices: int) -> None:
         """Cuts each device's rows into a number of slices, from the next step on."""
-        self.feed.shares = Shares.of_devices(self.steps.options.rows, self.devices, slices)
-        self.steps.slices_per_device = slices
+        self.steps.options = options = dataclasses.replace(self.steps.options, slices_per_device=slices)
+        self.feed.shares = Shares.of_devices(options.rows, self.devices, slices)
         self.of_towers = self.feed.devices = tuple(device for device in self.devices for _ in range(slices))
-        wanted = self.steps.options.communication
-        self.steps.has_collectives = has_collectives(wanted, self.of_towers, self.workers.count)
+        self.steps.has_collectives = has_collectives(options.communication, self.of_towers, self.workers.count)
         self.steps.pack_copies = are_gpus(self.devices) or self.steps.has_collectives
         self.forget_traces()
-
-    def refuse_workers_that_search(self) -> None:
-        """Raises a ValueError if there are several workers: they would have to agree on a number of slices."""
-        if self.workers.count > 1:
-            raise ValueError(
-                "Several workers do not search for a number of slices: find it on one machine, by keras_dp.find_slices() for "
-                "this worker's rows, and give it to all as slices_per_device. "
-                f"Received: {self.workers.count} workers"
-            )
 
     @property
     def tower_steps(self) -> TowerSteps:
@@ -331,16 +312,9 @@ class TowerTrainer:
         if not self._eager[name] and name == "predict":
             function = PredictFunction(function, self.steps, self._verification)
         elif not self._eager[name]:
-            first = self._verification, self.fitting_slices, functools.partial(self._current_function, name)
-            function = StepFunction(function, step, self.steps, self.inside.steps_per_execution, name, *first)
+            function = StepFunction(function, step, self.steps, self.inside.steps_per_execution, name, self._verification)
         self._made[f"{name}_function"] = function
         return function
-
-    def _current_function(self, name: choices.Step) -> Any:
-        """Returns the function of a step, which is made anew if it was forgotten."""
-        if getattr(self, f"{name}_function") is None:
-            getattr(self._wrapper(), f"make_{name}_function")()
-        return getattr(self, f"{name}_function")
 
     def predict_shard(self, wanted: bool) -> None:
         """Makes `predict` return the rows of this worker alone, or all."""

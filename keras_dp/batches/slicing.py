@@ -260,11 +260,6 @@ def known_rows(batch: Any, whole: WholeTensors = _ALL_CUT) -> int | None:
     return next((shape[0] for shape in shapes if shape.rank and shape[0] is not None), None)
 
 
-def leaf_types(batch: Any) -> dict[str, Any]:
-    """Returns the type of each tensor of a batch, by its path."""
-    return {path: own_spec(leaf) for path, leaf in leaves_of(batch)}
-
-
 def traced_spec(leaf: Any, batch_rows: int | None) -> Any:
     """Returns the type with which one device traces a tensor, from a slice of it.
 

@@ -69,10 +69,12 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
     """Returns the tasks of a step, and their indices by operation, copy and control dependency."""
     nodes = {name: operation.node for name, operation in step.operations.items()}
     rounds = rounds_of_operations(nodes)
-    numbers: dict[object, int] = {name: i for i, program in enumerate(programs) for name in program.operations}
-    alone = {name: operation for name, operation in step.operations.items() if name not in numbers}
-    for i, what in enumerate((*alone, *step.copies, *step.controls)):
-        numbers[what] = len(programs) + i
+    inside = {name for program in programs for name in program.operations}
+    alone = {name: operation for name, operation in step.operations.items() if name not in inside}
+    numbers: dict[object, int] = {what: i for i, what in enumerate((*alone, *step.copies, *step.controls))}
+    # The host gives a program last of all that may begin: TensorFlow hands it to another thread.
+    for i, program in enumerate(programs, len(numbers)):
+        numbers |= dict.fromkeys(program.operations, i)
     received = {(copy.tensor, copy.destination, copy.to_host): numbers[copy] for copy in step.copies}
     awaited = {(control.operation, control.destination): numbers[control] for control in step.controls}
     awaiting = {}
@@ -91,10 +93,6 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
     meetings = {collective.members[0]: collective for collective in collectives(step)}
     first_of = {member: first for first, collective in meetings.items() for member in collective.members}
     tasks = []
-    for i, program in enumerate(programs):
-        taken = {number for name in program.operations for number in awaiting[name] if number != i}
-        seconds, giving = _run_program(program, step, machine), machine.processor.program_seconds
-        tasks.append(Task(seconds, (program.device,), tuple(sorted(taken)), queue=program.device, giving_seconds=giving))
     for name, operation in alone.items():
         if name in meetings:
             # All begin when the last is there.
@@ -128,6 +126,11 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
         ending = times * (until_seen - seconds)
         tasks.append(Task(times * seconds, resources, (numbers[maker],), _streams(copy, machine), queue, 0.0, ending))
     tasks += [Task(machine.control_seconds, (), (numbers[control.operation],)) for control in step.controls]
+    for program in programs:
+        taken = {number for name in program.operations for number in awaiting[name]} - {numbers[program.operations[0]]}
+        taken |= {numbers[name] for name in program.awaited}
+        seconds, giving = _run_program(program, step, machine), machine.processor.program_seconds
+        tasks.append(Task(seconds, (program.device,), tuple(sorted(taken)), queue=program.device, giving_seconds=giving))
     return tasks, numbers
 
 

@@ -133,7 +133,9 @@ def noted(variables: Sequence[Any]) -> Callable[[], None]:
 
     def restore() -> None:
         for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+            # A value that is assigned needs memory of its own, of which a device may have none left.
+            if np.array(variable).tobytes() != value.tobytes():
+                variable.assign(value)
 
     return restore
 

@@ -65,7 +65,7 @@ def _report(steps: TowerSteps, batch: Any, step: choices.Step) -> Report:
     peaks = _peak_bytes(devices)
     sent = communication(steps, batch, step)
     own = steps.inputs.cut(steps.on_host(batch, finds_whole=True))
-    slices, of_device = steps.slices_of(batch), steps.slices_per_device
+    slices, of_device = steps.slices_of(batch), steps.options.slices_per_device
     partition, arithmetic = counted(steps, step, slices)
     kinds: Counter[str] = Counter()
     for row in sent.copies:

@@ -62,7 +62,6 @@ class TowerSteps:
         jit_compile: whether XLA compiles the towers' operations between exchanges.
         pack_copies: whether tensors travel in few large messages, and small sums in one hop: as each message takes a GPU
             microseconds, whatever its size.
-        slices_per_device: into how many slices each device's rows are cut.
         has_collectives: whether towers exchange messages by collectives, in place of copies.
         calls: how often the steps of training and evaluation were called, and found a batch.
         slow_steps: tells if training could be faster.
@@ -83,7 +82,6 @@ class TowerSteps:
         self._optimizer = optimizer
         self.variables_made = variables_made
         self.jit_compile = self.pack_copies = self.has_collectives = False
-        self.slices_per_device = 1
         self.calls = 0
         self.slow_steps = SlowSteps(inputs.waiting.seconds)
         self.batch_types: dict[str, BatchTypes] = {}
@@ -210,7 +208,7 @@ class TowerSteps:
                     error, "keras_dp: XLA failed in a program of this step. compile(..., jit_compile=False) trains without it."
                 )
             if isinstance(error, tf.errors.ResourceExhaustedError):
-                add_note(error, _LESS_MEMORY.format(2 * self.slices_per_device))
+                add_note(error, _LESS_MEMORY.format(2 * self.options.slices_per_device))
             raise
 
     def comparison(self, name: choices.Step, slices: Sequence[Slice], tolerance: float | None = None) -> Comparison:

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ import tensorflow as tf
 from keras_dp import choices
 from keras_dp.batches.slicing import is_cut
 from keras_dp.keras_internals.versions import STEPS_TAKE_BATCHES
-from keras_dp.steps.fitting_slices import FittingSlices
 from keras_dp.steps.towers import TowerSteps
 from keras_dp.steps.verification import Verification
 
@@ -88,8 +86,6 @@ class StepFunction:
         steps_per_execution: the number of batches that a call takes.
         name: the name of the step.
         verification: compares first steps with one device.
-        fitting: runs first steps in as many slices as they need.
-        current: returns the function of this step that is in use now: another one once the rows are cut into more slices.
     """
 
     def __init__(
@@ -100,11 +96,9 @@ class StepFunction:
         steps_per_execution: int,
         name: choices.Step,
         verification: Verification,
-        fitting: FittingSlices,
-        current: Callable[[], "StepFunction"],
     ):
         self._function, self._name, self._verification = function, name, verification
-        self._steps, self._fitting, self._current, self._slices = steps, fitting, current, steps.slices_per_device
+        self._steps = steps
         self._executions = range(steps_per_execution)
         # Keras's function sees the slices of a dataset, and shares its traces, as on one device. TensorFlow's stateful
         # operations draw on in each trace of this function, so it has the same ones: first those of datasets.
@@ -132,15 +126,8 @@ class StepFunction:
         self._types_of_datasets.clear()
         for batch in itertools.islice(iterator, len(self._executions)):
             with self._verification.of_step(self._name, batch):
-                result = self._fitting.run(self._name, batch, functools.partial(self._of_batch, batch))
+                result = self._function(iter([batch])) if self._steps.inputs.cuts_in_step else self._on_batch(batch)
         return result
-
-    def _in_use(self) -> "StepFunction":
-        return self if self._slices == self._steps.slices_per_device else self._current()
-
-    def _of_batch(self, batch: Any) -> Any:
-        own = self._in_use()
-        return own._function(iter([batch])) if self._steps.inputs.cuts_in_step else own._on_batch(batch)
 
     def _of_dataset(self, iterator: Any) -> Any:
         types = iterator.element_spec
@@ -148,17 +135,13 @@ class StepFunction:
             # All workers trace by the types of their datasets, together, and not by the sizes of their own batches.
             self._on_shard.get_concrete_function(types)
             return self._on_shard(next(iterator))
-        is_due = self._verification.is_due(self._name, types) or self._fitting.is_due(self._name, types)
+        is_due = self._verification.is_due(self._name, types)
         batches = list(itertools.islice(iterator, len(self._executions))) if is_due else []
         if not batches:
             return self._noting_traces(iterator)
         taken = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=types)
         with self._verification.of_step(self._name, batches[-1], types):
-            step = functools.partial(self._of_taken, taken)
-            return self._fitting.run(self._name, batches[-1], step, types)
-
-    def _of_taken(self, batches: tf.data.Dataset) -> Any:
-        return self._in_use()._noting_traces(iter(batches))
+            return self._noting_traces(iter(taken))
 
     def _noting_traces(self, iterator: tf.data.Iterator) -> Any:
         """Runs the steps on a dataset's batches, and notes their types if the step is traced for them."""

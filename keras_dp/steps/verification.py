@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_dp import choices
-from keras_dp.batches.slicing import Slice, is_cut, leaf_types
+from keras_dp.batches.slicing import Slice, is_cut, own_spec
+from keras_dp.batches.whole_tensors import leaves_of
 from keras_dp.keras_internals.keras_models import all_variables, noted
 from keras_dp.partition.inspecting.other_state import call_of_python, change_of_other_state
 from keras_dp.partition.inspecting.step_check import StepCheck
@@ -58,13 +59,18 @@ class Verification:
             RuntimeError: if a result, a variable or a tensor differs. The variables are as before the step.
         """
         if self._is_wanted and types is None:
-            types = leaf_types(batch)
+            types = {path: own_spec(leaf) for path, leaf in leaves_of(batch)}
         if not self.is_due(name, types):
             yield
             return
         restore = noted(all_variables(self._steps.model))
         yield
-        check = self._checked(name, batch)
+        try:
+            check = self._checked(name, batch)
+        except Exception:
+            # One device may have no memory for the whole batch.
+            restore()
+            raise
         if check is None or check.is_exact:
             self._verified.add((name, repr(types)))
             return

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from keras_dp.partition.facts.node import Static
-from keras_dp.partition.facts.operations import CALLS
+from keras_dp.partition.facts.operations import CALLS, READS
 from keras_dp.partition.facts.rows import Size
 from keras_dp.partition.tensorflow_internals import add_function, body_of, handle_data, is_stateful, placeholder
 from keras_dp.partition.tracing.contents import Contents
@@ -25,7 +25,8 @@ def awaited_effects(nodes: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns, by node in order, the nodes with effects that it waits for by control inputs, and the groups of such nodes.
 
     Waiting for any other node means to wait for the effects before it. TensorFlow's graph optimizer leaves out a control input
-    if another one implies it, and may then replace a node without effects by one that waits for nothing.
+    if another one implies it, and may then replace a node without effects by one that waits for nothing. A node without effects
+    does not wait for variables to be read: its result does not depend on it, and a tower would wait for the device that reads.
     """
     have_effects = {name for name, node in nodes.items() if is_stateful(node.op) or node.op == "NoOp"}
 
@@ -44,7 +45,10 @@ def awaited_effects(nodes: Mapping[str, Any]) -> dict[str, list[str]]:
     for name, node in nodes.items():
         if name in passed:
             before[name] = effects(_sources(node))
-    return {name: list(effects(control_inputs(node))) for name, node in nodes.items()}
+    return {
+        name: [one for one in effects(control_inputs(node)) if name in have_effects or nodes[one].op not in READS]
+        for name, node in nodes.items()
+    }
 
 
 def _sources(node: Any) -> list[str]:
