@@ -50,6 +50,9 @@ class Options:
                 "`rows` must be None, or a list of positive integers, a share of the rows for each device. Only their "
                 f"proportions count: give [3, 2] in place of [1.5, 1]. Received: rows={self.rows!r}"
             )
+        if self.rows is not None:
+            # The caller's list may change.
+            object.__setattr__(self, "rows", tuple(self.rows))
 
 
 def _is_positive_integer(value: Any) -> bool:

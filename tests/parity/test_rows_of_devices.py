@@ -163,7 +163,7 @@ def test_the_report_and_the_first_line_tell_the_sizes_of_slices(caplog):
 def test_copies_and_clones_have_the_same_shares():
     parallel = compiled([3, 1])
     for copied in (keras.models.clone_model(parallel), own_of(parallel).wrap(convolutions())):
-        assert copied.tower_steps.options.rows == [3, 1]
+        assert copied.tower_steps.options.rows == (3, 1)
         assert own_of(copied).feed.shares == Shares((3, 1))
 
 
