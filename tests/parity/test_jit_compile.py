@@ -90,6 +90,25 @@ def test_a_number_of_rows_that_is_not_known_makes_no_more_programs(monkeypatch, 
     assert [kinds[f"CPU:{tower}", True] for tower in range(devices)] == updates
 
 
+def without_meetings():
+    stack = [layers.Flatten(), layers.Dense(8, "relu"), layers.LayerNormalization(), layers.Dense(3)]
+    return keras.Sequential([keras.Input((8, 8, 2)), *stack])
+
+
+def test_a_program_of_a_whole_step_begins_when_other_towers_have_their_weights_on_the_way():
+    """On a GPU, a copy waits for all that was given before it: the other tower would begin when this one ends."""
+    parallel = wrapped(without_meetings(), devices=2, pack_copies=True)
+    parallel.compile("sgd", "mse", jit_compile=True)
+    parallel.train_on_batch(X, Y)
+    assert programs(parallel, 2) == ([1, 1], [1, 0])
+    nodes = {node.name: node for graph in graphs_of(parallel, 2) for node in graph.node}
+    (program,) = [node for name, node in nodes.items() if "tower_0/program" in name]
+    awaited = [nodes[name[1:]] for name in program.input if name[0] == "^"]
+    weights = [node for node in awaited if node.op == "ConcatV2" and "message" in node.name]
+    assert weights
+    assert any(node.op == "_Send" and node.input[0] == weights[0].name for node in nodes.values())
+
+
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
 def test_xla_compiles_each_tower_for_its_own_device_when_asked(jit_compile):
     """XLA compiles neither the sums between towers nor the whole step, which it would put on one device."""
