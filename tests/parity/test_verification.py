@@ -114,6 +114,23 @@ def test_a_wrong_rule_is_an_error_and_the_weights_are_as_before(method, monkeypa
     assert_same(before, (model.get_weights(), values(model.inner_model.optimizer)), 0.0)
 
 
+def test_a_comparison_that_fails_leaves_the_weights_as_before(monkeypatch):
+    """One device may have no memory for the whole batch of several."""
+
+    def without_memory(self, name, batch):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    parallel = keras_dp.DataParallelModel(build(), devices=2, verify=True)
+    parallel.compile("adam", "mse")
+    before = parallel.get_weights()
+    monkeypatch.setattr(Verification, "_checked", without_memory)
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        parallel.fit(X, Y, verbose=0)
+    assert parallel.optimizer.iterations == 0
+    for weight, value in zip(parallel.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, value)
+
+
 def test_refuses_several_workers():
     steps = SimpleNamespace(inputs=SimpleNamespace(collectives=SimpleNamespace(count=2)))
     with pytest.raises(ValueError, match="verify=True compares the steps of one worker.*on 2 workers"):
