@@ -15,7 +15,7 @@ from keras_dp.gpu_model.loops import forward_inputs, last_of_rounds, rounds_of_o
 from keras_dp.gpu_model.placement import PlacedStep
 from keras_dp.partition.running.compilation import Compiled, known_from_shapes, owners_of
 from keras_dp.partition.running.functions import conditional_nodes
-from keras_dp.partition.running.programs import Owner, groups_of, sent_at_once
+from keras_dp.partition.running.programs import Owner, groups_of
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.partition.tracing.graph import Graph, set_inputs
 from keras_dp.partition.tracing.names import source_of
@@ -48,13 +48,11 @@ class Program(NamedTuple):
         device: the device.
         operations: their names.
         kernels: the operations that XLA fuses at best.
-        awaited: operations that it waits for beside those that it takes tensors of.
     """
 
     device: str
     operations: tuple[str, ...]
     kernels: tuple[Kernel, ...]
-    awaited: tuple[str, ...] = ()
 
 
 def programs_of(step: PlacedStep) -> list[Program]:
@@ -87,13 +85,7 @@ def programs_of(step: PlacedStep) -> list[Program]:
     for name, operation in step.operations.items():
         for tensor in operation.inputs:
             takers[source_of(tensor)].append((tensor, name))
-    groups = groups_of(graph, owners, known, dtypes)
-    sent = sent_at_once(graph, {name for names in groups.values() for name in names})
-    programs = []
-    for (owner, _), names in groups.items():
-        first = [] if owner.is_update else sent[owner.device]
-        programs.append(_program(step, names, takers)._replace(awaited=tuple(first)))
-    return programs
+    return [_program(step, names, takers) for names in groups_of(graph, owners, known, dtypes).values()]
 
 
 def _nodes(step: PlacedStep) -> Iterator[Any]:

@@ -72,7 +72,8 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
     inside = {name for program in programs for name in program.operations}
     alone = {name: operation for name, operation in step.operations.items() if name not in inside}
     numbers: dict[object, int] = {what: i for i, what in enumerate((*alone, *step.copies, *step.controls))}
-    # The host gives a program last of all that may begin: TensorFlow hands it to another thread.
+    # The host gives a program last of all that may begin: TensorFlow hands it to another thread. So a message of weights leaves
+    # before the program of a whole step, for which its copy would wait.
     for i, program in enumerate(programs, len(numbers)):
         numbers |= dict.fromkeys(program.operations, i)
     received = {(copy.tensor, copy.destination, copy.to_host): numbers[copy] for copy in step.copies}
@@ -128,7 +129,6 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
     tasks += [Task(machine.control_seconds, (), (numbers[control.operation],)) for control in step.controls]
     for program in programs:
         taken = {number for name in program.operations for number in awaiting[name]} - {numbers[program.operations[0]]}
-        taken |= {numbers[name] for name in program.awaited}
         seconds, giving = _run_program(program, step, machine), machine.processor.program_seconds
         tasks.append(Task(seconds, (program.device,), tuple(sorted(taken)), queue=program.device, giving_seconds=giving))
     return tasks, numbers

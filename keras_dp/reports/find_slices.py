@@ -63,7 +63,7 @@ def find_slices(parallel: Any, batch: Any = None) -> int:
                 add_note(error, "keras_dp: Not even slices of one row fit in the memory of a device.")
                 raise
         trainer.cut_into(2 * slices)
-        logger.info("The memory of a device is too small for its rows in %d slices. Trying %d.", slices, 2 * slices)
+        logger.info("A training step does not fit in memory with slices_per_device=%d. Trying %d.", slices, 2 * slices)
 
 
 def _run(steps: TowerSteps, batch: Any) -> None:

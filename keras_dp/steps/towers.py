@@ -34,7 +34,7 @@ from keras_dp.workers.collectives import OneWorker
 from keras_dp.wrapping.one_state import own_of
 
 _LESS_MEMORY = (
-    "keras_dp: For less memory, and the same result, DataParallelModel(model, slices_per_device={0}) computes the rows of each "
+    "keras_dp: For less memory, DataParallelModel(model, slices_per_device={0}) computes the rows of each "
     "device in {0} slices, one after the other. keras_dp.find_slices(parallel, batch) finds how many fit."
 )
 

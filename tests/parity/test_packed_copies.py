@@ -31,6 +31,7 @@ def convolutions():
 
 
 def attention():
+    """Its table has a gradient of rows, and its LSTM runs in a loop."""
     inputs = keras.Input((6,), dtype="int32")
     x = layers.Embedding(30, 8, mask_zero=True)(inputs)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, dropout=0.25)(x, x))

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_results, assert_same_run, plain_run, run, training
 from keras import layers
+from test_packed_copies import attention
 from test_programs import KINDS, plain, program
 from ways_of_wrapping import wrapped
 
@@ -24,13 +25,6 @@ TOKENS = RNG.integers(0, 30, (23, 6))
 def convolutions():
     stack = [layers.Conv2D(6, 3, padding="same", activation="relu"), layers.BatchNormalization(), layers.Dropout(0.3)]
     return keras.Sequential([keras.Input((6, 6, 3)), *stack, layers.GlobalAveragePooling2D(), layers.Dense(4, "softmax")])
-
-
-def attention():
-    inputs = keras.Input((6,), dtype="int32")
-    x = layers.Embedding(30, 8, mask_zero=True)(inputs)
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, dropout=0.25)(x, x))
-    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.LSTM(5)(x)))
 
 
 def comparing():

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from comparison import assert_same_results, assert_same_script, largest_change, plain_run, run
 from keras import layers
+from test_packed_copies import attention
 from ways_of_wrapping import wrapped
 
 import keras_dp
@@ -29,14 +30,6 @@ def convolutions():
     for _ in range(NORMALIZATIONS):
         x = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(6, 3, padding="same", use_bias=False)(x)))
     return keras.Model(inputs, layers.Dense(4, "softmax")(layers.Dropout(0.25)(layers.GlobalAveragePooling2D()(x))))
-
-
-def attention():
-    """Its table has a gradient of rows, and its LSTM runs in a loop."""
-    inputs = keras.Input((6,), dtype="int32")
-    x = layers.Embedding(30, 8, mask_zero=True)(inputs)
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, dropout=0.25)(x, x))
-    return keras.Model(inputs, layers.Dense(4, "softmax")(layers.LSTM(5)(x)))
 
 
 class Counting(keras.Model):

@@ -24,7 +24,6 @@ from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS, SHAPES_AND_RANK
-from keras_dp.partition.running.crossings import local_name
 from keras_dp.partition.running.functions import dtypes_of, replace_tensors
 from keras_dp.partition.tensorflow_internals import is_stateful, on_host, unused_function_name
 from keras_dp.partition.tracing.graph import Graph, reached, set_inputs
@@ -72,11 +71,7 @@ def write_programs(written: GraphWriter, owners: Mapping[str, Owner], known: Set
     graph = written.graph
     dtypes = dtypes_of(written.function)
     groups = groups_of(graph, owners, known, dtypes)
-    sent = sent_at_once(graph, {name for names in groups.values() for name in names})
-    programs = [
-        _Program(graph, known, dtypes, owner, names, () if owner.is_update else sent[owner.device])
-        for (owner, _), names in groups.items()
-    ]
+    programs = [_Program(graph, known, dtypes, owner, names) for (owner, _), names in groups.items()]
     _call(written, programs)
     return [program.definition for program in programs]
 
@@ -110,29 +105,6 @@ def groups_of(
         return sum(graph.nodes[name].op not in _FREE for name in names) >= _LEAST_NODES
 
     return {key: names for key, names in groups.items() if is_worth_it(names)}
-
-
-def sent_at_once(graph: Graph, programs: Set[str]) -> Mapping[str, Sequence[str]]:
-    """Returns, by device, the nodes that wait for no program, and that other devices take tensors of.
-
-    A copy waits for all that its GPU was given before it (gpu_util.cc, DeviceToDeviceCopy). Behind a program of a tower's whole
-    step, the weights would leave for the other towers when that step ends. So programs wait for these nodes.
-
-    Args:
-        graph: the nodes.
-        programs: the nodes of programs.
-    """
-    later: set[str] = set()
-    sent: dict[str, list[str]] = defaultdict(list)
-    for name in graph.order:
-        if name in programs or not later.isdisjoint(graph.sources[name]):
-            later.add(name)
-            continue
-        device = local_name(graph.nodes[name].device)
-        takers = {local_name(graph.nodes[taker].device) for taker in graph.takers[name]}
-        if device and takers - {device, ""}:
-            sent[device].append(name)
-    return sent
 
 
 def _levels(graph: Graph, owners: Mapping[str, Owner]) -> dict[str, int]:
@@ -199,7 +171,6 @@ class _Program:
         dtypes: the dtypes of all tensors.
         owner: the owner of the nodes.
         names: the nodes, in topological order.
-        first: further nodes that the call waits for.
 
     Attributes:
         definition: the FunctionDef.
@@ -210,15 +181,7 @@ class _Program:
         results: the tensors that nodes outside take, in the order of the function's results.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        known: Set[str],
-        dtypes: Mapping[str, tf.DType],
-        owner: Owner,
-        names: Sequence[str],
-        first: Sequence[str],
-    ):
+    def __init__(self, graph: Graph, known: Set[str], dtypes: Mapping[str, tf.DType], owner: Owner, names: Sequence[str]):
         self.owner, self.names = owner, frozenset(names)
         self._dtypes = dtypes
         copied = reached(
@@ -231,7 +194,7 @@ class _Program:
         # XLA wants variables last.
         self.given = sorted(taken, key=lambda tensor: dtypes[tensor] == tf.resource)
         waiting = (name for node in nodes for name in control_inputs(node) if name not in inside)
-        self.awaited = list(dict.fromkeys([*waiting, *first]))
+        self.awaited = list(dict.fromkeys(waiting))
         self.results: list[str] = []
         self.definition = function_pb2.FunctionDef()
         signature = self.definition.signature
