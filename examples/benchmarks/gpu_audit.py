@@ -186,30 +186,18 @@ def answers_of(option, planned, path, runs_missing):
     return json.loads(path.read_text())
 
 
-def all_plans(names, towers, directory, runs_missing):
-    """Plans the steps of all models: with variables on one GPU, and sharded."""
+def all_plans(names, counts, batch_norm, directory, runs_missing):
+    """Plans the steps of models: with variables on one GPU, and sharded."""
     plans = {}
+    kind = "" if batch_norm == "sync" else f"_{batch_norm}"
     for name in names:
-        for count in (1, *towers):
+        for count in counts:
             for home in HOMES if count > 1 else HOMES[:1]:
-                planned = PlannedRun(name, count, BATCH_SIZES[name], parameter_device=home)
-                path = directory / f"{name.split(':')[-1]}_{count}_{home}.json"
+                planned = PlannedRun(name, count, BATCH_SIZES[name], parameter_device=home, batch_norm=batch_norm)
+                path = directory / f"{name.split(':')[-1]}_{count}_{home}{kind}.json"
                 answers = answers_of("--one", planned, path, runs_missing)
                 if answers is not None:
                     plans[name, count, home] = {machine: TowersPlan.of(plan) for machine, plan in answers.items()}
-    return plans
-
-
-def all_local(names, towers, directory, runs_missing):
-    """Plans the steps of models with batch normalization over each GPU's own rows."""
-    plans = {}
-    for name in [name for name in names if name in NORMALIZED]:
-        for count in towers:
-            planned = PlannedRun(name, count, BATCH_SIZES[name], batch_norm="local")
-            path = directory / f"{name.split(':')[-1]}_{count}_local.json"
-            answers = answers_of("--one", planned, path, runs_missing)
-            if answers is not None:
-                plans[name, count] = {machine: TowersPlan.of(plan) for machine, plan in answers.items()}
     return plans
 
 
@@ -301,16 +289,18 @@ def mirrored_table(plans, of_local, peers, names):
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for (name, count), by_machine in peers.items():
         for machine, peer in by_machine.items() if name in names else ():
-            own = [plans[name, count, home][machine] if (name, count, home) in plans else None for home in HOMES]
+            synchronized, local = (
+                [found[name, count, home][machine] for home in HOMES if (name, count, home) in found]
+                for found in (plans, of_local)
+            )
             cells = [f"{name.split(':')[-1]}, {BATCH_SIZES[name]:,}", machine, count]
-            ratios = []
             for times_of in TIMES.values():
-                times = [times_of(found) if found else "-" for found in own]
-                cells += times
-                best = min((time for time in times if time != "-"), key=sum, default=None)
-                ratios.append(ratio(best, peer.milliseconds) if best else "-")
-            local = of_local.get((name, count), {}).get(machine)
-            ratios += [ratio(times_of(local), peer.milliseconds) if local else "-" for times_of in TIMES.values()]
+                cells += [*map(times_of, synchronized), *["-"] * (len(HOMES) - len(synchronized))]
+            ratios = [
+                ratio(min(map(times_of, found), key=sum), peer.milliseconds) if found else "-"
+                for found in (synchronized, local)
+                for times_of in TIMES.values()
+            ]
             cells += [peer.milliseconds, f"{peer.collectives}: {peer.collective_milliseconds:.2f}", *ratios]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -465,13 +455,15 @@ def main():
         arguments.out.mkdir(parents=True, exist_ok=True)
         names = [name for name in BATCH_SIZES if name.split(":")[-1] in arguments.models]
         if names:
-            plans = all_plans(names, arguments.towers, arguments.out, not arguments.kept)
+            kept = (arguments.out, not arguments.kept)
+            plans = all_plans(names, (1, *arguments.towers), "sync", *kept)
             show("audit", audit_table(plans), arguments.write)
             planned = [name for name in names if (name, 1, None) in plans]
             compared = [name for name in planned if name not in NOT_COMPARED]
-            peers = all_mirrored(compared, arguments.towers, arguments.out, not arguments.kept)
+            peers = all_mirrored(compared, arguments.towers, *kept)
             show("scaling", scaling_table(plans, planned, arguments.towers), arguments.write)
-            of_local = all_local(planned, arguments.towers, arguments.out, not arguments.kept)
+            normalized = [name for name in planned if name in NORMALIZED]
+            of_local = all_plans(normalized, arguments.towers, "local", *kept)
             show("mirrored", mirrored_table(plans, of_local, peers, compared), arguments.write)
         if arguments.weak:
             weak = all_weak(arguments.towers, arguments.out, not arguments.kept)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.layers import BatchNormalization
 
 from keras_dp.keras_internals import keras_batch_norms
-from keras_dp.partition.own import own_part, total_of_own
+from keras_dp.partition.own import own_mean, own_part
 
 Tensor = Any
 
@@ -57,22 +57,20 @@ def batch_norm_mode(
 
         def layer_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
             if mode == "sync" or layer in synchronized:
-                used = _moments(layer, inputs, mask, tf.identity)
-                of_batch.setdefault(layer, []).append(used)
-                return used.mean, used.variance
-            used = _moments(layer, inputs, mask, own_part)
+                whole = _moments(layer, inputs, mask)
+                of_batch.setdefault(layer, []).append(whole)
+                return whole.mean, whole.variance
             if mode == "local":
                 update_with_batch(layer)
-                whole = pooled(used, total_of_own) if mask is None else _moments(layer, inputs, mask, tf.identity)
-                of_batch.setdefault(layer, []).append(whole)
-            return used.mean, used.variance
+                of_batch.setdefault(layer, []).append(_moments(layer, inputs, mask))
+            return _own_moments(layer, inputs, mask)
 
         stack.enter_context(keras_batch_norms.replaced_moments(layer_moments))
         yield of_batch
 
 
-def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, total: Callable[[Tensor], Tensor]) -> Moments:
-    """Returns the moments of a layer's inputs; `total` turns sums over rows into sums over a slice, or the global batch.
+def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> Moments:
+    """Returns the moments of a layer's inputs over the global batch.
 
     Two passes compute them, as in `tf.nn.moments` on one device. The variance is accurate even if the mean is much larger than
     the deviation, and it is never negative (Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance",
@@ -80,16 +78,22 @@ def _moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None, tot
     """
     axes = keras_batch_norms.reduction_axes(layer)
     if mask is not None:
-        return _masked_moments(inputs, mask, axes, total)
-    # TensorFlow would turn `tf.ones_like` into a constant: the number of all rows, where a tower counts its own.
-    first_of_each_row = (slice(None), *[0] * (inputs.shape.rank - 1))
-    count = total(tf.reduce_sum(tf.raw_ops.OnesLike(x=inputs[first_of_each_row])))
-    for axis in axes:
-        if axis:
-            count *= tf.cast(tf.shape(inputs)[axis], inputs.dtype)
-    mean = total(tf.reduce_sum(inputs, axes, keepdims=True)) / count
-    variance = total(tf.reduce_sum(tf.math.squared_difference(inputs, mean), axes, keepdims=True)) / count
+        return _masked_moments(inputs, mask, axes, tf.identity)
+    mean = tf.reduce_mean(inputs, axes, keepdims=True)
+    variance = tf.reduce_mean(tf.math.squared_difference(inputs, mean), axes, keepdims=True)
+    count = tf.cast(tf.size(inputs, tf.int64) // tf.size(mean, tf.int64), inputs.dtype)
     return Moments(count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
+
+
+def _own_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the mean and the variance of a layer's inputs over each tower's slice."""
+    axes = keras_batch_norms.reduction_axes(layer)
+    if mask is not None:
+        _, mean, variance = _masked_moments(inputs, mask, axes, own_part)
+        return mean, variance
+    mean = own_mean(tf.reduce_mean(inputs, axes, keepdims=True))
+    variance = own_mean(tf.reduce_mean(tf.math.squared_difference(inputs, mean), axes, keepdims=True))
+    return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
 
 
 def _masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callable[[Tensor], Tensor]) -> Moments:
@@ -99,7 +103,7 @@ def _masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callab
         inputs: the inputs, of rank R.
         mask: the mask, of rank R - 1, true where the entries along the last axis are valid.
         axes: the axes to reduce: all but the axis of the channels.
-        total: as in `_moments`.
+        total: turns sums over rows into sums over each slice, or over the global batch.
     """
     last = inputs.shape.rank - 1
     valid = tf.expand_dims(tf.cast(mask, tf.bool), -1)
@@ -112,19 +116,3 @@ def _masked_moments(inputs: Tensor, mask: Tensor, axes: list[int], total: Callab
     squares = tf.square(tf.where(valid, inputs - mean, zero))
     variance = total(tf.reduce_sum(squares, axes, keepdims=True)) / count
     return Moments(tf.squeeze(count), tf.squeeze(mean), tf.squeeze(variance))
-
-
-def pooled(own: Moments, total: Callable[[Tensor], Tensor]) -> Moments:
-    """Pools the moments of each tower's slice to the moments of the global batch.
-
-    By the law of total variance, the variance is the mean of the variances plus the variance of the means. Both are weighted
-    with the counts (Chan, Golub and LeVeque 1983, formulas 2.1a and 2.1b, for any number of parts).
-
-    Args:
-        own: the moments of the tower's slice.
-        total: a function that sums over the towers.
-    """
-    count = total(own.count)
-    mean = total(own.count * own.mean) / count
-    squares = total(own.count * (own.variance + tf.math.squared_difference(own.mean, mean)))
-    return Moments(count, mean, squares / count)

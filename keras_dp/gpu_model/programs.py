@@ -48,11 +48,13 @@ class Program(NamedTuple):
         device: the device.
         operations: their names.
         kernels: the operations that XLA fuses at best.
+        awaited: operations that it waits for, beside those that it takes tensors of.
     """
 
     device: str
     operations: tuple[str, ...]
     kernels: tuple[Kernel, ...]
+    awaited: tuple[str, ...] = ()
 
 
 def programs_of(step: PlacedStep) -> list[Program]:
@@ -85,7 +87,8 @@ def programs_of(step: PlacedStep) -> list[Program]:
     for name, operation in step.operations.items():
         for tensor in operation.inputs:
             takers[source_of(tensor)].append((tensor, name))
-    return [_program(step, names, takers) for names in groups_of(graph, owners, known, dtypes).values()]
+    groups = groups_of(graph, owners, known, dtypes)
+    return [_program(step, group.names, takers)._replace(awaited=tuple(group.sent)) for group in groups]
 
 
 def _nodes(step: PlacedStep) -> Iterator[Any]:

@@ -69,20 +69,28 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
     """Returns the tasks of a step, and their indices by operation, copy and control dependency."""
     nodes = {name: operation.node for name, operation in step.operations.items()}
     rounds = rounds_of_operations(nodes)
-    inside = {name for program in programs for name in program.operations}
-    alone = {name: operation for name, operation in step.operations.items() if name not in inside}
-    numbers: dict[object, int] = {what: i for i, what in enumerate((*alone, *step.copies, *step.controls))}
+    program_of = {name: i for i, program in enumerate(programs) for name in program.operations}
+    alone = {name: operation for name, operation in step.operations.items() if name not in program_of}
+
+    def is_within_program(copy: PlacedCopy) -> bool:
+        """Returns whether one program makes and takes a tensor: nothing goes to the host and back there."""
+        maker, *takers = (program_of.get(name) for name in (source_of(copy.tensor), *copy.takers))
+        return maker is not None and {*takers} == {maker}
+
+    within = {copy for copy in step.copies if is_within_program(copy)}
+    copies = [copy for copy in step.copies if copy not in within]
+    numbers: dict[object, int] = {what: i for i, what in enumerate((*alone, *copies, *step.controls))}
     # The host gives a program last of all that may begin: TensorFlow hands it to another thread. So a message of weights leaves
     # before the program of a whole step, for which its copy would wait.
     for i, program in enumerate(programs, len(numbers)):
         numbers |= dict.fromkeys(program.operations, i)
+    numbers |= {copy: numbers[source_of(copy.tensor)] for copy in within}
     received = {(copy.tensor, copy.destination, copy.to_host): numbers[copy] for copy in step.copies}
     awaited = {(control.operation, control.destination): numbers[control] for control in step.controls}
     awaiting = {}
     for name, operation in step.operations.items():
         forward = {source_of(source) for source in forward_inputs(operation.node, nodes)}
         after = [
-            # Within a program, nothing goes to the host and back.
             numbers[source_of(tensor)]
             if numbers[source_of(tensor)] == numbers[name]
             else received.get((tensor, operation.device, to_host), numbers[source_of(tensor)])
@@ -116,7 +124,7 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
         giving = machine.processor.launch_seconds if resources else machine.host_seconds
         queue = operation.device if is_queued else ""
         tasks.append(Task(seconds * rounds.get(name, 1), resources, waits_for, queue=queue, giving_seconds=giving))
-    for copy in step.copies:
+    for copy in copies:
         maker = source_of(copy.tensor)
         link, resources = _way(copy, machine)
         copied_bytes, times = step.sizes.bytes_of(copy.tensor), rounds.get(maker, 1)
@@ -129,6 +137,7 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
     tasks += [Task(machine.control_seconds, (), (numbers[control.operation],)) for control in step.controls]
     for program in programs:
         taken = {number for name in program.operations for number in awaiting[name]} - {numbers[program.operations[0]]}
+        taken |= {numbers[name] for name in program.awaited}
         seconds, giving = _run_program(program, step, machine), machine.processor.program_seconds
         tasks.append(Task(seconds, (program.device,), tuple(sorted(taken)), queue=program.device, giving_seconds=giving))
     return tasks, numbers

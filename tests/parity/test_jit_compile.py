@@ -54,6 +54,7 @@ def with_dropout():
         (build, {"devices": 1}, [1], [0]),
         (build, {"devices": 3}, [3, 3, 3], [1, 0, 0]),
         (build, {"devices": 3, "pack_copies": True}, [3, 3, 3], [1, 0, 0]),
+        (build, {"devices": 3, "batch_norm": "local"}, [1, 1, 1], [1, 0, 0]),
         # A home writes after all homes have their sums.
         (build, {"devices": 2, "parameter_device": "sharded"}, [3, 3], [2, 2]),
         # TensorFlow's kernels draw, between what the numbers depend on and what they are for.
@@ -107,6 +108,25 @@ def test_a_program_of_a_whole_step_begins_when_other_towers_have_their_weights_o
     weights = [node for node in awaited if node.op == "ConcatV2" and "message" in node.name]
     assert weights
     assert any(node.op == "_Send" and node.input[0] == weights[0].name for node in nodes.values())
+
+
+def with_a_table():
+    return keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(50_000, 6), layers.Flatten(), layers.Dense(3)])
+
+
+def test_a_program_begins_when_the_rows_of_a_table_are_on_the_way_to_other_towers():
+    """The rows for the last of eight towers once left behind the program of home's own tower, which computes a whole step."""
+    parallel = wrapped(with_a_table(), devices=3)
+    parallel.compile("sgd", "mse", jit_compile=True)
+    x, y = rng.integers(0, 9, size=(12, 4)), rng.normal(size=(12, 3))
+    parallel.train_on_batch(x, y)
+    graphs = _run_and_collect(parallel.tower_steps, "train", cut((x, y), Shares.alike(3)))[1]
+    nodes = {node.name: node for graph in graphs for node in graph.node}
+    sent = {node.input[0].partition(":")[0] for node in nodes.values() if node.op == "_Send"}
+    rows = {name for name in sent if nodes[name].op in ("GatherV2", "ResourceGather")}
+    assert len(rows) == 2
+    awaited = [{name for name in node.input if name[0] == "^"} for name, node in nodes.items() if "tower_0/program" in name]
+    assert any({f"^{name}" for name in rows} <= controls for controls in awaited)
 
 
 @pytest.mark.parametrize("jit_compile", [True, "auto"])

@@ -107,13 +107,13 @@ def test_work_of_products_and_sums():
     assert work["AddV2"].flops == 4 * 6
 
 
-def placed(build, towers, rows):
+def placed(build, towers, rows, **compiled):
     """Returns a model on GPUs, the graph of its step, and the placed step for a number of rows."""
     keras.config.set_floatx("float32")
     # TensorFlow keeps the number of devices that it starts with.
     with logical_cpus_for_gpus(2) as devices:
         parallel = wrapped(build(), devices=devices[:towers], pack_copies=True)
-        parallel.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        parallel.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **compiled)
         x = np.ones((6, *parallel.input_shape[1:]), parallel.inner_model.inputs[0].dtype)
         step = graph_of_step(parallel, (x, np.arange(6) % 4))
         return parallel, step, place_step(step, rows, parallel.devices)
@@ -238,6 +238,19 @@ def test_a_kernel_reads_and_writes_its_ends_at_best():
     best = Machine(dataclasses.replace(FREE, bandwidth=1.0), INSTANT, INSTANT, 0.0, 0.0)
     worst = dataclasses.replace(best, processor=dataclasses.replace(best.processor, fused=0.0))
     assert simulate(step, best, [program]).seconds < 0.9 * simulate(step, worst, [program]).seconds
+
+
+def test_nothing_goes_to_the_host_within_a_program():
+    """TensorFlow compares integers on the host. Copies of logits there once ended long after the step that XLA compiles."""
+    _, _, step = placed(mlp, 1, 600, metrics=["accuracy"])
+    program = max(programs_of(step), key=lambda program: len(program.operations))
+    within = [copy for copy in step.copies if {copy.tensor.partition(":")[0], *copy.takers} <= {*program.operations}]
+    assert within
+    assert any(copy.to_host for copy in within)
+    slow = Machine(FREE, INSTANT, dataclasses.replace(INSTANT, latency_seconds=1.0), 0.0, 0.0)
+    alone, compiled = (simulate(step, slow, programs) for programs in ((), [program]))
+    assert compiled.seconds < alone.seconds
+    assert {compiled.spans[copy] for copy in within} == {compiled.spans[program.operations[0]]}
 
 
 def test_a_machine_at_its_worst_waits_longer():

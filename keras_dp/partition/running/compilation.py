@@ -143,11 +143,13 @@ def owners_of(graph: Graph, towers: Mapping[str, int], replicated: Set[str], tow
             owners[name] = Owner(device, tower)
         elif name not in awaited and _type_of(device) in types_of_devices:
             owners[name] = Owner(device)
-    # A tower makes its own messages, and takes those that are for it alone.
+    # A tower makes its own messages, and takes those that are for it alone. The rows of a table stay outside: on their device,
+    # those for other towers would leave behind the whole step of a tower that looks up its own.
     for order, around in ((graph.order, graph.sources), (list(reversed(graph.order)), graph.takers)):
         for name in order:
             others = {owners.get(other) for other in around[name] if graph.nodes[other].op != "Const"}
-            if name in here and len(others) == 1 and name not in towers:
+            is_lookup = graph.nodes[name].op in ("GatherV2", "ResourceGather")
+            if name in here and len(others) == 1 and name not in towers and not is_lookup:
                 (owner,) = others
                 if owner is not None and not owner.is_update and owner.device == here[name]:
                     owners[name] = owner

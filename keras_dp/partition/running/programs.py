@@ -17,13 +17,14 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from keras_dp.partition.building.writing import GraphWriter
 from keras_dp.partition.facts.operations import LOOPS, SHAPES_AND_RANK
+from keras_dp.partition.running.crossings import local_name
 from keras_dp.partition.running.functions import dtypes_of, replace_tensors
 from keras_dp.partition.tensorflow_internals import is_stateful, on_host, unused_function_name
 from keras_dp.partition.tracing.graph import Graph, reached, set_inputs
@@ -57,6 +58,20 @@ class Owner:
         return "update" if self.tower is None else f"tower_{self.tower}"
 
 
+class Group(NamedTuple):
+    """Nodes that share a program.
+
+    Attributes:
+        owner: their owner.
+        names: their names, in topological order.
+        sent: nodes that other devices take tensors of, and that the program waits for: see `_sent_before`.
+    """
+
+    owner: Owner
+    names: list[str]
+    sent: list[str]
+
+
 def write_programs(written: GraphWriter, owners: Mapping[str, Owner], known: Set[str]) -> list[Any]:
     """Moves nodes into functions that XLA must compile, and calls these in their place.
 
@@ -70,16 +85,13 @@ def write_programs(written: GraphWriter, owners: Mapping[str, Owner], known: Set
     """
     graph = written.graph
     dtypes = dtypes_of(written.function)
-    groups = groups_of(graph, owners, known, dtypes)
-    programs = [_Program(graph, known, dtypes, owner, names) for (owner, _), names in groups.items()]
+    programs = [_Program(graph, known, dtypes, group) for group in groups_of(graph, owners, known, dtypes)]
     _call(written, programs)
     return [program.definition for program in programs]
 
 
-def groups_of(
-    graph: Graph, owners: Mapping[str, Owner], known: Set[str], dtypes: Mapping[str, tf.DType]
-) -> dict[tuple[Owner, int], list[str]]:
-    """Returns the nodes that share a program, by their owner and level.
+def groups_of(graph: Graph, owners: Mapping[str, Owner], known: Set[str], dtypes: Mapping[str, tf.DType]) -> list[Group]:
+    """Returns the nodes that share a program: those of one owner and level.
 
     Args:
         graph: the nodes.
@@ -104,7 +116,32 @@ def groups_of(
     def is_worth_it(names: Iterable[str]) -> bool:
         return sum(graph.nodes[name].op not in _FREE for name in names) >= _LEAST_NODES
 
-    return {key: names for key, names in groups.items() if is_worth_it(names)}
+    sent = _sent_before(graph, levels, groups)
+    return [Group(key[0], names, sent.get(key, [])) for key, names in groups.items() if is_worth_it(names)]
+
+
+def _sent_before(
+    graph: Graph, levels: Mapping[str, int], groups: Mapping[tuple[Owner, int], Sequence[str]]
+) -> dict[tuple[Owner, int], list[str]]:
+    """Returns, for each program of a tower, the nodes of lower levels on its device that other devices take tensors of.
+
+    A copy waits for all that its GPU was given before it (gpu_util.cc, DeviceToDeviceCopy). Behind a program of a tower's whole
+    step, the rows of a table would leave for the other towers when that step ends. So each program waits for the nodes that
+    the tower's program before it did not wait for.
+    """
+    inside = {name for names in groups.values() for name in names}
+    sent: dict[str, list[str]] = defaultdict(list)
+    for name in graph.order:
+        device = local_name(graph.nodes[name].device)
+        if name not in inside and device and any(local_name(graph.nodes[one].device) != device for one in graph.takers[name]):
+            sent[device].append(name)
+    first: dict[tuple[Owner, int], list[str]] = {}
+    below: dict[Owner, int] = defaultdict(int)
+    for owner, level in sorted(groups, key=lambda key: key[1]):
+        if not owner.is_update:
+            first[owner, level] = [name for name in sent[owner.device] if below[owner] <= levels[name] < level]
+            below[owner] = level
+    return first
 
 
 def _levels(graph: Graph, owners: Mapping[str, Owner]) -> dict[str, int]:
@@ -169,8 +206,7 @@ class _Program:
         graph: all nodes.
         known: the names of the nodes that each function may have copies of.
         dtypes: the dtypes of all tensors.
-        owner: the owner of the nodes.
-        names: the nodes, in topological order.
+        group: the nodes.
 
     Attributes:
         definition: the FunctionDef.
@@ -181,20 +217,20 @@ class _Program:
         results: the tensors that nodes outside take, in the order of the function's results.
     """
 
-    def __init__(self, graph: Graph, known: Set[str], dtypes: Mapping[str, tf.DType], owner: Owner, names: Sequence[str]):
-        self.owner, self.names = owner, frozenset(names)
+    def __init__(self, graph: Graph, known: Set[str], dtypes: Mapping[str, tf.DType], group: Group):
+        self.owner, self.names = group.owner, frozenset(group.names)
         self._dtypes = dtypes
         copied = reached(
-            (source for name in names for source in graph.sources[name] if source in known),
+            (source for name in group.names for source in graph.sources[name] if source in known),
             lambda name: (source for source in graph.sources[name] if source in known),
         )
         inside = self.names | copied
-        nodes = [graph.nodes[name] for name in (*copied, *names)]
+        nodes = [graph.nodes[name] for name in (*copied, *group.names)]
         taken = dict.fromkeys(tensor for node in nodes for tensor in data_inputs(node) if source_of(tensor) not in inside)
         # XLA wants variables last.
         self.given = sorted(taken, key=lambda tensor: dtypes[tensor] == tf.resource)
         waiting = (name for node in nodes for name in control_inputs(node) if name not in inside)
-        self.awaited = list(dict.fromkeys(waiting))
+        self.awaited = list(dict.fromkeys([*waiting, *group.sent]))
         self.results: list[str] = []
         self.definition = function_pb2.FunctionDef()
         signature = self.definition.signature
