@@ -19,7 +19,7 @@ SEARCHES = {
     "learning rate": ("batch_size", "# Batch size and learning rate"),
     "loss is nan": ("troubleshooting", "## Loss is nan"),
     "second gpu not used": ("troubleshooting", "## The second GPU is not used"),
-    "out of memory": ("out_of_memory", "# Out of memory"),
+    "out of memory": ("out_of_memory", "# The batch does not fit: out of memory"),
     "train_step": ("own_steps", "## The contract of a `train_step`"),
     "horovod": ("coming_from", "## Horovod"),
     "xla": ("mixed_precision_and_xla", "## XLA"),

@@ -2,10 +2,11 @@
 
 Each k has a process of its own, in which TensorFlow's allocator counts what it allocates, as on GPUs
 (TF_CPU_ALLOCATOR_USE_BFC). Batch normalizations take the moments of each slice: with those of the global batch, slices meet in
-the middle of the step, and memory falls little. See docs/out_of_memory.md.
+the middle of the step, and memory falls little. Other ways to less memory are measured beside it. See docs/out_of_memory.md.
 """
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -14,7 +15,9 @@ import subprocess
 import sys
 import time
 
+import keras
 import tensorflow as tf
+from keras import layers
 
 import keras_dp
 from keras_dp.cli import models, synthetic
@@ -25,24 +28,104 @@ ALLOCATOR = "CPU:0"
 WARM_UP_STEPS = 3
 
 
-def measured(name, batch_size, slices, steps, batch_norm, jit_compile):
-    """Trains, and returns the bytes of the variables, the most bytes in a step beside them, and the median time of a step."""
+class Block(keras.layers.Layer):
+    """Computes a part of a model, and computes it again for the gradient if asked to, in place of keeping its activations."""
+
+    def __init__(self, part, again):
+        super().__init__()
+        self.part, self.again = part, again
+
+    def call(self, x, training=None):
+        """Returns the part's outputs."""
+
+        def run(x):
+            return self.part(x, training=training)
+
+        return keras.remat(run)(x) if self.again else run(x)
+
+
+def transformer_in_blocks(again, width=128):
+    def block():
+        inputs = keras.Input((models.SEQUENCE_LENGTH, width))
+        normalized = layers.LayerNormalization()(inputs)
+        attention = layers.MultiHeadAttention(num_heads=4, key_dim=width // 4)
+        x = layers.Add()([inputs, attention(normalized, normalized, use_causal_mask=True)])
+        hidden = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        return keras.Model(inputs, layers.Add()([x, layers.Dense(width)(hidden)]))
+
+    tokens = keras.Input((models.SEQUENCE_LENGTH,), dtype="int32")
+    x = models.PositionEmbedding()(layers.Embedding(models.VOCABULARY, width)(tokens))
+    for _ in range(4):
+        x = Block(block(), again)(x)
+    return keras.Model(tokens, layers.Dense(models.VOCABULARY)(layers.LayerNormalization()(x)))
+
+
+def resnet20_in_blocks(again):
+    def convolution(x, filters, strides=1):
+        x = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    def block(shape, filters, strides):
+        inputs = shortcut = keras.Input(shape)
+        if strides == 2:
+            shortcut = keras.ops.pad(inputs[:, ::2, ::2], ((0, 0), (0, 0), (0, 0), (filters // 4, filters // 4)))
+        x = convolution(layers.ReLU()(convolution(inputs, filters, strides)), filters)
+        return keras.Model(inputs, layers.ReLU()(layers.Add()([x, shortcut])))
+
+    images = keras.Input((32, 32, 3))
+    x = layers.ReLU()(convolution(images, 16))
+    for filters, first_strides in ((16, 1), (32, 2), (64, 2)):
+        for strides in (first_strides, 1, 1):
+            x = Block(block(x.shape[1:], filters, strides), again)(x)
+    return keras.Model(images, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+IN_BLOCKS = {"transformer": transformer_in_blocks, "resnet20": resnet20_in_blocks}
+# By name: the slices of a device, the batches of an update, and whether each block is computed again.
+WAYS = {
+    "none": (1, 1, False),
+    "`slices_per_device=4`": (4, 1, False),
+    "`gradient_accumulation_steps=4`": (1, 4, False),
+    "`keras.remat`": (1, 1, True),
+    "`keras.remat`, `slices_per_device=4`": (4, 1, True),
+}
+
+
+def measured_slices(name, slices, *options):
+    """Measures the steps of a model whose rows are cut into slices."""
+    return measured(name, models.workload(name).build, slices, 1, *options)
+
+
+def measured_way(name, way, *options):
+    """Measures the steps of a model of blocks, with one of several ways to less memory."""
+    slices, batches, again = WAYS[way]
+    return measured(name, functools.partial(IN_BLOCKS[name], again), slices, batches, *options)
+
+
+def measured(name, build, slices, batches, steps, batch_norm, jit_compile):
+    """Trains, and returns the bytes of the variables, the most bytes in an update beside them, and its median time."""
     # With few threads, operations of one slice wait for each other, as on GPUs.
     tf.config.threading.set_inter_op_parallelism_threads(2)
     synthetic.BATCHES = 1
-    workload = models.workload(name)
-    parallel = keras_dp.DataParallelModel(workload.build(), 1, batch_norm=batch_norm, slices_per_device=slices)
-    parallel.compile(models.optimizer(), **workload.objective(), jit_compile=jit_compile)
-    x, y = next(iter(synthetic.dataset(parallel.inner_model, batch_size)))
+    parallel = keras_dp.DataParallelModel(build(), 1, batch_norm=batch_norm, slices_per_device=slices)
+    optimizer = models.optimizer()
+    optimizer.gradient_accumulation_steps = batches if batches > 1 else None
+    parallel.compile(optimizer, **models.workload(name).objective(), jit_compile=jit_compile)
+    x, y = next(iter(synthetic.dataset(parallel.inner_model, BATCH_SIZES[name] // batches)))
+
+    def update():
+        for _ in range(batches):
+            parallel.train_on_batch(x, y)
+
     for _ in range(WARM_UP_STEPS):
-        parallel.train_on_batch(x, y)
+        update()
     peaks, times = [], []
     for _ in range(steps):
         gc.collect()
         before = tf.config.experimental.get_memory_info(ALLOCATOR)["current"]
         tf.config.experimental.reset_memory_stats(ALLOCATOR)
         begin = time.perf_counter()
-        parallel.train_on_batch(x, y)
+        update()
         times.append(time.perf_counter() - begin)
         peaks.append(tf.config.experimental.get_memory_info(ALLOCATOR)["peak"] - before)
     variables = [*parallel.variables, *parallel.optimizer.variables]
@@ -51,9 +134,9 @@ def measured(name, batch_size, slices, steps, batch_norm, jit_compile):
     return held, min(peaks), statistics.median(times)
 
 
-def in_process(*arguments):
+def in_process(function, *arguments):
     """The same, from a process of its own."""
-    command = [sys.executable, __file__, "--one", json.dumps(arguments)]
+    command = [sys.executable, __file__, "--one", json.dumps([function.__name__, *arguments])]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
     if done.returncode:
         raise RuntimeError(done.stderr[-2_000:])
@@ -62,28 +145,39 @@ def in_process(*arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=BATCH_SIZES, default=["mlp", "transformer", "resnet20", "resnet50"])
+    parser.add_argument("--models", nargs="+", choices=BATCH_SIZES)
     parser.add_argument("--slices", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--ways", action="store_true", help="measure other ways to less memory beside slices")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch-norm", choices=["local", "sync"], default="local")
     parser.add_argument("--jit-compile", action="store_true")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
-        print(json.dumps(measured(*arguments.one)))
+        name, *others = arguments.one
+        print(json.dumps({"measured_slices": measured_slices, "measured_way": measured_way}[name](*others)))
         return
-    headings = ["model", "rows", "slices", "memory, MB", "of one slice", "without variables, MB", "of one slice", "step, ms"]
-    headings.append("of one slice")
+    options = arguments.steps, arguments.batch_norm, arguments.jit_compile
+    if arguments.ways:
+        show("for less memory", measured_way, arguments.models or IN_BLOCKS, WAYS, options)
+    else:
+        names = arguments.models or ["mlp", "transformer", "resnet20", "resnet50"]
+        show("slices", measured_slices, names, arguments.slices, options)
+
+
+def show(heading, function, names, choices, options):
+    """Prints a table with a line for each choice, beside the first of them."""
+    headings = ["model", "rows", heading, "memory, MB", "of the first", "without variables, MB", "of the first", "step, ms"]
+    headings.append("of the first")
     print(f"| {' | '.join(headings)} |\n{'|---' * len(headings)}|", flush=True)
-    for name in arguments.models:
+    for name in names:
         first = None
-        for slices in arguments.slices:
-            rows = BATCH_SIZES[name]
-            held, beside, seconds = in_process(name, rows, slices, arguments.steps, arguments.batch_norm, arguments.jit_compile)
+        for choice in choices:
+            held, beside, seconds = in_process(function, name, choice, *options)
             numbers = held + beside, beside, seconds
             first = first or numbers
             units = (1e6, 1e6, 1e-3)
-            cells = [name, f"{rows:,}", str(slices)]
+            cells = [name, f"{BATCH_SIZES[name]:,}", str(choice)]
             for number, of_one, unit in zip(numbers, first, units, strict=True):
                 cells += [f"{number / unit:,.0f}", f"{number / of_one:.2f}"]
             print(f"| {' | '.join(cells)} |", flush=True)

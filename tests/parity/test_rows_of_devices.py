@@ -107,6 +107,16 @@ def test_each_kind_of_program_trains_with_unlike_shares(name):
     assert_same_run(*program(name), 3, plain(name), rows=[5, 1, 2])
 
 
+def test_the_moments_of_the_first_rows_are_those_of_a_first_device_with_so_many():
+    """With [1, 30], the first device has no row of these batches, and the second one all of them."""
+    program = program_of("convolutions")
+    first = run(*program, functools.partial(wrapped, devices=2, rows=[1, 30], batch_norm="first"))
+    assert_same_results(plain_run(*program), first)
+    other = run(*program, functools.partial(wrapped, devices=2, rows=[3, 1], batch_norm="first"))
+    with pytest.raises(AssertionError):
+        assert_same_results(first, other)
+
+
 def test_negative_control_moments_of_unlike_slices_are_not_those_of_like_ones():
     """With each slice's own moments, the result depends on the cuts: the shares take effect, and the comparison sees it."""
     results = {}

@@ -5,7 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
-from comparison import assert_same_run, assert_same_script
+from comparison import assert_same_results, assert_same_run, assert_same_script, plain_run, run
 from forked_processes import output_of
 from keras import layers
 from test_packed_copies import CASES, trained
@@ -54,6 +54,52 @@ def test_slices_train_with_the_result_of_one_device(devices, arguments):
         return history, few, model.evaluate(X, Y, batch_size=8, verbose=0), model.predict(X, batch_size=9, verbose=0)
 
     assert_same_script(convolutions, script, devices, {**wrapper_arguments, "slices_per_device": 3})
+
+
+class Again(layers.Layer):
+    """Computes a block again for its gradient, with its dropout and its batch normalization."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def call(self, x, training=None):
+        return keras.remat(lambda x: self.block(x, training=training))(x)
+
+
+def in_blocks():
+    def block():
+        inputs = keras.Input((6, 6, 3))
+        x = layers.BatchNormalization()(layers.Conv2D(3, 3, padding="same")(inputs))
+        return keras.Model(inputs, layers.Add()([layers.Dropout(0.3)(layers.ReLU()(x)), inputs]))
+
+    blocks = [Again(block()) for _ in range(2)]
+    return keras.Sequential([keras.Input((6, 6, 3)), *blocks, layers.GlobalAveragePooling2D(), layers.Dense(4)])
+
+
+@pytest.mark.skipif(not hasattr(keras, "remat"), reason="Keras has keras.remat since 3.9")
+@pytest.mark.parametrize(("devices", "slices"), [(2, 1), (1, 3), (2, 2)])
+def test_blocks_are_computed_again_in_slices_as_on_one_device(devices, slices):
+    """On one device, too, the moving statistics of a block that is computed twice are updated twice."""
+    assert_same_script(in_blocks, trained_by_adam, devices, {"slices_per_device": slices})
+
+
+def trained_by_adam(model):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, jit_compile=False)
+    return model.fit(X, Y, batch_size=7, shuffle=False, verbose=0).history, model.predict(X, batch_size=9, verbose=0)
+
+
+def test_gradients_are_rounded_in_slices_as_on_so_many_devices():
+    """Each slice rounds its own part, so that the result is that of as many towers, and not of one device."""
+    options = {"gradient_dtype": "bfloat16"}
+    on_devices, in_slices = (
+        run(convolutions, trained_by_adam, lambda model, kinds=kinds: keras_dp.DataParallelModel(model, **kinds, **options))
+        for kinds in ({"devices": 4}, {"devices": 2, "slices_per_device": 2})
+    )
+    assert_same_results(on_devices, in_slices)
+    with pytest.raises(AssertionError):
+        assert_same_results(plain_run(convolutions, trained_by_adam), in_slices)
 
 
 @pytest.mark.parametrize("case", CASES)
