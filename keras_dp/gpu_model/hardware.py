@@ -90,15 +90,16 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Several equal devices, their links, and a host.
+    """Several devices, their links, and a host.
 
     Attributes:
-        processor: each of the devices.
+        processor: the first of the devices, and each of the others that has none of its own.
         link: what connects the devices with each other.
         host_link: what connects each device with the host's memory.
         host_seconds: the time of a small operation on the host, such as one on shapes.
         control_seconds: the time from an operation on one device to an operation on another that waits for it.
         is_shared: whether the devices are parts of one processor, and share its memory, as logical CPUs do.
+        others: the second device and those after it, if they are not like the first.
     """
 
     processor: Processor
@@ -107,6 +108,12 @@ class Machine:
     host_seconds: float = 1e-6
     control_seconds: float = 15e-6
     is_shared: bool = False
+    others: tuple[Processor, ...] = ()
+
+    def processor_of(self, device: str) -> Processor:
+        """Returns the processor of a device, such as "GPU:1"."""
+        number = int(device.rpartition(":")[2])
+        return self.others[number - 1] if 0 < number <= len(self.others) else self.processor
 
 
 # A copy on one H100, in a virtual machine, waited 40 µs, and a control edge 30 µs: docs/gpu.md.
@@ -192,6 +199,15 @@ def best_and_worst(machine: Machine) -> tuple[Machine, Machine]:
     def slow(link: Link) -> Link:
         return dataclasses.replace(link, latency_seconds=_LONG_COPY_SECONDS, wire_seconds=_LONG_WIRE_SECONDS)
 
-    processor = dataclasses.replace(machine.processor, program_seconds=_LONG_PROGRAM_SECONDS, fused=0.0)
-    link, host_link = slow(machine.link), slow(machine.host_link)
-    return machine, Machine(processor, link, host_link, machine.host_seconds, _LONG_CONTROL_SECONDS, machine.is_shared)
+    processor, *others = (
+        dataclasses.replace(one, program_seconds=_LONG_PROGRAM_SECONDS, fused=0.0)
+        for one in (machine.processor, *machine.others)
+    )
+    return machine, dataclasses.replace(
+        machine,
+        processor=processor,
+        others=tuple(others),
+        link=slow(machine.link),
+        host_link=slow(machine.host_link),
+        control_seconds=_LONG_CONTROL_SECONDS,
+    )

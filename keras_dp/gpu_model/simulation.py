@@ -121,7 +121,7 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
         is_queued = (
             not machine.is_shared and operation.device != HOST and (operation.type in _FREE or resources == (operation.device,))
         )
-        giving = machine.processor.launch_seconds if resources else machine.host_seconds
+        giving = machine.processor_of(operation.device).launch_seconds if resources else machine.host_seconds
         queue = operation.device if is_queued else ""
         tasks.append(Task(seconds * rounds.get(name, 1), resources, waits_for, queue=queue, giving_seconds=giving))
     for copy in copies:
@@ -138,7 +138,7 @@ def _tasks(step: PlacedStep, machine: Machine, programs: Sequence[Program]) -> t
     for program in programs:
         taken = {number for name in program.operations for number in awaiting[name]} - {numbers[program.operations[0]]}
         taken |= {numbers[name] for name in program.awaited}
-        seconds, giving = _run_program(program, step, machine), machine.processor.program_seconds
+        seconds, giving = _run_program(program, step, machine), machine.processor_of(program.device).program_seconds
         tasks.append(Task(seconds, (program.device,), tuple(sorted(taken)), queue=program.device, giving_seconds=giving))
     return tasks, numbers
 
@@ -154,7 +154,9 @@ def _run(operation: Operation, machine: Machine, work: Work) -> tuple[float, tup
     else:
         resource = operation.device
     is_half = operation.node.attr["T"].type in _HALF_TYPES
-    return machine.processor.seconds(work.flops, work.bytes, operation.type in PRODUCTS, is_half), (resource,)
+    return machine.processor_of(operation.device).seconds(work.flops, work.bytes, operation.type in PRODUCTS, is_half), (
+        resource,
+    )
 
 
 def runs_on_host(operation: Operation) -> bool:
@@ -164,7 +166,7 @@ def runs_on_host(operation: Operation) -> bool:
 
 def _run_program(program: Program, step: PlacedStep, machine: Machine) -> float:
     """Returns the time of a program: at best, each kernel reads what it takes and writes what others take; at worst, all."""
-    seconds = 0.0
+    seconds, processor = 0.0, machine.processor_of(program.device)
     for kernel in program.kernels:
         running = [step.operations[name] for name in kernel.operations if name not in step.not_taken]
         running = [operation for operation in running if operation.type not in _FREE]
@@ -174,8 +176,8 @@ def _run_program(program: Program, step: PlacedStep, machine: Machine) -> float:
         elif running:
             at_ends = sum(map(step.sizes.bytes_of, (*kernel.taken, *kernel.made)))
             between = max(sum(work.bytes for work in works) - at_ends, 0)
-            moved = at_ends + (1 - machine.processor.fused) * between
-            seconds += machine.processor.seconds(sum(work.flops for work in works), moved)
+            moved = at_ends + (1 - processor.fused) * between
+            seconds += processor.seconds(sum(work.flops for work in works), moved)
     return seconds
 
 

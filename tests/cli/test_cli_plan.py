@@ -79,6 +79,9 @@ def refused(arguments, capsys):
         ("--constants missing.json", "must be a file that keras-dp check --json has written on GPUs. Received: 'missing.json'"),
         ("--gpu RTX4080", "or a JSON file with its numbers, such as my_gpu.json. Did you mean 'rtx4090'? Received: 'RTX4080'"),
         ("--gpu missing.json", "The numbers of a GPU must be in a JSON file. Received: 'missing.json'"),
+        ("--gpu A100,RTX4080", "Did you mean 'rtx4090'? Received: 'RTX4080'"),
+        ("--gpu A100,L4 --rows 3,2,1", "--rows: give one share for each of 2 GPUs. Received: 3,2,1"),
+        ("--rows 3,0", "must be an integer of at least 1. Received: '0'"),
         ("--gpu RTX4090 --link nvlink", "The links of RTX 4090 are: pcie. Received: 'nvlink'"),
     ],
 )
@@ -89,7 +92,8 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
 NONE = dict.fromkeys(("most_sent", "most_received", "host_copies", "controls", "misplaced"), 0)
 FOUND = {"to_host": 1, "from_host": 2, "audit": "nothing to say"}
 TIMES = Range(8.0, 10.0), Range(4.0, 8.0)
-FIRST = TowersPlan(64, *TIMES, (1.0, 1.0), peak_megabytes=1_000.0, copies={"weights": 0}, without_kernel={}, **NONE, **FOUND)
+MEMORY = {"peak_megabytes": 1_000.0, "memory_megabytes": 1_500.0}
+FIRST = TowersPlan(64, *TIMES, (1.0, 1.0), **MEMORY, copies={"weights": 0}, without_kernel={}, **NONE, **FOUND)
 
 
 def test_table_of_speed_ups(monkeypatch, capsys):
@@ -205,7 +209,7 @@ def test_gpus_are_as_on_their_data_sheets():
     ids=["weights first", "weights alone exceed it", "any number", "none", "many"],
 )
 def test_the_largest_batch(peak, first, expected):
-    received = planning.most_rows(peak, first, 24e9)
+    received = planning.most_rows(lambda rows: peak(rows) / 24e9, first)
     assert received == (expected and pytest.approx(expected, rel=0.2))
     assert not received or peak(received) <= 24e9
 
@@ -228,7 +232,7 @@ def test_alternatives_and_json(monkeypatch, capsys):
 
 
 def test_what_does_not_fit_is_not_the_best():
-    planned = [PlannedRun("mlp", 2, memory_bytes=1.5e9), PlannedRun("mlp", 2, parameter_device="sharded", memory_bytes=1.5e9)]
+    planned = [PlannedRun("mlp", 2), PlannedRun("mlp", 2, parameter_device="sharded")]
     fast = dataclasses.replace(FIRST, milliseconds=Range(1.0, 1.0), peak_megabytes=2000.0)
     *_, first, second, _, last = tables.text(table.advice(planned, [fast, FIRST])).splitlines()
     assert (first.split()[-1], second.split()[-1]) == ("yes", "no")
@@ -261,6 +265,51 @@ def test_tells_in_how_many_slices_a_step_fits(peaks, said, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert said in shown
     assert ("slices_per_device" in shown) == bool(said)
+
+
+def test_gpus_that_are_not_alike_have_shares_by_their_speeds(monkeypatch, capsys):
+    """The rows of one GPU take 4 ms alone on an A100, and 12 ms on an L4."""
+    planned = []
+
+    def predicted(one):
+        planned.append(one)
+        times = {("A100", 1): 4.0, ("L4", 1): 12.0}.get((one.gpu, one.towers), 12.0 if one.rows is None else 6.0)
+        return dataclasses.replace(FIRST, batch_size=64, compiled_milliseconds=Range(times, times))
+
+    monkeypatch.setattr(plan, "plan_in_new_process", predicted)
+    assert main(["plan", "--gpu", "A100,l4", "--batch", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert "A100 40 GB and L4" in shown
+    assert (
+        "32 rows take 4.00 ms on A100 and 12.00 ms on L4. With rows=[10, 3], the step takes 6.00 ms in place of 12.00" in shown
+    )
+    assert [(one.towers, one.gpu, one.rows) for one in planned] == [
+        (1, "A100", None),
+        (2, "A100,L4", None),
+        (1, "A100", None),
+        (1, "L4", None),
+        (2, "A100,L4", [10, 3]),
+    ]
+    assert main(["plan", "--gpu", "A100,L4", "--rows", "3,1"]) == 0
+    assert (planned[-1].rows, planned[-2].rows) == ([3, 1], None)
+    assert "in place of" not in capsys.readouterr().out
+
+
+@pytest.mark.promise
+@pytest.mark.processes
+def test_shares_by_speed_are_predicted_to_be_faster_than_equal_ones(tmp_path, monkeypatch, capsys):
+    """One GPU computes three times as fast as the other, as a device with three cores beside one with a core."""
+    monkeypatch.chdir(tmp_path)
+    for name, speed in (("fast", 3.0), ("slow", 1.0)):
+        own = {"name": name, "memory_gigabytes": 24, "teraflops": 5 * speed, "memory_gigabytes_per_second": 200 * speed}
+        Path(f"{name}.json").write_text(json.dumps(own))
+    times = {}
+    for rows in ("1,1", "3,1"):
+        options = ["--gpu", "fast.json,slow.json", "--towers", "2", "--batch", "65536", "--rows", rows]
+        assert main(["plan", *options, "--json"]) == 0
+        *_, last = json.loads(capsys.readouterr().out)
+        times[rows] = last["plan"]["compiled_milliseconds"]
+    assert max(times["3,1"]) < 0.7 * min(times["1,1"])
 
 
 def test_more_rows_in_more_time_are_a_speed_up():

@@ -56,12 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="slices of its rows that each GPU computes one after the other, as in DataParallelModel (default: %(default)s)",
     )
     parser.add_argument(
+        "--rows",
+        type=argument(_shares),
+        metavar="3,1",
+        help="shares of the rows of as many GPUs, as in DataParallelModel (default: all GPUs have as many rows)",
+    )
+    parser.add_argument(
         "--gpu",
-        type=argument(_gpu),
-        default="A100",
+        type=argument(_gpus),
+        default=["A100"],
         metavar="GPU",
         help=f"{', '.join(hardware.GPUS)}, or a JSON file with the numbers of another GPU, such as my_gpu.json; "
-        "docs/gpu.md lists its fields (default: %(default)s)",
+        "docs/gpu.md lists its fields; A100,L4 for two towers on GPUs that are not alike (default: A100)",
     )
     parser.add_argument(
         "--link", choices=("nvlink", "pcie"), help="what connects the GPUs (default: NVLink, if the GPU has it)"
@@ -105,13 +111,13 @@ def run(options: argparse.Namespace) -> int:
         The exit code: 1 if a prediction has failed, otherwise 0.
 
     Raises:
-        argparse.ArgumentError: if the GPU has no such link.
+        argparse.ArgumentError: if the GPU has no such link, or there are other shares than GPUs.
     """
-    planned = [_planned(options, towers) for towers in options.towers]
+    planned = [_planned(options, towers) for towers in _towers(options)]
     alternatives = _alternatives(planned[-1]) if options.alternatives else []
     planned[-1] = dataclasses.replace(planned[-1], timeline=options.timeline)
     try:
-        machines = planned[0].machines()
+        machines = planned[-1].machines()
     except ValueError as error:
         raise argparse.ArgumentError(None, f"--link: {error}") from error
     file = sys.stderr if options.json else sys.stdout
@@ -122,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     mirrored: list[MirroredPlan | None] = []
     others: list[TowersPlan] = []
     columns = (*COLUMNS[:4], MIRRORED, *COLUMNS[4:]) if options.mirrored else COLUMNS
-    failure = refusal = slices = ""
+    failure = refusal = slices = shares = ""
     try:
         # On a terminal, each line is there as soon as it is known.
         with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -137,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
         for one in alternatives:
             others.append(plan_in_new_process(one))
         slices = _slices_that_fit(planned[-1], plans[-1])
+        shares = _shares_by_speed(planned[-1], plans[-1])
     except RunFailedError as error:
         failure = f"\nthe step on {one.towers} GPUs cannot be predicted:\n{error}"
     console.print(_table(columns, planned, plans, mirrored, width))
@@ -146,8 +153,8 @@ def run(options: argparse.Namespace) -> int:
     say(f"\n{tables.legend((*LEGEND, MIRRORED_LEGEND) if options.mirrored else LEGEND, width)}")
     if refusal:
         say(refusal)
-    if slices:
-        say(f"\n{slices}")
+    for found in filter(None, (slices, shares)):
+        say(f"\n{found}")
     if others:
         say()
         console.print(advice([planned[-1], *alternatives], [plans[-1], *others]))
@@ -184,19 +191,40 @@ def _alternatives(planned: PlannedRun) -> list[PlannedRun]:
 
 def _slices_that_fit(planned: PlannedRun, plan: TowersPlan) -> str:
     """Says in how many slices a step fits that does not fit as it is planned; "" if it does."""
-    memory = 1e-6 * planned.machines()[0].processor.memory_bytes
     most = math.ceil(plan.batch_size / planned.towers)
-    if plan.peak_megabytes <= memory:
+    if plan.peak_megabytes <= plan.memory_megabytes:
         return ""
-    while plan.peak_megabytes > memory and planned.slices_per_device < most:
+    while plan.peak_megabytes > plan.memory_megabytes and planned.slices_per_device < most:
         planned = dataclasses.replace(planned, slices_per_device=2 * planned.slices_per_device, timeline=None)
         before, plan = plan, plan_in_new_process(planned)
         if plan.peak_megabytes > _STILL_FALLS * before.peak_megabytes:
             break
-    fits = "fits in" if plan.peak_megabytes <= memory else "still does not fit in"
+    fits = "fits in" if plan.peak_megabytes <= plan.memory_megabytes else "still does not fit in"
     return (
-        f"With slices_per_device={planned.slices_per_device}, the step {fits} the {memory:,.0f} MB of a GPU: the fullest needs "
-        f"{plan.peak_megabytes:,.0f} MB, in {plan.milliseconds} ms without XLA."
+        f"With slices_per_device={planned.slices_per_device}, the step {fits} the {plan.memory_megabytes:,.0f} MB of a GPU: "
+        f"the fullest needs {plan.peak_megabytes:,.0f} MB, in {plan.milliseconds} ms without XLA."
+    )
+
+
+def _shares_by_speed(planned: PlannedRun, plan: TowersPlan) -> str:
+    """Says which shares of the rows GPUs that are not alike would have by their speeds; "" if they are alike."""
+    gpus = planned.gpu.split(",")
+    if len({*gpus}) == 1 or planned.rows is not None:
+        return ""
+    rows = math.ceil(plan.batch_size / planned.towers)
+    alone = dataclasses.replace(
+        planned, towers=1, batch_size=rows, batch_is_per_tower=False, parameter_device=None, timeline=None
+    )
+    times = {gpu: plan_in_new_process(dataclasses.replace(alone, gpu=gpu)).compiled_milliseconds for gpu in gpus}
+    speeds = [1 / sum(times[gpu]) for gpu in gpus]
+    shares = [max(round(10 * speed / max(speeds)), 1) for speed in speeds]
+    shares = [share // math.gcd(*shares) for share in shares]
+    divided = plan_in_new_process(dataclasses.replace(planned, rows=shares, timeline=None))
+    each = " and ".join(f"{times[gpu]} ms on {gpu}" for gpu in dict.fromkeys(gpus))
+    return (
+        f"With XLA, {rows} rows take {each}. With rows={shares}, the step takes {divided.compiled_milliseconds} ms in place of "
+        f"{plan.compiled_milliseconds}, and the fullest GPU needs {divided.peak_megabytes:,.0f} of its "
+        f"{divided.memory_megabytes:,.0f} MB."
     )
 
 
@@ -226,11 +254,28 @@ def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
 def described(machine: hardware.Machine, at_worst: hardware.Machine) -> str:
     """Describes a machine in one line."""
     processor, link = machine.processor, machine.link
+    names = " and ".join(dict.fromkeys(one.name for one in (processor, *machine.others)))
     latencies = dict.fromkeys(f"{1e6 * one.link.latency_seconds:g}" for one in (machine, at_worst))
     return (
-        f"A prediction, not a measurement: {processor.name}, {1e6 * processor.launch_seconds:g} µs a launch; {link.name}, "
+        f"A prediction, not a measurement: {names}, {1e6 * processor.launch_seconds:g} µs a launch; {link.name}, "
         f"{' to '.join(latencies)} µs and {link.bandwidth / 1e9:g} GB/s"
     )
+
+
+def _towers(options: argparse.Namespace) -> list[int]:
+    """Returns the numbers of towers; of several GPUs that are named, there are no more.
+
+    Raises:
+        argparse.ArgumentError: if there are other shares of the rows than GPUs.
+    """
+    towers, named = options.towers, len(options.gpu)
+    if named > 1:
+        towers = sorted({*(count for count in towers if count < named), named})
+    if options.rows is not None and len(options.rows) != towers[-1]:
+        raise argparse.ArgumentError(
+            None, f"--rows: give one share for each of {towers[-1]} GPUs. Received: {','.join(map(str, options.rows))}"
+        )
+    return list(towers)
 
 
 def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
@@ -242,7 +287,8 @@ def _planned(options: argparse.Namespace, towers: int) -> PlannedRun:
         parameter_device=options.parameter_device,
         batch_norm=options.batch_norm,
         slices_per_device=options.slices_per_device,
-        gpu=options.gpu,
+        rows=options.rows if options.rows is not None and len(options.rows) == towers else None,
+        gpu=",".join(options.gpu[:towers]),
         link=options.link,
         launch_microseconds=options.launch_microseconds,
         latency_microseconds=options.latency_microseconds or options.constants.get("latency_microseconds"),
@@ -274,6 +320,14 @@ def _writable(path: str) -> str:
     except OSError as error:
         raise ValueError(f"must be a file that can be written. Received: {path!r} ({error})") from error
     return str(Path(path).resolve())
+
+
+def _shares(value: str) -> list[int]:
+    return [positive(share) for share in value.split(",")]
+
+
+def _gpus(value: str) -> list[str]:
+    return [_gpu(gpu) for gpu in value.split(",")]
 
 
 def _gpu(value: str) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import keras_dp
 from keras_dp.cli import models, synthetic
@@ -15,7 +16,7 @@ from keras_dp.gpu_model.audit import GpuAudit, audit, kinds_of_copies
 from keras_dp.gpu_model.hardware import Machine
 from keras_dp.gpu_model.placement import PlacedStep, logical_cpus_for_gpus, place_step
 from keras_dp.gpu_model.programs import programs_of
-from keras_dp.gpu_model.simulation import simulate
+from keras_dp.gpu_model.simulation import Simulation, simulate
 from keras_dp.gpu_model.timeline import timeline
 from keras_dp.partition.tensorflow_internals import HOST
 from keras_dp.reports.kinds_of_copies import KINDS
@@ -47,11 +48,11 @@ def plan(planned: PlannedRun) -> TowersPlan:
         Path(planned.timeline).write_text(json.dumps(traced))
     made = predicted(machines, batch_size, placed, audit(parallel, step, placed))
 
-    def peak_of_rows(rows_of_tower: int) -> float:
+    def filled_by_rows(rows_of_tower: int) -> float:
         rows = rows_of_tower * planned.towers
-        return max(simulate(place_step(step, rows, devices), machine).peak_bytes.values())
+        return fullest(simulate(place_step(step, rows, devices), machine), machine).share
 
-    most = most_rows(peak_of_rows, max(batch_size // planned.towers, 1), machine.processor.memory_bytes)
+    most = most_rows(filled_by_rows, max(batch_size // planned.towers, 1))
     return dataclasses.replace(made, largest_batch=None if most is None else most * planned.towers)
 
 
@@ -61,26 +62,45 @@ def batch_rows(planned: PlannedRun) -> int:
     return rows * planned.towers if planned.batch_is_per_tower else rows
 
 
-def most_rows(peak_of_rows: Callable[[int], float], rows: int, memory: float) -> int | None:
+class Filled(NamedTuple):
+    """Holds the peak and the memory of a GPU, in bytes."""
+
+    peak: float
+    memory: float
+
+    @property
+    def share(self) -> float:
+        """The share of its memory that is needed."""
+        return self.peak / self.memory
+
+
+def fullest(simulation: Simulation, machine: Machine) -> Filled:
+    """Returns the peak and the memory of the GPU that needs the largest share of its memory."""
+    filled = (
+        Filled(peak, machine.processor_of(gpu).memory_bytes) for gpu, peak in simulation.peak_bytes.items() if gpu != HOST
+    )
+    return max(filled, key=lambda one: one.share)
+
+
+def most_rows(filled_by_rows: Callable[[int], float], rows: int) -> int | None:
     """Finds how many rows of a tower fit in the memory of its GPU, to some percent; 0 if none fits, None if any number does.
 
     The peak grows about linearly with the rows: a line through two peaks meets the memory near the largest number.
 
     Args:
-        peak_of_rows: predicts the peak of the fullest GPU, in bytes, if each tower has so many rows.
+        filled_by_rows: predicts the share of its memory that the fullest GPU needs if each tower has so many rows.
         rows: a number of rows to begin with.
-        memory: the bytes of a GPU.
     """
     rows = min(rows, _FEW_ROWS)
-    least = peak = peak_of_rows(rows)
+    least = filled = filled_by_rows(rows)
     # The peak of few rows may be one of weights alone.
-    while peak <= least and rows < _MOST_ROWS:
+    while filled <= least and rows < _MOST_ROWS:
         rows *= 8
-        peak = peak_of_rows(rows)
-    slope = (peak_of_rows(2 * rows) - peak) / rows
+        filled = filled_by_rows(rows)
+    slope = (filled_by_rows(2 * rows) - filled) / rows
     if slope <= 0:
-        return None if peak <= memory else 0
-    return max(rows + int((memory - peak) / slope), 0)
+        return None if filled <= 1.0 else 0
+    return max(rows + int((1.0 - filled) / slope), 0)
 
 
 def predicted(machines: tuple[Machine, Machine], batch_size: int, placed: PlacedStep, audited: GpuAudit) -> TowersPlan:
@@ -94,13 +114,15 @@ def predicted(machines: tuple[Machine, Machine], batch_size: int, placed: Placed
     """
     programs = programs_of(placed)
     simulation, slow = (simulate(placed, machine) for machine in machines)
+    filled = fullest(simulation, machines[0])
     compiled = (simulate(placed, machine, programs).seconds for machine in machines)
     return TowersPlan(
         batch_size=batch_size,
         milliseconds=Range(1e3 * simulation.seconds, 1e3 * slow.seconds),
         compiled_milliseconds=Range(*(1e3 * seconds for seconds in compiled)),
         busy=(max(simulation.busy.values()), min(simulation.busy.values())),
-        peak_megabytes=max(simulation.peak_bytes.values()) / 1e6,
+        peak_megabytes=filled.peak / 1e6,
+        memory_megabytes=filled.memory / 1e6,
         copies={kind: audited.number_of(kind) for kind in KINDS},
         most_sent=audited.most_sent(*EXCHANGED),
         most_received=audited.most_received(*EXCHANGED),
@@ -151,7 +173,12 @@ def wrapped(planned: PlannedRun) -> keras_dp.DataParallelModel:
         if place is not None and place.startswith("GPU"):
             place = f"CPU:{int(place.removeprefix('GPU:')) + 1}"
         parallel = keras_dp.DataParallelModel(
-            model, devices, place, batch_norm=planned.batch_norm, slices_per_device=planned.slices_per_device
+            model,
+            devices,
+            place,
+            batch_norm=planned.batch_norm,
+            slices_per_device=planned.slices_per_device,
+            rows=planned.rows,
         )
         parallel.tower_steps.pack_copies = planned.pack_copies
         if not model.compiled:

@@ -20,7 +20,9 @@ class PlannedRun:
         pack_copies: whether the GPUs send each other few large messages, as they do; False is for comparisons.
         batch_norm: as in `keras_dp.DataParallelModel`.
         slices_per_device: as in `keras_dp.DataParallelModel`.
-        gpu: a key of `keras_dp.gpu_model.hardware.GPUS`, or a file for `keras_dp.gpu_model.own_gpus.read`.
+        rows: as in `keras_dp.DataParallelModel`.
+        gpu: a key of `keras_dp.gpu_model.hardware.GPUS`, or a file for `keras_dp.gpu_model.own_gpus.read`; or several, one for
+            each GPU, with commas between them.
         link: "nvlink" or "pcie"; None for the fastest that the GPU has.
         launch_microseconds: in place of the GPU's own, if it is not None.
         latency_microseconds: in place of the link's own, if it is not None.
@@ -37,6 +39,7 @@ class PlannedRun:
     pack_copies: bool = True
     batch_norm: choices.BatchNorm = "sync"
     slices_per_device: int = 1
+    rows: list[int] | None = None
     gpu: str = "A100"
     link: str | None = None
     launch_microseconds: float | None = None
@@ -51,28 +54,36 @@ class PlannedRun:
         Raises:
             ValueError: if there is no such GPU, or it has no such link.
         """
-        latency = self.latency_microseconds
-        if not own_gpus.is_file(self.gpu):
-            machine = hardware.machine_of(self.gpu, self.link)
-        elif self.link is not None:
-            raise ValueError(f"{self.gpu} tells what connects the GPUs: leave --link out. Received: {self.link!r}")
-        else:
-            own = own_gpus.read(self.gpu)
-            machine, latency = own.machine(), latency or own.link_latency_microseconds
+        machines = [self._machine_of(gpu) for gpu in self.gpu.split(",")]
+        machine, latency = min(machines, key=lambda one: one[0].link.bandwidth)
+        processor, *others = (one.processor for one, _ in machines)
+        machine = dataclasses.replace(machine, processor=processor, others=tuple(others))
+        latency = self.latency_microseconds or latency
         best, worst = (self._with_own_constants(one, latency) for one in hardware.best_and_worst(machine))
         return best, worst
 
+    def _machine_of(self, gpu: str) -> tuple[hardware.Machine, float | None]:
+        """Returns a machine with such GPUs, and the latency of their link in microseconds if a file says it."""
+        if not own_gpus.is_file(gpu):
+            return hardware.machine_of(gpu, self.link), None
+        if self.link is not None:
+            raise ValueError(f"{gpu} tells what connects the GPUs: leave --link out. Received: {self.link!r}")
+        own = own_gpus.read(gpu)
+        return own.machine(), own.link_latency_microseconds
+
     def _with_own_constants(self, machine: hardware.Machine, latency_microseconds: float | None) -> hardware.Machine:
-        processor, link = machine.processor, machine.link
+        own: dict[str, Any] = {}
+        link = machine.link
         if self.launch_microseconds is not None:
-            processor = dataclasses.replace(processor, launch_seconds=1e-6 * self.launch_microseconds)
+            own["launch_seconds"] = 1e-6 * self.launch_microseconds
         if latency_microseconds is not None:
             link = dataclasses.replace(link, latency_seconds=1e-6 * latency_microseconds)
         if self.gigabytes_per_second is not None:
             link = dataclasses.replace(link, bandwidth=1e9 * self.gigabytes_per_second)
         if self.memory_bytes is not None:
-            processor = dataclasses.replace(processor, memory_bytes=self.memory_bytes)
-        return dataclasses.replace(machine, processor=processor, link=link)
+            own["memory_bytes"] = self.memory_bytes
+        processor, *others = (dataclasses.replace(one, **own) for one in (machine.processor, *machine.others))
+        return dataclasses.replace(machine, processor=processor, others=tuple(others), link=link)
 
 
 class Range(NamedTuple):
@@ -97,6 +108,7 @@ class TowersPlan:
         compiled_milliseconds: the same with XLA.
         busy: the share of the time without XLA, at best, in which the busiest and the idlest GPU run operations.
         peak_megabytes: the predicted memory of the fullest GPU, without XLA.
+        memory_megabytes: the memory that this GPU has.
         copies: the number of copies between devices, by kind.
         most_sent: the most copies of weights, gradients and moments that one GPU sends.
         most_received: the same, received.
@@ -115,6 +127,7 @@ class TowersPlan:
     compiled_milliseconds: Range
     busy: tuple[float, float]
     peak_megabytes: float
+    memory_megabytes: float
     copies: dict[str, int]
     most_sent: int
     most_received: int

@@ -57,7 +57,7 @@ LEGEND = (
     "step: at best, to at worst: if copies and programs wait longer, and XLA fuses nothing; docs/gpu_audit.md.",
     "speed-up: the rows in a second without XLA, divided by those of the first line.",
     "busy: the share of the step in which the busiest and the idlest GPU run operations.",
-    "peak: the memory of the fullest GPU. fits: about the largest batch for which it is enough.",
+    "peak: what the fullest GPU needs. fits: about the largest batch for which the memory of all GPUs is enough.",
     "one GPU sends, receives: the most copies of weights, gradients and moments in a step.",
     "to and from host: the tensors that an operation of a GPU takes from the other memory than they are made in.",
 )
@@ -83,9 +83,9 @@ ALTERNATIVES = (
 
 def advice(planned: Sequence[PlannedRun], plans: Sequence[TowersPlan]) -> RenderableType:
     """Lists alternatives by their times, those that fit first, and names the arguments of the first one."""
-    memory = planned[0].machines()[0].processor.memory_bytes
     alternatives = [
-        Alternative(one, plan, exceeds=1e6 * plan.peak_megabytes > memory) for one, plan in zip(planned, plans, strict=True)
+        Alternative(one, plan, exceeds=plan.peak_megabytes > plan.memory_megabytes)
+        for one, plan in zip(planned, plans, strict=True)
     ]
     alternatives.sort(key=lambda one: (one.exceeds, sum(one.plan.milliseconds)))
     best = alternatives[0]
