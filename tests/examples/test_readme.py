@@ -52,3 +52,12 @@ def test_the_expected_speed_up_is_that_of_the_simulation():
     assert len(rows) == 9
     two = [float(end) for row in rows for end in row.split(" to ")]
     assert f"expects {min(two):.1f} to {max(two):.1f} times the speed" in " ".join(README.replace(">", "").split())
+
+
+def test_the_time_beside_mirrored_strategy_is_that_of_the_simulation():
+    table = re.search(r"<!-- mirrored -->(.*?)<!-- end of mirrored -->", AUDIT, re.DOTALL)[1]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\| .*A100.*\|$", table, re.MULTILINE)]
+    of_gpus = {count: [row[10].split(" to ")[-1] for row in rows if row[2] == count] for count in ("2", "8")}
+    assert max(map(float, of_gpus["2"])) < 1.0
+    said = re.search(r"up to (\S+) of the time on eight", re.sub(r"\s+", " ", README))[1]
+    assert max(of_gpus["8"], key=float) == said
