@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.layers import BatchNormalization
 
 from keras_dp.keras_internals import keras_batch_norms
-from keras_dp.partition.own import own_mean, own_part
+from keras_dp.partition.own import own_part
 
 Tensor = Any
 
@@ -91,8 +91,14 @@ def _own_moments(layer: BatchNormalization, inputs: Tensor, mask: Tensor | None)
     if mask is not None:
         _, mean, variance = _masked_moments(inputs, mask, axes, own_part)
         return mean, variance
-    mean = own_mean(tf.reduce_mean(inputs, axes, keepdims=True))
-    variance = own_mean(tf.reduce_mean(tf.math.squared_difference(inputs, mean), axes, keepdims=True))
+    # TensorFlow would turn `tf.ones_like` into a constant: the number of all rows, where a tower counts its own.
+    first_of_each_row = (slice(None), *[0] * (inputs.shape.rank - 1))
+    count = own_part(tf.reduce_sum(tf.raw_ops.OnesLike(x=inputs[first_of_each_row])))
+    for axis in axes:
+        if axis:
+            count *= tf.cast(tf.shape(inputs)[axis], inputs.dtype)
+    mean = own_part(tf.reduce_sum(inputs, axes, keepdims=True)) / count
+    variance = own_part(tf.reduce_sum(tf.math.squared_difference(inputs, mean), axes, keepdims=True)) / count
     return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
 
 

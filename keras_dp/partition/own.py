@@ -1,6 +1,6 @@
 """Mark values that each tower has for itself.
 
-On one device, all functions are the identity.
+On one device, both functions are the identity.
 """
 
 import contextlib
@@ -11,17 +11,12 @@ import tensorflow as tf
 
 Tensor = Any
 
-_PART, _MEAN, _TOTAL = "keras_dp_own_part", "keras_dp_own_mean", "keras_dp_total_of_own"
+_PART, _TOTAL = "keras_dp_own_part", "keras_dp_total_of_own"
 
 
 def own_part(x: Tensor) -> Tensor:
     """Returns each tower's own part of a sum, to use in place of the sum. Its gradient, too, is the tower's own part."""
     return _marked(x, _PART)
-
-
-def own_mean(x: Tensor) -> Tensor:
-    """Returns the mean over each tower's own rows, to use in place of the mean over all rows."""
-    return _marked(x, _MEAN)
 
 
 def total_of_own(x: Tensor) -> Tensor:
@@ -32,11 +27,6 @@ def total_of_own(x: Tensor) -> Tensor:
 def is_own_part(name: str) -> bool:
     """Returns whether `own_part` or its gradient made a node."""
     return _is_in(name, _PART)
-
-
-def is_own_mean(name: str) -> bool:
-    """Returns whether `own_mean` or its gradient made a node."""
-    return _is_in(name, _MEAN)
 
 
 def is_total_of_own(name: str) -> bool:
@@ -60,6 +50,4 @@ with contextlib.suppress(KeyError):
 
     @tf.RegisterGradient("Snapshot")
     def _gradient_of_own(operation: tf.Operation, upstream: Tensor) -> Tensor:
-        # A tower's part of a mean is its own mean, times the share of its rows. So the gradient is scaled alike.
-        # A tape knows an operation's tensors alone, and eager tensors have no names.
-        return own_mean(upstream) if is_own_mean(getattr(operation.outputs[0], "name", "")) else own_part(upstream)
+        return own_part(upstream)

@@ -6,25 +6,21 @@ from typing import Any
 from keras_dp.partition.facts.node import Node, Plan
 from keras_dp.partition.facts.placements import OWN, REPLICATE, Facts, Need, Partial, Shard
 from keras_dp.partition.facts.tower_builder import TowerBuilder
-from keras_dp.partition.own import is_own_mean, is_own_part, is_total_of_own
+from keras_dp.partition.own import is_own_part, is_total_of_own
 from keras_dp.partition.placing.rules.elementwise import elementwise
 from keras_dp.partition.placing.rules.registry import rule
 
 
 @rule("Snapshot")
 def own(node: Node) -> Plan | None:
-    """Plans a conversion: a part becomes a tower's own value or mean, or own values become the parts of a sum."""
+    """Plans a conversion: a part becomes a tower's own value, or the towers' own values become the parts of a sum."""
     placement = node.inputs[0].placement
 
     def identity(builder: TowerBuilder, definition: Any, tower: int, inputs: list[str]) -> str:
         return builder.copy(definition, tower, inputs, operation="Identity")
 
-    def own_mean(builder: TowerBuilder, definition: Any, tower: int, inputs: list[str]) -> str:
-        return builder.own_mean(inputs[0], tower, node.dtype(0))
-
-    if is_own_part(node.name) or is_own_mean(node.name):
-        instance = own_mean if is_own_mean(node.name) else identity
-        return None if isinstance(placement, Shard) else Plan([Facts(OWN)], [placement], instance)
+    if is_own_part(node.name):
+        return None if isinstance(placement, Shard) else Plan([Facts(OWN)], [placement], identity)
     if is_total_of_own(node.name):
         return Plan([Facts(Partial())], [OWN], identity) if placement == OWN else None
     return elementwise(node)

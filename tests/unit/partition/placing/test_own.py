@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from partitioned_steps import partitioned_step
 
-from keras_dp.partition.own import own_mean, own_part, total_of_own
+from keras_dp.partition.own import own_part, total_of_own
 
 
 def results_of(step, x, known_rows=None):
@@ -21,31 +21,6 @@ def test_one_value_of_all_towers_is_that_of_the_first_row(rows, first, is_known)
     x = np.random.default_rng(rows).normal(size=(rows, 2))
     (received,) = results_of(lambda x: own_part(tf.reduce_sum(x, axis=0)), x, rows if is_known else None)
     np.testing.assert_allclose(received, x[:first].sum(axis=0), rtol=1e-12)
-
-
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("rows", [7, 2, 1])
-def test_each_tower_has_the_mean_of_its_own_rows(rows, is_known):
-    x = np.random.default_rng(rows).normal(size=(rows, 2))
-    known = rows if is_known else None
-    received, gradient = results_of(
-        lambda x: with_gradient(lambda x: x * own_mean(tf.reduce_mean(x, axis=0, keepdims=True)), x), x, known
-    )
-    ends = [rows * (i + 1) // 3 for i in range(3)]
-    slices = [x[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    np.testing.assert_allclose(received, np.concatenate([own * own.mean(axis=0) for own in slices if len(own)]), rtol=1e-12)
-    # Of each slice alone, the sum of x times its mean has this gradient.
-    expected = [np.broadcast_to(2 * own.mean(axis=0), own.shape) for own in slices if len(own)]
-    np.testing.assert_allclose(gradient, np.concatenate(expected), rtol=1e-12)
-
-
-def with_gradient(function, x):
-    """Returns a function's value, and the gradient of its sum."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        value = function(x)
-        total = tf.reduce_sum(value)
-    return value, tape.gradient(total, x)
 
 
 @pytest.mark.parametrize("rows", [7, 2, 1])
