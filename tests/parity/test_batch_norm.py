@@ -375,6 +375,43 @@ def test_other_layers_than_plain_batch_normalization_stay_as_they_are_in_local_m
     assert_same_training(build, compile_arguments, [(data, 7)], 3, {"batch_norm": "local"})
 
 
+class Prototypes(layers.Layer):
+    """Multiplies the rows with weights that a batch normalization takes the moments of."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.vectors = self.add_weight(shape=(6, shape[-1]), initializer="glorot_uniform", name="vectors")
+
+    def call(self, x, training=None):
+        return x @ keras.ops.transpose(self.normalization(3.0 * self.vectors, training=training))
+
+
+class Ordered(layers.Layer):
+    """Sorts the rows of the whole batch before a batch normalization."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization = layers.BatchNormalization()
+
+    def call(self, x, training=None):
+        return self.normalization(keras.ops.sort(x, axis=0), training=training)
+
+
+@pytest.mark.parametrize("layer", [Prototypes, Ordered])
+@pytest.mark.parametrize("mode", ["local", "first"])
+def test_moments_of_what_is_not_cut_are_those_of_one_device_in_all_modes(layer, mode):
+    """A tower has no slice of these: neither their moments nor the gradients of these are its own."""
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), layers.Dense(4), layer(), layers.Dense(3)])
+
+    x, y = np.random.default_rng(5).normal(size=(11, 5)), np.random.default_rng(6).normal(size=(11, 3))
+    assert_same_training(build, lambda: {"optimizer": "sgd", "loss": "mse"}, [((x, y), 9)], 3, {"batch_norm": mode})
+
+
 def test_negative_control_local_moments_give_other_weights():
     data = rng.normal(size=(30, 3)), rng.normal(size=(30, 1))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
