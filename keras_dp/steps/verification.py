@@ -79,11 +79,15 @@ class Verification:
         if check.only_with_xla:
             where = "Without XLA, it is the same: the difference comes from how XLA compiles the towers."
             instead = "jit_compile=False"
+        advice = f"This is a fault of keras_dp: please report it with the program, and train with {instead} until it is mended."
+        options, received = self._steps.options, "verify=True"
+        if options.batch_norm != "sync" or options.gradient_dtype is not None:
+            advice = "Moments or rounded gradients of each tower's own have another result by design: leave out verify."
+            received += f", batch_norm={options.batch_norm!r}, gradient_dtype={options.gradient_dtype!r}"
         raise RuntimeError(
             f"The first {name} step for these batches differs on towers from one device by "
             f"{check.largest_difference:.1e}. {where} On one device, rounding alone makes no such difference. The weights "
-            "are as before the step. This is a fault of keras_dp: please report it with the program, and train with "
-            f"{instead} until it is mended. Received: verify=True"
+            f"are as before the step. {advice} Received: {received}"
         )
 
     def _checked(self, name: choices.Step, batch: Any) -> StepCheck | None:

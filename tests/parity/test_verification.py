@@ -114,6 +114,17 @@ def test_a_wrong_rule_is_an_error_and_the_weights_are_as_before(method, monkeypa
     assert_same(before, (model.get_weights(), values(model.inner_model.optimizer)), 0.0)
 
 
+def test_a_result_that_differs_by_design_is_no_fault():
+    parallel = keras_dp.DataParallelModel(build(), devices=2, verify=True, batch_norm="local")
+    parallel.compile("sgd", "mse")
+    before = parallel.get_weights()
+    with pytest.raises(
+        RuntimeError, match=r"another result by design: leave out verify. Received: verify=True, batch_norm='local'"
+    ):
+        parallel.train_on_batch(X, Y)
+    assert_same(before, parallel.get_weights(), 0.0)
+
+
 def test_a_comparison_that_fails_leaves_the_weights_as_before(monkeypatch):
     """One device may have no memory for the whole batch of several."""
 
