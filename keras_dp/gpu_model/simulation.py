@@ -154,9 +154,8 @@ def _run(operation: Operation, machine: Machine, work: Work) -> tuple[float, tup
     else:
         resource = operation.device
     is_half = operation.node.attr["T"].type in _HALF_TYPES
-    return machine.processor_of(operation.device).seconds(work.flops, work.bytes, operation.type in PRODUCTS, is_half), (
-        resource,
-    )
+    processor = machine.processor_of(operation.device)
+    return processor.seconds(work.flops, work.bytes, operation.type in PRODUCTS, is_half), (resource,)
 
 
 def runs_on_host(operation: Operation) -> bool:
