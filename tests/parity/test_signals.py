@@ -60,8 +60,8 @@ def steps_before_ctrl_c(step, seconds):
     press = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: batch == step and signal.setitimer(signal.ITIMER_REAL, seconds)
     )
-    # It may come as a RuntimeError, where C++ code of TensorFlow calls Python.
-    with contextlib.suppress(KeyboardInterrupt, RuntimeError):
+    # It may come as one of the others, where C++ code of TensorFlow calls Python.
+    with contextlib.suppress(KeyboardInterrupt, RuntimeError, SystemError):
         parallel.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[press])
     signal.setitimer(signal.ITIMER_REAL, 0)
     steps = int(parallel.optimizer.iterations)
