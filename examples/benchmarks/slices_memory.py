@@ -60,16 +60,17 @@ def transformer_in_blocks(again, width=128):
     return keras.Model(tokens, layers.Dense(models.VOCABULARY)(layers.LayerNormalization()(x)))
 
 
-def resnet20_in_blocks(again):
-    def convolution(x, filters, strides=1):
-        x = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
-        return layers.BatchNormalization()(x)
+def convolution(x, filters, size=3, strides=1):
+    x = layers.Conv2D(filters, size, strides, padding="same", use_bias=False)(x)
+    return layers.BatchNormalization()(x)
 
+
+def resnet20_in_blocks(again):
     def block(shape, filters, strides):
         inputs = shortcut = keras.Input(shape)
         if strides == 2:
             shortcut = keras.ops.pad(inputs[:, ::2, ::2], ((0, 0), (0, 0), (0, 0), (filters // 4, filters // 4)))
-        x = convolution(layers.ReLU()(convolution(inputs, filters, strides)), filters)
+        x = convolution(layers.ReLU()(convolution(inputs, filters, strides=strides)), filters)
         return keras.Model(inputs, layers.ReLU()(layers.Add()([x, shortcut])))
 
     images = keras.Input((32, 32, 3))
@@ -80,29 +81,48 @@ def resnet20_in_blocks(again):
     return keras.Model(images, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
-IN_BLOCKS = {"transformer": transformer_in_blocks, "resnet20": resnet20_in_blocks}
-# By name: the slices of a device, the batches of an update, and whether each block is computed again.
+def resnet50_in_blocks(again):
+    def block(shape, filters, strides):
+        inputs = shortcut = keras.Input(shape)
+        if shape[-1] != 4 * filters:
+            shortcut = convolution(inputs, 4 * filters, 1, strides)
+        x = layers.ReLU()(convolution(inputs, filters, 1, strides))
+        x = layers.ReLU()(convolution(x, filters))
+        return keras.Model(inputs, layers.ReLU()(layers.Add()([convolution(x, 4 * filters, 1), shortcut])))
+
+    images = keras.Input((224, 224, 3))
+    x = layers.MaxPooling2D(3, 2, padding="same")(layers.ReLU()(convolution(images, 64, 7, 2)))
+    for filters, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for number in range(count):
+            x = Block(block(x.shape[1:], filters, 2 if filters > 64 and number == 0 else 1), again)(x)
+    return keras.Model(images, layers.Dense(1_000)(layers.GlobalAveragePooling2D()(x)))
+
+
+IN_BLOCKS = {"transformer": transformer_in_blocks, "resnet20": resnet20_in_blocks, "resnet50": resnet50_in_blocks}
+# By name: the slices of a device, the batches of an update and how their gradients are averaged, and whether each block is
+# computed again.
 WAYS = {
-    "none": (1, 1, False),
-    "`slices_per_device=4`": (4, 1, False),
-    "`gradient_accumulation_steps=4`": (1, 4, False),
-    "`keras.remat`": (1, 1, True),
-    "`keras.remat`, `slices_per_device=4`": (4, 1, True),
+    "none": (1, 1, "batches", False),
+    "`slices_per_device=4`": (4, 1, "batches", False),
+    "`gradient_accumulation_steps=4`": (1, 4, "batches", False),
+    'the same, `accumulate="rows"`': (1, 4, "rows", False),
+    "`keras.remat`": (1, 1, "batches", True),
+    "`keras.remat`, `slices_per_device=4`": (4, 1, "batches", True),
 }
 
 
 def measured_slices(name, slices, *options):
     """Measures the steps of a model whose rows are cut into slices."""
-    return measured(name, models.workload(name).build, slices, 1, *options)
+    return measured(name, models.workload(name).build, slices, 1, "batches", *options)
 
 
 def measured_way(name, way, *options):
     """Measures the steps of a model of blocks, with one of several ways to less memory."""
-    slices, batches, again = WAYS[way]
-    return measured(name, functools.partial(IN_BLOCKS[name], again), slices, batches, *options)
+    slices, batches, accumulate, again = WAYS[way]
+    return measured(name, functools.partial(IN_BLOCKS[name], again), slices, batches, accumulate, *options)
 
 
-def measured(name, build, slices, batches, steps, batch_norm, jit_compile):
+def measured(name, build, slices, batches, accumulate, steps, batch_norm, jit_compile):
     """Trains, and returns the bytes of the variables, the most bytes in an update beside them, and its median time."""
     # With few threads, operations of one slice wait for each other, as on GPUs.
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -110,6 +130,7 @@ def measured(name, build, slices, batches, steps, batch_norm, jit_compile):
     parallel = keras_dp.DataParallelModel(build(), 1, batch_norm=batch_norm, slices_per_device=slices)
     optimizer = models.optimizer()
     optimizer.gradient_accumulation_steps = batches if batches > 1 else None
+    optimizer = keras_dp.DataParallelOptimizer(optimizer, accumulate=accumulate)
     parallel.compile(optimizer, **models.workload(name).objective(), jit_compile=jit_compile)
     x, y = next(iter(synthetic.dataset(parallel.inner_model, BATCH_SIZES[name] // batches)))
 
