@@ -125,3 +125,24 @@ def test_each_set_of_devices_has_a_group_and_each_collective_a_key():
 
 def test_devices_are_ranked_by_their_numbers_not_their_order():
     assert by_rank(("CPU:2", "CPU:0", "CPU:3")) == ["CPU:0", "CPU:2", "CPU:3"]
+
+
+@pytest.mark.parametrize("name", ["CollectiveGatherV2", "CollectiveAllToAllV2"])
+def test_collectives_that_move_wrong_numbers_are_a_reason(name, monkeypatch, caplog):
+    """As NCCL may on a machine whose IOMMU redirects direct copies. One number of many is wrong, on one device."""
+    right = getattr(tf.raw_ops, name)
+
+    def wrong(input, **keys):  # noqa: A002
+        result = right(input=input, **keys)
+        return tf.tensor_scatter_nd_add(result, [[1, 7]], [1.0]) if "CPU:2" in input.device else result
+
+    by_rank.cache_clear()
+    monkeypatch.setattr(tf.raw_ops, name, wrong)
+    with caplog.at_level(logging.WARNING, "keras_dp"):
+        assert not has_collectives("nccl", ["CPU:0", "CPU:2"], 1)
+    words = {"CollectiveGatherV2": "an all-gather", "CollectiveAllToAllV2": "an all-to-all"}[name]
+    assert f"collectives fail on CPU:0 and CPU:2: {words} of known numbers gave [[" in caplog.messages[0]
+    assert "nan" in caplog.messages[0]
+    by_rank.cache_clear()
+    monkeypatch.undo()
+    assert has_collectives("nccl", ["CPU:0", "CPU:2"], 1)
