@@ -20,6 +20,7 @@ from keras_dp.batches.whole_tensors import chosen_whole
 from keras_dp.devices import variable_homes
 from keras_dp.devices.available import are_gpus, available_devices, parameter_device_name, tower_devices
 from keras_dp.devices.communication import has_collectives
+from keras_dp.devices.trial_copies import refuse_broken_copies
 from keras_dp.keras_internals import keras_models
 from keras_dp.keras_internals.keras_optimizers import optimizers_of
 from keras_dp.optimizer import DataParallelOptimizer
@@ -72,6 +73,7 @@ class TowerTrainer:
         self.devices = tuple(tower_devices(options.devices))
         wanted = options.parameter_device
         self._wanted_device = None if wanted is None else parameter_device_name(wanted)
+        refuse_broken_copies((*self.devices, self._wanted_device or self.devices[0]))
         own_class: Any = type(wrapper).__bases__[-1]
         self._around = own_class._around
         self.workers = current_workers()

@@ -21,7 +21,7 @@ from keras_dp import tables
 from keras_dp.cli import main, models
 from keras_dp.cli.check import checking, command, copying, machine, training, workers
 from keras_dp.cli.check.findings import Finding
-from keras_dp.devices import nvidia, platforms
+from keras_dp.devices import nvidia, platforms, trial_copies
 from keras_dp.partition.placing.rules import RULES
 from keras_dp.workers.group import WorkerGroup
 
@@ -105,14 +105,14 @@ def test_data_of_a_generator_or_a_py_dataset(name, rows):
 def test_copies_that_change_numbers(monkeypatch):
     """As direct copies between GPUs may, where the IOMMU is on."""
     devices = ["CPU:0", "CPU:1", "CPU:2"]
-    copied = copying._copied
+    copied = trial_copies.copied
 
     def broken(tensor, device):
         right = copied(tensor, device)
         return tf.concat([right[:-1], [tf.constant(7, tf.uint8)]], 0) if device == "CPU:2" else right
 
     assert copying.copies(devices).verdict == "pass"
-    monkeypatch.setattr(copying, "_copied", broken)
+    monkeypatch.setattr(trial_copies, "copied", broken)
     found = copying.copies(devices)
     assert found.verdict == "fail"
     assert found.seen == "numbers changed on their way from CPU:0 to CPU:2, CPU:1 to CPU:2"

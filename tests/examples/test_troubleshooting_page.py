@@ -18,7 +18,7 @@ from page_programs import FENCE, missing
 from worker_processes import free_ports, tf_config
 
 import keras_dp
-from keras_dp.devices import announcement, available, nvidia
+from keras_dp.devices import announcement, available, nvidia, trial_copies
 from keras_dp.partition.building.target import Target
 from keras_dp.partition.facts.node import Plan
 from keras_dp.partition.placing.rules import RULES
@@ -139,6 +139,12 @@ def nan(patch, tmp_path):
         tf.debugging.disable_check_numerics()
 
 
+def broken_copies(patch, tmp_path):
+    trial_copies.refuse_broken_copies.cache_clear()
+    patch.setattr(trial_copies, "arrives", lambda numbers, source, target: False)
+    return [error(trial_copies.refuse_broken_copies, ("GPU:0", "GPU:1"))]
+
+
 def zero(patch, tmp_path):
     wrapped(model=OwnStep).fit(X, Y, verbose=2)
 
@@ -207,6 +213,7 @@ PROVOKED = {
     "Training runs on one device": on_one_device,
     "Slower than one GPU": slower,
     "Loss is nan": nan,
+    "Broken copies": broken_copies,
     "Loss is 0": zero,
     "Results differ from one device": differs,
     "Hangs at the start": hangs,

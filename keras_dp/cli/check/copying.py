@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from keras_dp import tables
 from keras_dp.cli.check.findings import Finding
+from keras_dp.devices.trial_copies import BROKEN, arrives, copied, placed
 from keras_dp.gpu_model import hardware
 
 _SMALL, _LARGE = 4 << 10, 32 << 20  # bytes
@@ -44,8 +44,7 @@ def copies(devices: Sequence[str]) -> Finding:
             "copies",
             "fail",
             f"numbers changed on their way from {', '.join(wrong)}",
-            "Direct copies between these GPUs are broken, often by the IOMMU or by ACS of PCIe: turn these off in the BIOS or "
-            "on the kernel's command line, and train on one of the GPUs until then.",
+            BROKEN,
             data=constants,
         )
     if not found:
@@ -74,21 +73,11 @@ def copy_between(source: str, target: str) -> MeasuredCopy:
     random = np.random.default_rng(0)
     patterns = [random.integers(0, 256, _LARGE, dtype=np.uint8), np.zeros(_LARGE, np.uint8), np.full(_LARGE, 255, np.uint8)]
     patterns += [random.integers(0, 256, size, dtype=np.uint8) for size in (1, 255, 4097, 65537)]
-    is_right = all(np.array_equal(pattern, _copied(_placed(pattern, source), target).numpy()) for pattern in patterns)
-    small, large = (_seconds(_placed(patterns[0][:size], source), target) for size in (_SMALL, _LARGE))
+    is_right = all(arrives(pattern, source, target) for pattern in patterns)
+    small, large = (_seconds(placed(patterns[0][:size], source), target) for size in (_SMALL, _LARGE))
     # The same without a copy: starting the operations, and reading a number on the host.
-    latency = small - _seconds(_placed(patterns[0][:_SMALL], source), source)
+    latency = small - _seconds(placed(patterns[0][:_SMALL], source), source)
     return MeasuredCopy(source, target, is_right, 1e6 * max(latency, 1e-7), _LARGE / max(large - small, 1e-9) / 1e9)
-
-
-def _placed(numbers: np.ndarray, device: str) -> Any:
-    with tf.device(device):
-        return tf.identity(tf.constant(numbers))
-
-
-def _copied(tensor: Any, device: str) -> Any:
-    with tf.device(device):
-        return tf.identity(tensor)
 
 
 def _seconds(tensor: Any, device: str) -> float:
@@ -96,7 +85,7 @@ def _seconds(tensor: Any, device: str) -> float:
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        _copied(tensor, device)[:1].numpy()
+        copied(tensor, device)[:1].numpy()
         times.append(time.perf_counter() - begin)
     return min(times)
 
