@@ -382,7 +382,7 @@ def answer_check(question):
     placed = place_step(step, workload.batch_size, parallel.devices, on_gpus=False)
     processor = Processor(**constants)
     memory = Link("memory", processor.launch_seconds, processor.bandwidth)
-    machine = Machine(processor, memory, memory, processor.launch_seconds, processor.launch_seconds, is_shared=True)
+    machine = Machine((processor,), memory, memory, processor.launch_seconds, processor.launch_seconds, is_shared=True)
     print(json.dumps(1e3 * simulate(placed, machine).seconds))
 
 

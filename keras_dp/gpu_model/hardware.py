@@ -93,27 +93,24 @@ class Machine:
     """Several devices, their links, and a host.
 
     Attributes:
-        processor: the first of the devices, and each of the others that has none of its own.
+        processors: each of the devices. Those after the last one are like it.
         link: what connects the devices with each other.
         host_link: what connects each device with the host's memory.
         host_seconds: the time of a small operation on the host, such as one on shapes.
         control_seconds: the time from an operation on one device to an operation on another that waits for it.
         is_shared: whether the devices are parts of one processor, and share its memory, as logical CPUs do.
-        others: the second device and those after it, if they are not like the first.
     """
 
-    processor: Processor
+    processors: tuple[Processor, ...]
     link: Link
     host_link: Link
     host_seconds: float = 1e-6
     control_seconds: float = 15e-6
     is_shared: bool = False
-    others: tuple[Processor, ...] = ()
 
     def processor_of(self, device: str) -> Processor:
         """Returns the processor of a device, such as "GPU:1"."""
-        number = int(device.rpartition(":")[2])
-        return self.others[number - 1] if 0 < number <= len(self.others) else self.processor
+        return self.processors[min(int(device.rpartition(":")[2]), len(self.processors) - 1)]
 
 
 # A copy on one H100, in a virtual machine, waited 40 µs, and a control edge 30 µs: docs/gpu.md.
@@ -179,7 +176,7 @@ def machine_of(gpu: str, link: str | None = None) -> Machine:
     links = LINKS[gpu]
     if link is not None and link not in links:
         raise ValueError(f"The links of {GPUS[gpu].name} are: {', '.join(links)}. Received: {link!r}")
-    return Machine(GPUS[gpu], links[link or next(iter(links))], links["pcie"])
+    return Machine((GPUS[gpu],), links[link or next(iter(links))], links["pcie"])
 
 
 def known_gpu(device_name: str) -> str | None:
@@ -199,14 +196,11 @@ def best_and_worst(machine: Machine) -> tuple[Machine, Machine]:
     def slow(link: Link) -> Link:
         return dataclasses.replace(link, latency_seconds=_LONG_COPY_SECONDS, wire_seconds=_LONG_WIRE_SECONDS)
 
-    processor, *others = (
-        dataclasses.replace(one, program_seconds=_LONG_PROGRAM_SECONDS, fused=0.0)
-        for one in (machine.processor, *machine.others)
-    )
     return machine, dataclasses.replace(
         machine,
-        processor=processor,
-        others=tuple(others),
+        processors=tuple(
+            dataclasses.replace(one, program_seconds=_LONG_PROGRAM_SECONDS, fused=0.0) for one in machine.processors
+        ),
         link=slow(machine.link),
         host_link=slow(machine.host_link),
         control_seconds=_LONG_CONTROL_SECONDS,

@@ -54,7 +54,7 @@ class OwnGpu:
         )
         host = 1e9 * (self.host_gigabytes_per_second or self.link_gigabytes_per_second)
         link = Link("its link", bandwidth=1e9 * self.link_gigabytes_per_second)
-        return Machine(processor, link, Link("its link to the host", bandwidth=host))
+        return Machine((processor,), link, Link("its link to the host", bandwidth=host))
 
 
 def is_file(gpu: str) -> bool:

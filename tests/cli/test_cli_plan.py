@@ -26,10 +26,14 @@ def planned_of(arguments):
 
 def test_constants_of_the_machine_can_be_set():
     machine = planned_of("--gpu h100").machines()[0]
-    assert (machine.processor.name, machine.link.name, machine.processor.launch_seconds) == ("H100 SXM 80 GB", "NVLink 4", 5e-6)
+    assert (machine.processors[0].name, machine.link.name, machine.processors[0].launch_seconds) == (
+        "H100 SXM 80 GB",
+        "NVLink 4",
+        5e-6,
+    )
     numbers = "--launch-microseconds 2.5 --latency-microseconds 20 --gigabytes-per-second 100"
     for machine in planned_of(f"--gpu H100 --link pcie {numbers}").machines():
-        constants = machine.processor.launch_seconds, machine.link.latency_seconds, machine.link.bandwidth
+        constants = machine.processors[0].launch_seconds, machine.link.latency_seconds, machine.link.bandwidth
         assert constants == pytest.approx((2.5e-6, 2e-5, 1e11))
 
 
@@ -145,7 +149,7 @@ def test_constants_that_check_has_measured(write):
 def test_a_gpu_of_the_users_own_numbers(write):
     write(NUMBERS)
     machine = planned_of("--gpu my.json").machines()[0]
-    processor = machine.processor
+    processor = machine.processors[0]
     assert (processor.name, processor.memory_bytes, processor.bandwidth) == ("My GPU", 48e9, 864e9)
     assert processor.vector_flops == processor.matrix_flops == processor.half_flops == 38.7e12
     assert (processor.launch_seconds, machine.link.latency_seconds) == pytest.approx((5e-6, 15e-6))
@@ -154,7 +158,7 @@ def test_a_gpu_of_the_users_own_numbers(write):
     more = {"matrix_teraflops": 77, "half_teraflops": 155, "launch_microseconds": 4, "link_gigabytes_per_second": 56}
     write(NUMBERS | more | {"link_latency_microseconds": 10, "host_gigabytes_per_second": 30})
     machine = planned_of("--gpu my.json --memory 24GB").machines()[1]
-    processor = machine.processor
+    processor = machine.processors[0]
     assert (processor.matrix_flops, processor.half_flops, processor.memory_bytes) == (77e12, 155e12, 24e9)
     assert (processor.launch_seconds, machine.link.latency_seconds) == pytest.approx((4e-6, 1e-5))
     assert (machine.link.bandwidth, machine.host_link.bandwidth) == (56e9, 30e9)
@@ -190,7 +194,7 @@ def test_files_of_numbers_that_cannot_be_are_refused(arguments, numbers, message
 def test_gpus_are_as_on_their_data_sheets():
     """Rates are ordered, and sizes are plausible: a wrong unit would be off by a factor of 1,000."""
     for gpu in hardware.GPUS:
-        processor = hardware.machine_of(gpu).processor
+        processor = hardware.machine_of(gpu).processors[0]
         assert 5e12 < processor.vector_flops <= processor.matrix_flops < processor.half_flops < 1e15
         assert 2e11 < processor.bandwidth < 1e13
         assert 1e10 < processor.memory_bytes < 2e11

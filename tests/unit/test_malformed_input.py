@@ -230,7 +230,7 @@ def test_the_numbers_of_a_gpu(text):
         called("plan", "--gpu", path)
         with refused_with(str(path)):
             machine = own_gpus.read(str(path)).machine()
-            assert 0 < machine.processor.matrix_flops < float("inf")
+            assert 0 < machine.processors[0].matrix_flops < float("inf")
 
 
 CHECK = [
@@ -250,7 +250,7 @@ def test_what_is_damaged_above_is_understood():
     assert find_in({"TF_CONFIG": json.dumps(TF_CONFIG)}).index == 2
     assert find_in(SLURM).index == 1
     with file_of(json.dumps(GPU)) as gpu, file_of(json.dumps(CHECK)) as constants:
-        assert own_gpus.read(str(gpu)).machine().processor.launch_seconds == 4e-6
+        assert own_gpus.read(str(gpu)).machine().processors[0].launch_seconds == 4e-6
         assert "10 µs and 30 GB/s" in called("plan", "--constants", constants)[1]
 
 

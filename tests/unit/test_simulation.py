@@ -130,7 +130,7 @@ FREE = dataclasses.replace(SLOW, vector_flops=1e30, matrix_flops=1e30, bandwidth
 
 def test_much_work_and_instant_links_scale():
     # The host needs some time for each operation, or it would have given the first tower all of its own before a copy begins.
-    machine = Machine(dataclasses.replace(SLOW, launch_seconds=1e-6), INSTANT, INSTANT, 0.0, 0.0)
+    machine = Machine((dataclasses.replace(SLOW, launch_seconds=1e-6),), INSTANT, INSTANT, 0.0, 0.0)
     one, two = (simulate(placed(mlp, towers, 6_000)[2], machine) for towers in (1, 2))
     assert 1.7 < one.seconds / two.seconds <= 2.0
     assert min(two.busy.values()) > 0.85
@@ -140,7 +140,7 @@ def test_much_work_and_instant_links_scale():
 
 def test_no_work_and_slow_links_do_not_scale():
     """Weights go to the other tower, and its gradients come back: two latencies at least."""
-    machine = Machine(FREE, Link("slow", 1e30, latency_seconds=1.0), INSTANT)
+    machine = Machine((FREE,), Link("slow", 1e30, latency_seconds=1.0), INSTANT)
     one, two = (simulate(placed(mlp, towers, 6)[2], machine) for towers in (1, 2))
     assert one.seconds < 0.1
     assert 2.0 <= two.seconds < 6.0
@@ -179,7 +179,7 @@ def test_programs_before_and_after_a_loop_do_not_wait_for_each_other(towers):
 
 def test_launches_are_counted():
     _, _, step = placed(mlp, 1, 6)
-    launched = simulate(step, Machine(dataclasses.replace(FREE, launch_seconds=1.0), INSTANT, INSTANT, 0.0, 0.0)).seconds
+    launched = simulate(step, Machine((dataclasses.replace(FREE, launch_seconds=1.0),), INSTANT, INSTANT, 0.0, 0.0)).seconds
     products = sum(operation.type == "MatMul" for operation in step.operations.values())
     # Forward, and two products for each layer backward, without the gradient of the inputs.
     assert products == 4 + 2 * 4 - 1
@@ -226,7 +226,7 @@ def test_a_program_runs_its_products_and_what_is_fused_between_them():
     # The bias and the activation of a layer are one kernel.
     relu = next(kernel for kernel in program.kernels if "Relu" in types[kernel])
     assert "BiasAdd" in types[relu]
-    launched = Machine(dataclasses.replace(FREE, launch_seconds=1.0), INSTANT, INSTANT, 0.0, 0.0)
+    launched = Machine((dataclasses.replace(FREE, launch_seconds=1.0),), INSTANT, INSTANT, 0.0, 0.0)
     seconds = simulate(step, launched, [program]).seconds
     assert len(products) < seconds <= len(program.kernels) + 2
     assert seconds < simulate(step, launched).seconds / 2
@@ -235,8 +235,8 @@ def test_a_program_runs_its_products_and_what_is_fused_between_them():
 def test_a_kernel_reads_and_writes_its_ends_at_best():
     _, _, step = placed(mlp, 1, 600)
     (program,) = programs_of(step)
-    best = Machine(dataclasses.replace(FREE, bandwidth=1.0), INSTANT, INSTANT, 0.0, 0.0)
-    worst = dataclasses.replace(best, processor=dataclasses.replace(best.processor, fused=0.0))
+    best = Machine((dataclasses.replace(FREE, bandwidth=1.0),), INSTANT, INSTANT, 0.0, 0.0)
+    worst = dataclasses.replace(best, processors=(dataclasses.replace(best.processors[0], fused=0.0),))
     assert simulate(step, best, [program]).seconds < 0.9 * simulate(step, worst, [program]).seconds
 
 
@@ -247,7 +247,7 @@ def test_nothing_goes_to_the_host_within_a_program():
     within = [copy for copy in step.copies if {copy.tensor.partition(":")[0], *copy.takers} <= {*program.operations}]
     assert within
     assert any(copy.to_host for copy in within)
-    slow = Machine(FREE, INSTANT, dataclasses.replace(INSTANT, latency_seconds=1.0), 0.0, 0.0)
+    slow = Machine((FREE,), INSTANT, dataclasses.replace(INSTANT, latency_seconds=1.0), 0.0, 0.0)
     alone, compiled = (simulate(step, slow, programs) for programs in ((), [program]))
     assert compiled.seconds < alone.seconds
     assert {compiled.spans[copy] for copy in within} == {compiled.spans[program.operations[0]]}

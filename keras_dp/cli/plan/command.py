@@ -253,8 +253,8 @@ def mirrored_in_new_process(planned: PlannedRun) -> MirroredPlan:
 
 def described(machine: hardware.Machine, at_worst: hardware.Machine) -> str:
     """Describes a machine in one line."""
-    processor, link = machine.processor, machine.link
-    names = " and ".join(dict.fromkeys(one.name for one in (processor, *machine.others)))
+    processor, link = machine.processors[0], machine.link
+    names = " and ".join(dict.fromkeys(one.name for one in machine.processors))
     latencies = dict.fromkeys(f"{1e6 * one.link.latency_seconds:g}" for one in (machine, at_worst))
     return (
         f"A prediction, not a measurement: {names}, {1e6 * processor.launch_seconds:g} µs a launch; {link.name}, "

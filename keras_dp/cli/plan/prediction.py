@@ -56,8 +56,7 @@ class PlannedRun:
         """
         machines = [self._machine_of(gpu) for gpu in self.gpu.split(",")]
         machine, latency = min(machines, key=lambda one: one[0].link.bandwidth)
-        processor, *others = (one.processor for one, _ in machines)
-        machine = dataclasses.replace(machine, processor=processor, others=tuple(others))
+        machine = dataclasses.replace(machine, processors=tuple(one.processors[0] for one, _ in machines))
         latency = self.latency_microseconds or latency
         best, worst = (self._with_own_constants(one, latency) for one in hardware.best_and_worst(machine))
         return best, worst
@@ -82,8 +81,8 @@ class PlannedRun:
             link = dataclasses.replace(link, bandwidth=1e9 * self.gigabytes_per_second)
         if self.memory_bytes is not None:
             own["memory_bytes"] = self.memory_bytes
-        processor, *others = (dataclasses.replace(one, **own) for one in (machine.processor, *machine.others))
-        return dataclasses.replace(machine, processor=processor, others=tuple(others), link=link)
+        processors = tuple(dataclasses.replace(one, **own) for one in machine.processors)
+        return dataclasses.replace(machine, processors=processors, link=link)
 
 
 class Range(NamedTuple):
