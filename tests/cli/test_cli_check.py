@@ -241,6 +241,22 @@ def test_other_programs_on_a_gpu(megabytes, verdict, monkeypatch):
     assert machine.memory_of_others().verdict == verdict
 
 
+@pytest.mark.parametrize(("slow", "verdict"), [(1.1, "pass"), (3.0, "warn")])
+def test_gpus_that_differ_are_timed_alone(slow, verdict, findings, monkeypatch):
+    timed = []
+
+    def speed(parallel, batches):
+        timed.append((parallel.devices, len(next(iter(batches))[0])))
+        return Finding("speed", "pass", "", data={"milliseconds": slow if parallel.devices == ["CPU:1"] else 1.0})
+
+    monkeypatch.setattr(training, "speed", speed)
+    monkeypatch.setattr(machine, "gpus_differ", lambda: True)
+    found = findings("small", batch=10)["shares"]
+    assert timed == [(["CPU:0", "CPU:1"], 10), (["CPU:0"], 5), (["CPU:1"], 5)]
+    assert (found.verdict, found.seen) == (verdict, f"5 rows take 1.0 ms on CPU:0, {slow} ms on CPU:1")
+    assert ("rows=[10, 3]" in found.advice) == (verdict == "warn")
+
+
 def test_steps_that_wait_for_input():
     def slow():
         while True:

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -66,17 +66,19 @@ def findings(question: Question) -> Iterator[Finding]:
     yield from _of("work", functools.partial(training.work, parallel, batch))
     yield from _of("repeated", functools.partial(training.repeated, build, batches))
     yield from _of("speed", functools.partial(training.speed, parallel, batches))
+    if machine.gpus_differ() and group.count == 1:
+        yield from _of("shares", functools.partial(training.shares, build, batches, batch_rows, devices))
 
 
-def _training(question: Question, devices: list[str], count: int) -> tuple[Callable[[], Any], tf.data.Dataset]:
-    """Returns a function that builds the wrapped model, and its batches."""
+def _training(question: Question, devices: list[str], count: int) -> tuple[Callable[..., Any], tf.data.Dataset]:
+    """Returns a function that builds the wrapped model, for these or other devices, and its batches."""
     workload = models.workload(question.model)
 
-    def build() -> Any:
+    def build(on: Sequence[str] = devices) -> Any:
         model = workload.build()
         if not model.compiled:
             model.compile("sgd", **workload.objective())
-        return DataParallelModel(model, devices=devices)
+        return DataParallelModel(model, devices=on)
 
     if question.data is None:
         rows = question.batch or _ROWS_OF_A_TOWER * len(devices) * count

@@ -57,9 +57,15 @@ def devices_found() -> Finding:
     newest = max(map(_compute_capability, tf.config.list_physical_devices("GPU")), default=(0, 0))
     if newest >= BLACKWELL:
         return Finding("devices", "warn", f"{seen}, of compute capability {newest[0]}.{newest[1]}", NOT_BUILT_FOR)
-    if len(set(gpus)) > 1:
-        return Finding("devices", "warn", seen, "They differ, and each step waits for the slowest: leave it out with devices=.")
+    if gpus_differ():
+        advice = "They differ, and each step waits for the slowest. rows= gives it fewer rows, and devices= leaves it out."
+        return Finding("devices", "warn", seen, advice)
     return Finding("devices", "pass", f"{seen}; TensorFlow is {_wanted()}")
+
+
+def gpus_differ() -> bool:
+    """Returns whether there are GPUs of several kinds."""
+    return len(set(environment()["gpus"])) > 1
 
 
 def _compute_capability(gpu: tf.config.PhysicalDevice) -> tuple[int, int]:

@@ -1,13 +1,14 @@
 """Train a few steps, and compare them with one device and with themselves."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dp.batches.shares import shares_by_speed
 from keras_dp.callbacks import InputWait
 from keras_dp.cli.check.findings import Finding
 from keras_dp.keras_internals import keras_models
@@ -18,6 +19,7 @@ from keras_dp.reports.step_graph import UnrepeatableStepError
 _LARGE_BYTES = 1e6
 _FEW_ROWS = 8
 _STEPS = 8
+_ALIKE = 1.15  # times the time of the fastest device
 _ROUNDING = 1e-6  # of weights, by which two steps may differ if a kernel adds in any order
 
 
@@ -100,6 +102,21 @@ def speed(parallel: Any, batches: tf.data.Dataset) -> Finding:
         advice = "More towers make it no faster: use prefetch, map with num_parallel_calls, cache, or larger files."
         return Finding("speed", "warn", seen, advice, data=data)
     return Finding("speed", "pass", seen, data=data)
+
+
+def shares(build: Callable[[Sequence[str]], Any], batches: tf.data.Dataset, batch_rows: int, devices: Sequence[str]) -> Finding:
+    """Times steps with a tower's rows on each device alone, and suggests other shares of the rows if the times differ."""
+    rows = max(batch_rows // len(devices), 1)
+    milliseconds = [speed(build([device]), batches.rebatch(rows)).data["milliseconds"] for device in devices]
+    each = ", ".join(f"{time:.1f} ms on {device}" for time, device in zip(milliseconds, devices, strict=True))
+    seen, data = f"{rows} rows take {each}", {"rows": rows, "milliseconds": milliseconds}
+    if max(milliseconds) <= _ALIKE * min(milliseconds):
+        return Finding("shares", "pass", seen, data=data)
+    advice = (
+        f"DataParallelModel(model, rows={shares_by_speed(milliseconds)}) gives each device as many rows as it computes in the "
+        "same time; devices= leaves a slow one out."
+    )
+    return Finding("shares", "warn", seen, advice, data=data)
 
 
 class _Times(keras.callbacks.Callback):

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from keras_dp import choices, tables
+from keras_dp.batches.shares import shares_by_speed
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument, positive
 from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
@@ -216,9 +217,7 @@ def _shares_by_speed(planned: PlannedRun, plan: TowersPlan) -> str:
         planned, towers=1, batch_size=rows, batch_is_per_tower=False, parameter_device=None, timeline=None
     )
     times = {gpu: plan_in_new_process(dataclasses.replace(alone, gpu=gpu)).compiled_milliseconds for gpu in gpus}
-    speeds = [1 / sum(times[gpu]) for gpu in gpus]
-    shares = [max(round(10 * speed / max(speeds)), 1) for speed in speeds]
-    shares = [share // math.gcd(*shares) for share in shares]
+    shares = shares_by_speed([sum(times[gpu]) for gpu in gpus])
     divided = plan_in_new_process(dataclasses.replace(planned, rows=shares, timeline=None))
     each = " and ".join(f"{times[gpu]} ms on {gpu}" for gpu in dict.fromkeys(gpus))
     return (
