@@ -311,6 +311,7 @@ class TowerTrainer:
     def made(self, name: choices.Step, function: Any, step: Any) -> Any:
         """Returns the function of a step for towers, from the function that Keras's trainer has made."""
         self._eager[name] = self.is_eager()
+        self._verification.forget(name)
         if not self._eager[name] and name == "predict":
             function = PredictFunction(function, self.steps, self._verification)
         elif not self._eager[name]:

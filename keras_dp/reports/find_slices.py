@@ -19,7 +19,8 @@ def find_slices(parallel: Any, batch: Any = None) -> int:
     """Finds into how many slices each device's rows must be cut for a training step to fit in memory, and cuts them so.
 
     Runs a training step with the current `slices_per_device`, and with twice as many as long as the memory of a device is too
-    small. All variables are restored afterwards. Later steps may need a little more memory.
+    small. All variables are restored afterwards. Later steps may need a little more memory. If the model has trained before,
+    and more slices are found, draws of `tf.random.normal` and the like begin again.
 
     >>> import keras, keras_dp, numpy as np
     >>> parallel = keras_dp.DataParallelModel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), devices=1)

@@ -46,6 +46,10 @@ class Verification:
         """Returns whether the next step for batches of some types is to be compared."""
         return self._is_wanted and (name, repr(types)) not in self._verified
 
+    def forget(self, name: choices.Step) -> None:
+        """Compares a step again, whose function is made anew: its loss, optimizer or layers may be others."""
+        self._verified = {compared for compared in self._verified if compared[0] != name}
+
     @contextlib.contextmanager
     def of_step(self, name: choices.Step, batch: Any, types: Any = None) -> Iterator[None]:
         """Compares a step on one device and on towers, after the step that runs within this context, if it is the first one.

@@ -14,6 +14,7 @@ from forked_processes import output_of
 from keras import layers
 
 import keras_dp
+from keras_dp.reports import find_slices
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(600, 16)), RNG.normal(size=(600, 1))
@@ -160,3 +161,41 @@ def test_a_search_during_training_is_refused():
 def test_the_search_needs_a_wrapper():
     with pytest.raises(ValueError, match=r"find_slices\(\) looks at the towers of a keras_dp.DataParallelModel"):
         keras_dp.find_slices(build(), (X, Y))
+
+
+class Noisy(keras.Sequential):
+    """Draws with TensorFlow's own state, as no seed of Keras does."""
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x + tf.random.normal(tf.shape(x), dtype=x.dtype), y))
+
+
+@pytest.mark.parametrize("trains_before", [False, True])
+def test_stateful_draws_begin_again_where_a_model_has_trained_before(trains_before, monkeypatch):
+    run_once, outcomes = find_slices._run, iter([])
+
+    def run_or_fail(steps, batch):
+        if next(outcomes, "fits") == "fails":
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+        run_once(steps, batch)
+
+    def losses(wrap):
+        nonlocal outcomes
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        model = wrap(Noisy([keras.Input((16,)), layers.Dense(1)]))
+        model.compile("sgd", "mse")
+        found = [
+            model.fit(X[:20], Y[:20], batch_size=10, shuffle=False, verbose=0).history["loss"] for _ in range(trains_before)
+        ]
+        if isinstance(model, keras_dp.DataParallelModel):
+            outcomes = iter(["fails"])
+            assert keras_dp.find_slices(model, (X[:10], Y[:10])) == 2
+        found += [model.fit(X[:20], Y[:20], batch_size=10, shuffle=False, verbose=0).history["loss"]]
+        return np.ravel(found)
+
+    monkeypatch.setattr(find_slices, "_run", run_or_fail)
+    plain, towers = losses(lambda model: model), losses(lambda model: keras_dp.DataParallelModel(model, devices=2))
+    np.testing.assert_allclose(towers[0], plain[0], rtol=1e-9)
+    assert (abs(towers[-1] - plain[-1]) > 1e-3) == trains_before

@@ -63,6 +63,24 @@ def test_training_is_the_same(compared):
     assert {name: compared.count(name) for name in compared} == {"train": 2, "test": 2, "predict": 3}
 
 
+def test_a_step_whose_function_is_made_anew_is_compared_again(compared):
+    model = keras_dp.DataParallelModel(build(), devices=2, verify=True)
+    model.compile("sgd", "mse")
+    for times, change in enumerate(
+        [
+            lambda: None,
+            lambda: model.compile("adam", "mae"),
+            lambda: model.inner_model.compile("sgd", "mae"),
+            lambda: model.make_train_function(force=True),
+        ],
+        1,
+    ):
+        change()
+        for _ in range(2):
+            model.fit(X, Y, batch_size=11, verbose=0)
+        assert compared == times * ["train"]
+
+
 def test_an_environment_variable_asks_for_it(compared, monkeypatch):
     """Without it, nothing is compared."""
     for value, expected in (("0", []), ("1", ["train"])):
