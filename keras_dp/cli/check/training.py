@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dp.batches.shares import shares_by_speed
+from keras_dp.batches.speeds import shares_by_speed
 from keras_dp.callbacks import InputWait
 from keras_dp.cli.check.findings import Finding
 from keras_dp.keras_internals import keras_models

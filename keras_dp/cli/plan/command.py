@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from keras_dp import choices, tables
-from keras_dp.batches.shares import shares_by_speed
+from keras_dp.batches.speeds import shares_by_speed
 from keras_dp.cli import runs
 from keras_dp.cli.arguments import add_model_arguments, argument, positive
 from keras_dp.cli.plan.prediction import MirroredPlan, PlannedRun, TowersPlan
