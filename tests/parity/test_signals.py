@@ -75,6 +75,8 @@ def steps_before_ctrl_c(step, seconds):
     return steps
 
 
+# Python ignores what a callback of its garbage collection raises.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("moments", [pytest.param(3, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_moment_leaves_the_state_of_a_whole_step(moments):
     """Training then goes on as if it had not come. In the first trace, the optimizer's variables have no values yet."""
