@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ BROKEN = (
 
 
 @functools.cache
-def refuse_broken_copies(devices: Sequence[str]) -> None:
+def refuse_broken_copies(devices: tuple[str, ...]) -> None:
     """Copies random numbers both ways between all pairs of GPUs.
 
     Where a machine redirects direct copies between GPUs, they may end without an error, and leave other numbers behind:

@@ -71,6 +71,7 @@ def test_each_field_is_documented(monkeypatch):
         "field of `data` of `workers`": set(data_of_workers(monkeypatch)),
         "field of a copy": set(MeasuredCopy._fields),
         "field of `data` of `speed`": set(training.speed(compiled(), batches).data),
+        "field of `data` of `shares`": set(training.shares(lambda devices: compiled(), batches, 4, ["CPU:0", "CPU:1"]).data),
         "field of an entry": {"run", "plan", "mirrored"},
         "field of `run`": names(PlannedRun),
         "field of `plan`": names(TowersPlan),
